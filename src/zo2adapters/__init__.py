@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zo2adapters.commands.train import train as train
-    from zo2adapters.edge.lowering import write_program as write_program
-    from zo2adapters.edge.running import ProgramState as ProgramState
-    from zo2adapters.edge.running import ProgramStep as ProgramStep
-    from zo2adapters.edge.running import TrainingProgram as TrainingProgram
+    from zo2adapters.edge.program import ProgramState as ProgramState
+    from zo2adapters.edge.program import ProgramStep as ProgramStep
+    from zo2adapters.edge.program import TrainingProgram as TrainingProgram
+    from zo2adapters.edge.program import write_program as write_program
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
     from zo2adapters.frameworks.lightning_modules import BackpropLightningModule as BackpropLightningModule
     from zo2adapters.frameworks.lightning_modules import FullBackpropLightningModule as FullBackpropLightningModule

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import Adapter, HFBlockModel, MonolithicMeZO, ProgramState, TrainingProgram, open_checkpoint, write_program
-from zo2adapters.edge.lowering import assemble
-from zo2adapters.edge.running import append_digest
+from zo2adapters.edge.program import append_digest, assemble
 from zo2adapters.edge.step import GROUP, DualForwardLinear, Signs, TrainingStep, groups_of
 from zo2adapters.models.quantizer import quantize
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder, ZO2Error

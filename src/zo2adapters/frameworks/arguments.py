@@ -1,13 +1,25 @@
-"""Arguments of a zeroth-order run that a trainer's own arguments do not cover."""
+"""Arguments of trainers: which are supported, while others are refused if they are set; and those of a zeroth-order run.
+
+Opens the model of a trainer in the precision that the trainer's arguments ask for.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+from transformers import Trainer, TrainingArguments
+
+from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.peft_adapter import Adapter
+from zo2adapters.models.precision import Precision
 from zo2core import (
     BlockModel,
     Distribution,
@@ -21,7 +33,7 @@ from zo2core import (
     ZerothOrder,
     ZOEstimator,
 )
-from zo2core.errors import OptionError
+from zo2core.errors import CheckpointError, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +77,9 @@ class ZOArguments:
 
     def __post_init__(self) -> None:
         if not callable(self.estimator):
-            raise OptionError(
-                "estimator",
-                found=repr(self.estimator)[:80],
-                expected="a function that makes an estimator, such as the class MeZOSGD",
-                remedy="pass a class, or functools.partial(MultiQueryRGE, q=4)",
-            )
+            expected = "a function that makes an estimator, such as the class MeZOSGD"
+            remedy = "pass a class, or functools.partial(MultiQueryRGE, q=4)"
+            raise OptionError("estimator", found=repr(self.estimator)[:80], expected=expected, remedy=remedy)
 
     def open_engine(
         self, model: BlockModel, journal: Journal, *, lr: Callable[[int], float], weight_decay: float, seed: int, device: str
@@ -103,3 +112,179 @@ class ZOArguments:
             write_back=write_back,
             micro_batch_size=self.micro_batch_size,
         )
+
+
+# Arguments for gradients and for models that are whole in memory, which must have their default values, and options of a
+# trainer's constructor, which must be absent. Values are remedies. This table is for zeroth-order steps.
+_ESTIMATOR = "leave it out: the estimator of ZOArguments replaces the optimizer"
+_STREAMED = "leave it out: the weights are streamed as {} says"
+_REMEDIES: Mapping[str, str] = {
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), _ESTIMATOR),
+    "optim_target_modules": "leave it out: all parameters are trained",
+    "max_grad_norm": "leave it out: there is no gradient whose norm could be clipped; an estimator that makes "
+    "Clipped(estimator=MeZOSGD(...), value=...) clips projected gradients",
+    "neftune_noise_alpha": "leave it out: forwards must be deterministic",
+    "auto_find_batch_size": "set per_device_train_batch_size, or ZOArguments(micro_batch_size=...)",
+    "torch_compile": "leave it out: layers run one at a time",
+    "use_liger_kernel": "leave it out: it replaces the model's forward",
+    "fp16_full_eval": "pass fp16=True, or open the model with precision='mixed'",
+    "bf16_full_eval": "pass bf16=True, or open the model with precision='mixed'",
+    "disable_dropout": "leave it out: forwards run without dropout, as in MeZO",
+    "predict_with_generate": "save the model and generate with zo2adapters.generate, or zo2 generate",
+    "model_init_kwargs": "pass a model from open_checkpoint, with its options",
+    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("ZOArguments(memory=...)")),
+    "sync_ref_model": "leave it out: the reference is always the base checkpoint",
+    "chat_template_path": "set the tokenizer's template instead: templates that add tokens need other weights",
+    "model_init": "pass model",
+    "optimizers": f"{_ESTIMATOR}; lr_scheduler_type names the schedule",
+    "optimizer_cls_and_kwargs": _ESTIMATOR,
+    "peft_config": "pass model=open_checkpoint(model, adapter=Adapter(config=peft_config))",
+    "quantization_config": "leave it out: weights are in 16 or 32 bits",
+    "ref_model": "leave it out: the reference is the base checkpoint, streamed once",
+}
+_OFF: Mapping[str, object] = {"max_grad_norm": 0}  # values that turn an unsupported feature off
+
+# The same for the mixins of first-order steps: what these support (None), and what to do about the rest.
+_FIRST_ORDER: Mapping[str, str | None] = {
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
+    "auto_find_batch_size": "set per_device_train_batch_size, and gradient_accumulation_steps for larger batches",
+    "disable_dropout": "leave it out: forwards run without dropout",
+    **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("memory=MemoryPolicy(...)")),
+    "optimizers": "leave it out: optim names the optimizer, and lr_scheduler_type the schedule",
+}
+FULL: Mapping[str, str | None] = {
+    **_FIRST_ORDER,
+    "optimizer_cls_and_kwargs": _FIRST_ORDER["optimizers"],
+    "peft_config": "leave it out: all parameters are trained; BackpropTrainerMixin trains an adapter",
+}
+ADAPTER: Mapping[str, str | None] = {
+    **_FIRST_ORDER,
+    "optimizer_cls_and_kwargs": None,
+    "optim_target_modules": "leave it out: the adapter's config names the modules",
+    "ref_model": "leave it out: the reference is the model with the adapter that training starts from",
+    "sync_ref_model": "leave it out: the reference is always the model with the adapter that training starts from",
+    "model_init_kwargs": "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config",
+}
+_IN_MEMORY = "leave it out: it needs the whole model in memory"
+ONE_UPDATE = "leave it out: completions serve one update, whose own log-probabilities are the old ones"
+_SAMPLING = "leave it out: tokens are sampled by temperature and top_p alone"
+GRPO: Mapping[str, str | None] = {
+    **ADAPTER,
+    "use_vllm": f"{_IN_MEMORY}, in vLLM",
+    "use_transformers_continuous_batching": _IN_MEMORY,
+    "beta": "leave it out: a penalty for leaving the reference is not built",
+    "num_iterations": ONE_UPDATE,
+    "cast_lm_head_to_fp32": "open the model with precision='mixed' or in float32",
+    **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "generation_kwargs"), _SAMPLING),
+    "cache_implementation": "leave it out: keys and values are kept as they are",
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), "leave it out: only single answers are generated"),
+}
+
+# TRL's trainers whose steps are tested to equal those of the monolithic loop.
+TRL_SUPPORTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "TPOTrainer")
+_GENERATES = "generates text during training, for which the model would have to be whole in memory"
+_TRL_UNSUPPORTED: Mapping[str, str] = {
+    "GRPOTrainer": f"{_GENERATES}, but with BackpropGRPOMixin",
+    "RLOOTrainer": _GENERATES,
+    "DistillationTrainer": f"{_GENERATES}, and so does its teacher",
+    "KTOTrainer": "calls the model with a second batch within one loss",
+}
+
+
+def _trl_trainers(kind: type) -> list[str]:
+    """Names of TRL's trainers that a class is derived from."""
+    classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)]
+    return [base.__name__ for base in classes if not base.__name__.startswith("_")]
+
+
+def require_supported(
+    kind: type, args: Any, options: Mapping[str, Any], *, trainers: Sequence[str], remedies: Mapping[str, str | None]
+) -> None:
+    """Refuse TRL's trainers whose step is not a call of the model with one batch, and arguments that are not supported."""
+    for name in _trl_trainers(kind):
+        if name not in trainers:
+            found = f"a trainer that {_TRL_UNSUPPORTED.get(name, 'has not been tested with streamed steps')}"
+            expected = f"transformers' Trainer, or one of TRL's {', '.join(trainers)}"
+            remedy = "use one of these, or write the loss as a function for CalledForward and call the engine's step"
+            raise OptionError(name, found=found, expected=expected, remedy=remedy)
+    if not isinstance(args, TrainingArguments):
+        found, remedy = f"a {type(args).__name__}", "pass args=TrainingArguments(...)"
+        raise OptionError("args", found=found, expected="TrainingArguments", remedy=remedy)
+    fields = {field.name: field for field in dataclasses.fields(args)}
+    for name, remedy in {**_REMEDIES, **remedies}.items():
+        option = options.get(name)
+        if remedy is None:
+            continue
+        if option is not None and option != (None, None):
+            raise OptionError(name, found=f"a {type(option).__name__}", expected="no such option", remedy=remedy)
+        if name in fields:
+            value, default = getattr(args, name), _default(fields[name])
+            if value != default and (value or default) and value != _OFF.get(name):
+                raise OptionError(name, found=repr(value), expected=f"the default, {default!r}", remedy=remedy)
+    if args.world_size > 1 or args.n_gpu > 1:
+        found, expected = f"{args.world_size} processes, {args.n_gpu} GPUs", "one process and at most one GPU"
+        remedy = "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
+        raise OptionError("args", found=found, expected=expected, remedy=remedy)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+_REWARD_MODEL = (
+    "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, num_labels=1) and pass its "
+    "directory"
+)
+
+
+def open_model(
+    model: HFBlockModel | Path | str, args: TrainingArguments, kind: type, adapter: Adapter | None
+) -> HFBlockModel:
+    """Open the model of a trainer, in the precision that the arguments ask for, or check one that is open already."""
+    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    is_reward = "RewardTrainer" in _trl_trainers(kind)
+    if isinstance(model, (str, Path)):
+        head = "sequence-classification" if is_reward else "causal-lm"
+        precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
+        try:
+            model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
+        except OptionError as error:
+            if autocast is None or error.where != "precision":
+                raise
+            half = _name(autocast)
+            remedy = f"pass {_arguments(None)}; to compute in 16 bits, also a model from open_checkpoint with dtype={half!r}"
+            raise OptionError("bf16, fp16", found=error.found, expected=error.expected, remedy=remedy) from error
+        except CheckpointError as error:
+            if not is_reward:
+                raise
+            remedy = f"{error.remedy}. {_REWARD_MODEL}"
+            raise CheckpointError(error.where, found=error.found, expected=error.expected, remedy=remedy) from error
+    if not isinstance(model, HFBlockModel):
+        expected = "a model directory, a hub id, or a model from open_checkpoint"
+        remedy = "pass the path, since the model is not loaded as a whole"
+        raise OptionError("model", found=f"a {type(model).__name__}", expected=expected, remedy=remedy)
+    has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
+    if is_reward and not (has_head and model.config.num_labels == 1):
+        found = f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}"
+        expected = "a reward model: opened with head='sequence-classification', with num_labels=1 in its config"
+        raise OptionError("model", found=found, expected=expected, remedy=_REWARD_MODEL)
+    if model.autocast != autocast:
+        options = "precision='exact'" if autocast is None else f"precision='mixed', dtype={_name(autocast)!r}"
+        found = f"a model that computes {_precision(model.autocast)}"
+        expected = f"a model that computes {_precision(autocast)}, as the arguments say"
+        remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
+        raise OptionError("bf16, fp16", found=found, expected=expected, remedy=remedy)
+    return model
+
+
+def _arguments(autocast: torch.dtype | None) -> str:
+    """A trainer's arguments for a dtype of autocast, or none."""
+    return f"bf16={autocast is torch.bfloat16}, fp16={autocast is torch.float16}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _precision(autocast: torch.dtype | None) -> str:
+    return "in the dtype of its weights" if autocast is None else f"in {autocast} with float32 weights"

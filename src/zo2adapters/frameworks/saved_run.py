@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from zo2core import Journal
-from zo2core.errors import JournalError, OutputError, reason
+from zo2core.errors import JournalError, OutputError, system_errors_as
 from zo2core.io.durable import sync_path
 from zo2core.ranges import counted
 
@@ -30,7 +30,8 @@ _PARTIAL = ".model.partial-"
 
 def save_files(directory: Path, write: Callable[[Path], None]) -> None:
     """Write files into a directory that may have other files; files are replaced once all new ones are written."""
-    try:
+    expected, remedy = "a directory that can be written", "free space or choose another directory"
+    with system_errors_as(OutputError, directory, expected=expected, remedy=remedy):
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_PARTIAL}*"):
             shutil.rmtree(leftover)
@@ -39,13 +40,6 @@ def save_files(directory: Path, write: Callable[[Path], None]) -> None:
             written = Path(enclosure) / "model"
             write(written)
             _put_in_place(written, directory, replaced=Path(enclosure))
-    except OSError as error:
-        raise OutputError(
-            directory,
-            found=reason(error),
-            expected="a directory that can be written",
-            remedy="free space or choose another directory",
-        ) from error
 
 
 def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
@@ -117,10 +111,8 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
         if config is None or not path.exists():
             continue
         values = json.loads(path.read_bytes())
-        changed = {
-            **values,
-            **{key: getattr(config, key) for key in _SET_BY_TRAINERS if getattr(config, key, None) is not None},
-        }
+        ids = {key: getattr(config, key, None) for key in _SET_BY_TRAINERS}
+        changed = values | {key: value for key, value in ids.items() if value is not None}
         if changed != values:
             path.write_text(json.dumps(changed, indent=2) + "\n")
 

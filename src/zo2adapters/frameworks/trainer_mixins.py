@@ -26,9 +26,17 @@ from transformers import AutoConfig, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from zo2adapters.frameworks.arguments import ZOArguments
+from zo2adapters.frameworks.arguments import (
+    ADAPTER,
+    FULL,
+    GRPO,
+    ONE_UPDATE,
+    TRL_SUPPORTED,
+    ZOArguments,
+    open_model,
+    require_supported,
+)
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
-from zo2adapters.frameworks.supported import ADAPTER, FULL, GRPO, ONE_UPDATE, TRL_SUPPORTED, open_model, require_supported
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_adapter import Adapter, read_values
@@ -288,12 +296,9 @@ class ZOTrainerMixin(EngineStepsMixin):
     def _open_engine(self) -> Engine:
         args, zo = self.args, self.zo
         if zo.device is not None and torch.device(zo.device).type != args.device.type:
-            raise OptionError(
-                "device",
-                found=f"{zo.device}, while the trainer uses {args.device}",
-                expected="the same kind of device",
-                remedy="leave it out, or pass use_cpu=True",
-            )
+            found = f"{zo.device}, while the trainer uses {args.device}"
+            remedy = "leave it out, or pass use_cpu=True"
+            raise OptionError("device", found=found, expected="the same kind of device", remedy=remedy)
         options: Any = {"weight_decay": args.weight_decay, "seed": args.seed, "device": str(args.device)}
         return zo.open_engine(self.block_model, self._journal, lr=self._present_lr, **options)
 
@@ -422,12 +427,11 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
     def _reference(self) -> Iterator[Engine]:
         """The base checkpoint, before the first step."""
         if self.engine.version > 0:
-            raise OptionError(
-                "ref_model",
-                found=f"a reference that is needed after {self.engine.version} steps, when the base's weights have changed",
-                expected="reference log-probabilities that are computed before the first step",
-                remedy="pass precompute_ref_log_probs=True, or train an adapter",
-            )
+            steps = self.engine.version
+            found = f"a reference that is needed after {steps} steps, when the base's weights have changed"
+            expected = "reference log-probabilities that are computed before the first step"
+            remedy = "pass precompute_ref_log_probs=True, or train an adapter"
+            raise OptionError("ref_model", found=found, expected=expected, remedy=remedy)
         yield self.engine
 
     def _write_state(self, directory: Path) -> None:
@@ -473,12 +477,10 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         **options: Any,
     ) -> None:
         if (peft_config is None) == isinstance(model, (str, Path)):
-            raise OptionError(
-                "peft_config",
-                found="none" if peft_config is None else f"one with an opened {type(model).__name__}",
-                expected="an adapter's config with a path, and none with an opened model",
-                remedy="pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, adapter=...) alone",
-            )
+            found = "none" if peft_config is None else f"one with an opened {type(model).__name__}"
+            expected = "an adapter's config with a path, and none with an opened model"
+            remedy = "pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, adapter=...) alone"
+            raise OptionError("peft_config", found=found, expected=expected, remedy=remedy)
         if peft_config is not None and not isinstance(peft_config, Adapter):
             peft_config = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
         self._memory = memory
@@ -544,12 +546,8 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
         accumulated = getattr(args, "gradient_accumulation_steps", 1)
         generations = getattr(args, "steps_per_generation", None) or accumulated
         if generations > accumulated:
-            raise OptionError(
-                "steps_per_generation",
-                found=str(generations),
-                expected=f"at most gradient_accumulation_steps, {accumulated}",
-                remedy=ONE_UPDATE,
-            )
+            expected = f"at most gradient_accumulation_steps, {accumulated}"
+            raise OptionError("steps_per_generation", found=str(generations), expected=expected, remedy=ONE_UPDATE)
         super().__init__(model, args, **options)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -673,12 +671,9 @@ class TrainerLoss(CalledForward):
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
         """Leave the batch whole. See the contract."""
         if rows is not None:
-            raise OptionError(
-                "micro_batch_size",
-                found=f"{rows}, with a loss that the trainer computes",
-                expected="None",
-                remedy="lower per_device_train_batch_size and raise gradient_accumulation_steps",
-            )
+            found = f"{rows}, with a loss that the trainer computes"
+            remedy = "lower per_device_train_batch_size and raise gradient_accumulation_steps"
+            raise OptionError("micro_batch_size", found=found, expected="None", remedy=remedy)
         return [batch]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:

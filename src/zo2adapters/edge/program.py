@@ -1,0 +1,467 @@
+"""ExecuTorch programs that train an adapter: written here, and run in ExecuTorch's runtime on this machine.
+
+A program's methods share one state, B of all layers and the seed of the next step:
+
+    step         (input_ids, labels, lr) -> (the two losses, projected gradient, seed); takes a step
+    state        () -> (B, seed)
+    restore      (B, seed) -> seed; sets the state
+    frozen       () -> A of each layer, which no step changes
+    description  () -> the ``ProgramDescription`` as JSON
+
+Loading a method sets the state to its initial values, which are in the program. Therefore all methods are loaded before the
+first step. In C++ they share the state if the ``Module`` was made with ``share_memory_arenas``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+from transformers import PretrainedConfig, PreTrainedModel
+
+from zo2adapters.edge.step import (
+    GROUP,
+    STREAMS,
+    AdapterState,
+    DualForwardLinear,
+    StateReader,
+    StateWriter,
+    TrainingStep,
+    groups_of,
+)
+from zo2adapters.models.batches import check_batch
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds import LoRAKind, PeftBlockModel, plain_config, read_weight, write_adapter
+from zo2adapters.models.skeleton import Stub
+from zo2adapters.optional_package import executorch
+from zo2core import Batch, ParameterSpec, ZO2Error
+from zo2core.errors import (
+    BatchError,
+    CheckpointError,
+    NonFiniteLossError,
+    OptionError,
+    OutputError,
+    UnsupportedModelError,
+    reason,
+    system_errors_as,
+)
+from zo2core.io.durable import create_file, open_no_follow, open_regular, sync_path
+from zo2core.ranges import LARGEST, require_number, require_whole
+from zo2core.sweep.microbatch import IGNORE_INDEX
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramDescription:
+    """The properties of a program, which are fixed when it is written."""
+
+    rows: int  # most rows of a batch
+    tokens: int  # most tokens of a row
+    vocabulary: int  # size of the vocabulary
+    zo_eps: float  # perturbation scale
+    config: Mapping[str, Any]  # peft's config, from ``plain_config``
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in peft's files, in the state's order
+    frozen: tuple[str, ...]  # name of each layer's A in peft's files, in the same order
+
+    def to_json(self) -> str:
+        """The description as text, which is stored in the program."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str, path: Path) -> Self:
+        """Read the text of ``to_json``."""
+        values = json.loads(text)
+        if values.pop("format", None) != _FORMAT:
+            raise _refused(path, f"another format than {_FORMAT}", "or run it with the version of zo2core that wrote it")
+        trained = {name: (int(outputs), int(rank)) for name, (outputs, rank) in values["trained"].items()}
+        return cls(**{**values, "trained": trained, "frozen": tuple(values["frozen"])})
+
+    def split(self, adapter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """B of each layer, by its name in peft's files."""
+        values: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, shape in self.trained.items():
+            size = shape[0] * shape[1]
+            values[name] = adapter[start : start + size].view(shape)
+            start += groups_of(size) * GROUP
+        return values
+
+
+_MARK = b"zo2core sha256: "
+_LENGTH = len(_MARK) + hashlib.sha256().digest_size
+
+
+def append_digest(path: Path) -> None:
+    """Append the SHA-256 of a file's bytes to the file."""
+    with open(path, "r+b", opener=open_no_follow) as file:
+        file.write(_MARK + _digest(file, path.stat().st_size))
+
+
+def require_digest(path: Path) -> None:
+    """Refuse a file whose bytes do not match the digest that ``append_digest`` wrote."""
+    with open_regular(path) as file:
+        length = max(path.stat().st_size - _LENGTH, 0)
+        digest, end = _digest(file, length), file.read()
+    if end != _MARK + digest:
+        found = "bytes that do not match the digest" if end.startswith(_MARK) else "no digest at its end"
+        raise _refused(path, found, "or copy it again")
+
+
+def _digest(file: BinaryIO, length: int) -> bytes:
+    """The digest of a file's first ``length`` bytes. The file's position is then behind them."""
+    digest = hashlib.sha256()
+    while length and (piece := file.read(min(length, 1 << 20))):
+        digest.update(piece)
+        length -= len(piece)
+    return digest.digest()
+
+
+_METHODS = ("step", "state", "restore", "frozen")
+_SEEDS = 1 << 63
+
+
+class ProgramStep(NamedTuple):
+    """The result of a step. An engine can take the same step from it."""
+
+    seed: int  # seed of the direction
+    losses: torch.Tensor  # losses at +eps and at -eps, float32 (2,)
+    projected_grad: float
+
+
+class ProgramState(NamedTuple):
+    """The state that steps change."""
+
+    adapter: torch.Tensor  # B of all layers, float32, flat; ``ProgramDescription.split`` divides it
+    seed: int  # seed of the next step
+
+
+class TrainingProgram:
+    """A program of ``write_program``, with its state in the runtime's memory.
+
+    Args:
+        path: File of the program. It is not written: a program that is opened again starts from its initial values.
+
+    Raises:
+        MissingPackageError: if ExecuTorch is not installed.
+        CheckpointError: if the file cannot be read, is damaged, or is another program.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        runtime = executorch("runtime")
+        try:
+            require_digest(self._path)
+            program = runtime.Runtime.get().load_program(self._path)
+            missing = {"description", *_METHODS} - program.method_names
+            if missing:
+                raise _refused(self._path, f"a program without {', '.join(sorted(missing))}")
+            [text] = program.load_method("description").execute([])
+            # All methods are loaded before the first step, since loading one resets the state.
+            self._methods = {name: program.load_method(name) for name in _METHODS}
+        except OSError as error:
+            raise _refused(self._path, reason(error)) from error
+        except RuntimeError as error:  # the only error of the runtime
+            found = f"a file that the runtime does not load ({' '.join(str(error).split())[:200]})"
+            raise _refused(self._path, found) from error
+        self._program = program  # owns the methods' memory
+        self.description = ProgramDescription.from_json(text, self._path)
+
+    def step(self, batch: Batch, *, lr: float) -> ProgramStep:
+        """Take one step, which changes the state.
+
+        Args:
+            batch: input_ids, labels and perhaps an attention_mask, which may mask padding at the right only. Smaller batches
+                than the program's are padded, which does not change the loss.
+            lr: Learning rate.
+
+        Raises:
+            BatchError: if the batch does not fit the program, or has no label.
+            OptionError: if the learning rate is negative or not finite.
+            NonFiniteLossError: if a loss is not finite. B does not change, and the next step has another direction.
+        """
+        require_number("lr", lr, least=0, remedy="correct the learning-rate schedule")
+        losses, projected_grad, seed = self._run("step", *self._fitted(batch), torch.tensor(lr, dtype=torch.float32))
+        if not math.isfinite(projected_grad.item()):
+            remedy = "lower lr, or write the program with a lower zo_eps; this step did not change the adapter"
+            where, found = f"the step of seed {seed.item()}", f"losses {losses.tolist()}"
+            raise NonFiniteLossError(where, found=found, expected="finite losses", remedy=remedy)
+        return ProgramStep(int(seed.item()), losses, projected_grad.item())
+
+    def state(self) -> ProgramState:
+        """A copy of the state."""
+        adapter, seed = self._run("state")
+        return ProgramState(adapter, int(seed.item()))
+
+    def restore(self, state: ProgramState) -> None:
+        """Set the state to that of this program, or of another one with the same model and adapter.
+
+        Raises:
+            OptionError: if the state has another adapter, or its seed is out of range.
+        """
+        expected, remedy = self.state().adapter, "use a state of this program"
+        if not 0 <= state.seed < _SEEDS:
+            raise OptionError("state.seed", found=repr(state.seed)[:40], expected="0 to 2^63 - 1", remedy=remedy)
+        if state.adapter.shape != expected.shape or state.adapter.dtype != expected.dtype:
+            found = f"{state.adapter.dtype} of shape {tuple(state.adapter.shape)}"
+            wanted = f"{expected.dtype} of shape {tuple(expected.shape)}"
+            raise OptionError("state.adapter", found=found, expected=wanted, remedy=remedy)
+        self._run("restore", state.adapter, torch.tensor(state.seed, dtype=torch.int64))
+
+    def save_adapter(self, directory: Path | str) -> None:
+        """Write the current adapter in peft's format.
+
+        Args:
+            directory: Directory to write, which must be empty or not exist.
+
+        Raises:
+            OutputError: if the directory is in use or cannot be written.
+        """
+        description = self.description
+        values = description.split(self.state().adapter)
+        values |= zip(description.frozen, self._run("frozen"), strict=True)
+        write_adapter(Path(directory), description.config, values)
+
+    def _run(self, method: str, *inputs: torch.Tensor) -> Sequence[Any]:
+        outputs: Sequence[Any] = self._methods[method].execute(inputs)
+        return outputs
+
+    def _fitted(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of a batch, padded to the program's shape."""
+        description = self.description
+        options: dict[str, Any] = {"vocab_size": description.vocabulary}
+        check_batch(batch, PretrainedConfig(**options), description.tokens)
+        ids, labels = batch["input_ids"].to("cpu", torch.int64), batch["labels"].to("cpu", torch.int64)
+        if len(ids) > description.rows:
+            expected, remedy = f"at most {description.rows}, the program's rows", "pass fewer rows, or write another program"
+            raise BatchError("input_ids", found=f"{len(ids)} rows", expected=expected, remedy=remedy)
+        others = sorted(batch.keys() - {"input_ids", "labels", "attention_mask"})
+        if others:
+            expected = "input_ids, labels and attention_mask alone"
+            raise BatchError(others[0], found="an entry", expected=expected, remedy="leave it out")
+        mask = batch.get("attention_mask", torch.ones_like(ids)).to("cpu") != 0
+        if bool((mask[:, 1:] & ~mask[:, :-1]).any()) or bool((labels[~mask] != IGNORE_INDEX).any()):
+            found, expected = "masked tokens before other tokens, or with labels", "rows that are padded at the right"
+            remedy = "pad at the right, with labels of -100: a program has no mask"
+            raise BatchError("attention_mask", found=found, expected=expected, remedy=remedy)
+        room = (0, description.tokens - ids.shape[1], 0, description.rows - len(ids))
+        return F.pad(ids, room), F.pad(labels, room, value=IGNORE_INDEX)
+
+
+def _refused(path: Path, found: str, other_remedy: str = "for the backends of this runtime") -> CheckpointError:
+    expected, remedy = "a whole program from write_program, for this runtime's backends", f"write it again, {other_remedy}"
+    return CheckpointError(path, found=found, expected=expected, remedy=remedy)
+
+
+class Assembled(NamedTuple):
+    """A training step, and the names of its parameters."""
+
+    step: TrainingStep
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in the model, in the state's order
+    frozen: Mapping[str, torch.Tensor]  # each layer's A by name in the model, in the same order; float32 (rank, inputs)
+
+
+def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed: int) -> Assembled:
+    """Build the step of a model with an adapter, with all weights in memory."""
+    specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
+    _require_lora_fa(model, list(specs.values()))
+    values = {name: read_weight(model.weights, spec) for name, spec in specs.items()}
+    whole = _whole(model, values)
+    wrapped: list[tuple[str, Any]] = [
+        (path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")
+    ]
+    trained, frozen = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for path, module in wrapped:
+        [name] = module.lora_A
+        a, b = f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight"
+        frozen[a], trained[b] = values[a], values[b]
+        batch = (STREAMS * rows, tokens)
+        dual = DualForwardLinear(module.base_layer, values[a], module.scaling[name], path=path, batch=batch)
+        whole.set_submodule(path, dual, strict=True)
+    step = TrainingStep(
+        whole,
+        [path for path, _ in wrapped],
+        [specs[name].index for name in trained],
+        AdapterState(list(trained.values()), seed),
+        zo_eps=zo_eps,
+    )
+    step.requires_grad_(requires_grad=False)
+    step.train(mode=False)
+    return Assembled(step, {name: (len(value), value.shape[1]) for name, value in trained.items()}, frozen)
+
+
+def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> None:
+    adapter = model.adapter if isinstance(model, PeftBlockModel) else None
+    title = "a model without an adapter" if adapter is None else adapter.kind.why_not_stacked(adapter.config)
+    if adapter is None or title is not None or not isinstance(adapter.kind, LoRAKind) or adapter.config.modules_to_save:
+        expected = "LoRA, of which lora_B is trained"
+        remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
+        raise UnsupportedModelError("adapter", found=str(title), expected=expected, remedy=remedy)
+    encoded = next((spec for spec in specs if spec.encoding is not None), None)
+    if encoded is not None:
+        found, remedy = f"a quantised weight ({type(encoded.encoding).__name__})", "open the unquantised checkpoint"
+        raise UnsupportedModelError(encoded.name, found=found, expected="floating-point weights", remedy=remedy)
+    other = next((spec for spec in specs if spec.frozen == (".lora_B." in spec.name)), None)
+    if other is not None:
+        found = f"{other.name}, which is {'frozen' if other.frozen else 'trained'}"
+        expected, remedy = "lora_B trained, in all layers, and nothing else", "Adapter(config=..., frozen=('lora_A',))"
+        raise OptionError("adapter.frozen", found=found, expected=expected, remedy=remedy)
+
+
+def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """A copy of a model's skeleton with its layers in place of the stubs, and with its weights."""
+    whole = deepcopy(model.skeleton)
+    for module in list(whole.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Stub):
+                setattr(module, name, child.layer)
+    read = {parameter: nn.Parameter(values[name], requires_grad=False) for name, parameter in whole.named_parameters()}
+    for name, parameter in list(whole.named_parameters(remove_duplicate=False)):  # a tied weight stays one
+        path, _, leaf = name.rpartition(".")
+        whole.get_submodule(path)._parameters[leaf] = read[parameter]
+    return whole
+
+
+_LARGEST_SEED = 1 << 62  # largest seed of the first step, which leaves 2**62 seeds for later steps
+_STATE = ("state_adapter", "state_seed")  # parts of the names of the state's buffers in the exported program
+
+
+class _Constants(nn.Module):
+    """A method of a program that returns constant tensors."""
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        for place, value in enumerate(values):
+            self.register_buffer(f"value_{place}", value)
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        return tuple(value.clone() for value in self.buffers())
+
+
+def write_program(
+    path: Path | str,
+    model: HFBlockModel,
+    *,
+    rows: int,
+    tokens: int,
+    zo_eps: float,
+    seed: int = 0,
+    partitioners: Sequence[Any] | None = None,
+) -> None:
+    """Write a program that trains an adapter in ExecuTorch's runtime, by zeroth-order LoRA-FA.
+
+    Args:
+        path: File to write, usually ``.pte``; it must not exist.
+        model: A model from ``open_checkpoint(..., adapter=Adapter(config=..., frozen=("lora_A",)))``. It is not changed. The
+            program starts from its adapter's values.
+        rows: Most rows of a step's batch; a step runs twice as many.
+        tokens: Most tokens of a row.
+        zo_eps: Perturbation scale of all steps. The learning rate is an input of each step.
+        seed: Seed of the first step's direction; it grows by 1 each step.
+        partitioners: ExecuTorch's partitioners of the backends that compute the forward. None: XNNPACK's, for CPUs; an empty
+            sequence uses the portable kernels.
+
+    Raises:
+        MissingPackageError: if ExecuTorch is not installed.
+        OptionError: if a number is out of range, or A is trained, too.
+        UnsupportedModelError: if the model has no adapter, is quantised, or cannot be exported.
+        CheckpointError: if a weight cannot be read.
+        OutputError: if the path exists or cannot be written.
+    """
+    path = Path(path)
+    if path.exists() or path.is_symlink():
+        raise _in_use(path)
+    require_whole("rows", rows, 1)
+    require_whole("tokens", tokens, 2, model.longest_row or LARGEST)
+    require_whole("seed", seed, 0, _LARGEST_SEED)
+    require_number("zo_eps", zo_eps, above=0)
+    exir = executorch("exir")
+    assembled = assemble(model, rows=rows, tokens=tokens, zo_eps=zo_eps, seed=seed)
+    assert isinstance(model, PeftBlockModel), "others were refused"
+    names = model.adapter.inserted.parameters
+    description = ProgramDescription(
+        rows=rows,
+        tokens=tokens,
+        vocabulary=int(model.config.get_text_config().vocab_size),
+        zo_eps=zo_eps,
+        config=plain_config(model.adapter.config),
+        trained={names[name]: shape for name, shape in assembled.trained.items()},
+        frozen=tuple(names[name] for name in assembled.frozen),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ExecuTorch's warnings about itself and about states without initial values
+            program = _lowered(exir, assembled.step, list(assembled.frozen.values()), description, partitioners)
+    except ZO2Error:
+        raise
+    except Exception as error:  # any: a model that cannot be exported leads to errors inside the exporter
+        found = f"a model that cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        expected = "a decoder whose forward torch.export and ExecuTorch support"
+        remedy, where = "name fewer layers in the adapter's target_modules, or use another model", model.config.model_type
+        raise UnsupportedModelError(f"model type {where}", found=found, expected=expected, remedy=remedy) from error
+    _write(path, program)
+
+
+def _lowered(
+    exir: Any,
+    step: TrainingStep,
+    frozen: Sequence[torch.Tensor],
+    description: ProgramDescription,
+    partitioners: Sequence[Any] | None,
+) -> Any:
+    """The ExecuTorch program with all methods."""
+    if partitioners is None:
+        partitioners = [executorch("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()]
+    tokens = torch.zeros(description.rows, description.tokens, dtype=torch.int64)
+    state = step.state
+    methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+        "step": (step, (tokens, tokens.clone(), torch.zeros(()))),
+        "state": (StateReader(state), ()),
+        "restore": (StateWriter(state), (state.adapter.clone(), state.seed.clone())),
+        "frozen": (_Constants(frozen), ()),
+    }
+    with torch.no_grad():
+        exported = {name: torch.export.export(module, inputs, strict=False) for name, (module, inputs) in methods.items()}
+    edge = exir.to_edge_transform_and_lower(
+        exported, partitioner={"step": list(partitioners)}, constant_methods={"description": description.to_json()}
+    )
+    return edge.to_executorch(
+        exir.ExecutorchBackendConfig(
+            passes=[executorch("exir.passes.init_mutable_pass").InitializedMutableBufferPass(list(_STATE))],
+            memory_planning_pass=executorch("exir.passes").MemoryPlanningPass(share_mutable_buffers=True),
+        )
+    )
+
+
+def _write(path: Path, program: Any) -> None:
+    expected, remedy = "a file that can be written", "free space or choose another path"
+    with system_errors_as(OutputError, path, expected=expected, remedy=remedy):
+        try:
+            file = create_file(path)
+        except FileExistsError as error:
+            raise _in_use(path) from error
+        with file:
+            try:
+                program.write_to_file(file)
+                file.flush()
+                append_digest(path)
+            except BaseException:
+                path.unlink()  # this call created it
+                raise
+        sync_path(path)
+        sync_path(path.parent)
+
+
+def _in_use(path: Path) -> OutputError:
+    found, expected = "something at this path", "a path that does not exist yet"
+    return OutputError(path, found=found, expected=expected, remedy="choose another path, or remove this file")
