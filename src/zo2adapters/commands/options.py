@@ -32,7 +32,6 @@ from zo2core.ranges import counted
 _DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
-_WHERE = "command line"
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _MOST_LISTED = 20  # options that a message lists
 _SIZES = ("memory", "rank")  # options whose settings stay as they are when another value is given
@@ -219,18 +218,18 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
         if isinstance(error.__context__, OptionError):  # of a value
             raise error.__context__ from None
         called = str(error.argument_name).partition("/")[0]
-        no_value = error.message.startswith("expected")
-        found, expected = (f"no value after {called}", "a value") if no_value else (f"a value after {called}", "none")
-        raise OptionError(_WHERE, found=found, expected=expected, remedy=see) from None
+        if error.message.startswith("expected"):
+            raise _refused(f"no value after {called}", "a value", see) from None
+        raise _refused(f"a value after {called}", "none", see) from None
     for word in stray:
         called = word.partition("=")[0]
         if called.startswith("--"):
-            raise unknown_option(_WHERE, f"the unknown option {called[:80]}", called, listed, f"zo2 {name}")
+            raise unknown_option("command line", f"the unknown option {called[:80]}", called, listed, f"zo2 {name}")
+    if stray and "run" in option_names(options) and (Path(stray[0]) / "journal.jsonl").is_file():
+        expected, see = f"an option before it; did you mean --run {stray[0]}", f"write --run {stray[0]}"
+        raise _refused(f"the word {stray[0][:80]} without an option", expected, see)
     if stray:
-        expected, remedy = f"options of zo2 {name}, which begin with --", see
-        if "run" in option_names(options) and (Path(stray[0]) / "journal.jsonl").is_file():
-            expected, remedy = f"an option before it; did you mean --run {stray[0]}", f"write --run {stray[0]}"
-        raise OptionError(_WHERE, found=f"the word {stray[0][:80]} without an option", expected=expected, remedy=remedy)
+        raise _refused(f"the word {stray[0][:80]} without an option", f"options of zo2 {name}, which begin with --", see)
     values = vars(parsed)
     for option in listed:
         if option.settings:
@@ -242,9 +241,13 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
         option._replace(aliases=()).written for option in listed if option.default is MISSING if option.field not in values
     ]
     if missing and default is None:
-        found = ", ".join(f"no {written.partition(' ')[0]}" for written in missing)
-        raise OptionError(_WHERE, found=found, expected=" and ".join(missing), remedy=see)
+        raise _refused(", ".join(f"no {written.partition(' ')[0]}" for written in missing), " and ".join(missing), see)
     return _filled(options if default is None else default, values)
+
+
+def _refused(found: str, expected: str, remedy: str) -> OptionError:
+    """The error of a command line."""
+    return OptionError("command line", found=found, expected=expected, remedy=remedy)
 
 
 def _with_hyphens(argument: str) -> str:
@@ -255,9 +258,8 @@ def _with_hyphens(argument: str) -> str:
 
 def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
     """A parser of a command line; ``see`` is what an error advises."""
-    parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
+    given: Any = {"add_help": False, "allow_abbrev": False, "exit_on_error": False}
+    parser = argparse.ArgumentParser(**given, argument_default=argparse.SUPPRESS)
     for option in listed:
         convert, count = partial(_converted, option, see), "*" if option.items else None
         if option.is_positional:
@@ -284,12 +286,10 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
     starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
     found, see = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL), f"{see}-all"
     if found is None and (unknown := re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)):
-        near = nearest_name(unknown[1], option.settings)
-        expected = f"one of {', '.join(option.settings)}" + ("" if near is None else f"; did you mean {near}")
-        raise OptionError(_WHERE, found=f"the setting {unknown[1]:.80} of {option.flag}", expected=expected, remedy=see)
+        expected = f"one of {', '.join(option.settings)}{_meant(nearest_name(unknown[1], option.settings))}"
+        raise _refused(f"the setting {unknown[1]:.80} of {option.flag}", expected, see)
     if found is None and option.type is NoneType:
-        expected = " or ".join(f"{key}=VALUE" for key in option.settings)
-        raise OptionError(_WHERE, found=f"{text!r:.80} as {option.flag}", expected=expected, remedy=see)
+        raise _refused(f"{text!r:.80} as {option.flag}", " or ".join(f"{key}=VALUE" for key in option.settings), see)
     main, written = (text, "") if found is None else found.groups()
     values = {} if main is None else {option.field: _converted(option, see, main), **defaults}
     for part in re.split(rf",(?=(?:{starts}))", written) if written else ():
@@ -297,14 +297,13 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
         setting = option.settings[key]
         if setting.type is bool:
             if value.lower() not in ("", "true", "false"):
-                told = f"{part!r:.80} in {option.flag}"
-                raise OptionError(_WHERE, found=told, expected=f"{key}, or {key}=false", remedy=see)
+                raise _refused(f"{part!r:.80} in {option.flag}", f"{key}, or {key}=false", see)
             values[setting.field] = value.lower() != "false"
         elif setting.items and value != "None":
             items = value.split(",")
             if len(items) != len(setting.items):
-                told, expected = f"{counted(len(items), 'value')} after {setting.flag}", f"{len(setting.items)} values"
-                raise OptionError(_WHERE, found=told, expected=expected, remedy=see)
+                told = f"{counted(len(items), 'value')} after {setting.flag}"
+                raise _refused(told, f"{len(setting.items)} values", see)
             values[setting.field] = tuple(_converted(setting, see, item) for item in items)
         else:
             values[setting.field] = _converted(setting, see, value)
@@ -326,13 +325,15 @@ def _converted(option: OptionField, see: str, text: str) -> Any:
     found = f"{text!r:.80} as {option.name.upper() if option.is_positional else option.flag}"
     if numbers := [words for kind, words in _NUMBERS.items() if kind in kinds]:
         remedy = f"write it in digits, such as {'1000' if int in kinds else '1e-3'}"
-        raise OptionError(_WHERE, found=found, expected=" or ".join([*numbers, *named]), remedy=remedy)
+        raise _refused(found, " or ".join([*numbers, *named]), remedy)
     choices = sorted(named)
     near = next((choice for choice in choices if choice.startswith(text)), None) or nearest_name(text, choices)
-    expected = f"one of {', '.join(choices)}" + ("" if near is None else f"; did you mean {near}")
-    raise OptionError(
-        _WHERE, found=found, expected=expected, remedy=see if near is None else f"write {near} if that is meant"
-    )
+    remedy = see if near is None else f"write {near} if that is meant"
+    raise _refused(found, f"one of {', '.join(choices)}{_meant(near)}", remedy)
+
+
+def _meant(near: str | None) -> str:
+    return "" if near is None else f"; did you mean {near}"
 
 
 def _filled(options: Any, values: Mapping[str, Any]) -> Any:
@@ -371,11 +372,11 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
             found, expected = f"a {type(value).__name__} as {key}", "a single value, or a list of single values"
             raise OptionError(where, found=found, expected=expected, remedy="see zo2 train --help-all")
         if is_list and any(item is None or isinstance(item, bool) for item in items):
-            found = f"{value!r} as {key}"
-            raise OptionError(where, found=found, expected="texts or numbers", remedy="write each text between quotes")
+            found, remedy = f"{value!r} as {key}", "write each text between quotes"
+            raise OptionError(where, found=found, expected="texts or numbers", remedy=remedy)
         if any("\0" in text for text in texts):
-            expected = "text without NUL, which no path can have"
-            raise OptionError(where, found=f"NUL in the value of {key}", expected=expected, remedy="correct the value")
+            found, expected = f"NUL in the value of {key}", "text without NUL, which no path can have"
+            raise OptionError(where, found=found, expected=expected, remedy="correct the value")
         if isinstance(value, bool):
             arguments.append(f"--{called}" if value else f"--no-{called}")
         else:
@@ -456,8 +457,8 @@ _INDENT = 6  # columns before an option's text
 def require_command(name: str, commands: Sequence[str]) -> None:
     """Refuse the name of a command that there is not."""
     if name not in commands:
-        near = difflib.get_close_matches(name, commands, n=1)
-        expected = f"one of {', '.join(commands)}" + (f"; did you mean {near[0]}" if near else "")
+        near = next(iter(difflib.get_close_matches(name, commands, n=1)), None)
+        expected = f"one of {', '.join(commands)}{_meant(near)}"
         raise OptionError("command", found=repr(name), expected=expected, remedy="see zo2 --help")
 
 
@@ -618,27 +619,18 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
     is_short |= isinstance(error, SystemError) and any(words in message for words in _NO_EXCEPTION)
     is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return MemoryBudgetError(
-            "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory",
-            found=f"none left ({message})",
-            expected="enough for these options",
-            remedy="free memory",
-        )
+        where = "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory"
+        found, expected = f"none left ({message})", "enough for these options"
+        return MemoryBudgetError(where, found=found, expected=expected, remedy="free memory")
     if isinstance(error, RuntimeError) and "start new thread" in message:
-        return DeviceError(
-            "threads",
-            found="that no more can be started",
-            expected="a few more",
-            remedy="raise ulimit -u, or the control group's pids.max",
-        )
+        remedy = "raise ulimit -u, or the control group's pids.max"
+        return DeviceError("threads", found="that no more can be started", expected="a few more", remedy=remedy)
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        expected, remedy = "a usable path", "check the path, its disk and your permissions"
+        return OutputError(error.filename[:300], found=reason(error), expected=expected, remedy=remedy)
     if isinstance(error, OSError):
-        path = error.filename if isinstance(error.filename, str) else None
-        return OutputError(
-            "standard output" if path is None else path[:300],
-            found=reason(error),
-            expected="a usable path" if path is not None else "an output that can be written",
-            remedy="check the path, its disk and your permissions" if path is not None else "redirect the output elsewhere",
-        )
+        expected, remedy = "an output that can be written", "redirect the output elsewhere"
+        return OutputError("standard output", found=reason(error), expected=expected, remedy=remedy)
     return None
 
 
