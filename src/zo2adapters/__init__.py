@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
     from zo2adapters.models.peft_adapter import Adapter as Adapter
     from zo2adapters.models.precision import Precision as Precision
-    from zo2adapters.tasks.batches import choice_batch as choice_batch
-    from zo2adapters.tasks.batches import preference_batch as preference_batch
     from zo2adapters.tasks.generation import Sampling as Sampling
     from zo2adapters.tasks.generation import generate as generate
     from zo2adapters.tasks.objectives import ChoiceError as ChoiceError
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from zo2adapters.tasks.objectives import PreferenceLoss as PreferenceLoss
     from zo2adapters.tasks.objectives import Scored as Scored
     from zo2adapters.tasks.objectives import score as score
+    from zo2adapters.tasks.rows import choice_batch as choice_batch
+    from zo2adapters.tasks.rows import preference_batch as preference_batch
 else:
     from zo2core.exports import exports
 

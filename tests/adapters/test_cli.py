@@ -22,9 +22,8 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.build
-from zo2adapters.cli import COMMANDS, command_class, main
+from zo2adapters.cli import COMMANDS, SIGNALS, command_class, main
 from zo2adapters.commands.options import option_fields
-from zo2adapters.commands.signals import SIGNALS
 from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer

@@ -17,8 +17,8 @@ from strikes import JOURNAL, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import collate, training_batches
 from zo2core import BAdam, FirstOrder, Journal
 from zo2core.build import RunOptions, request_of
 from zo2core.checkpoint.snapshots import Snapshots

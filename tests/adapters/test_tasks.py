@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
-from zo2adapters.tasks.batches import choice_batch, collate, training_batches, with_completion
 from zo2adapters.tasks.registry import TASKS
 from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import choice_batch, collate, training_batches, with_completion
 from zo2adapters.tasks.task import PreferenceTask, Task
 from zo2core import Journal
 

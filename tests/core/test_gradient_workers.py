@@ -17,9 +17,9 @@ from models import make_batch, save_model, small_config
 from peft_models import monolithic
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.tasks.batches import preference_batch
 from zo2adapters.tasks.objectives import PreferenceLoss
-from zo2core import Engine, FirstOrder, Workers
+from zo2adapters.tasks.rows import preference_batch
+from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.methods import gradient_steps
 

@@ -17,8 +17,8 @@ from command_lines import Apart, Ended, Forker, command, environment, make_place
 from profiles import LONG
 from runs import outcome
 
+from zo2adapters.cli import Interrupted
 from zo2adapters.commands.journal import ShowJournal
-from zo2adapters.commands.signals import Interrupted
 from zo2core import Journal
 from zo2core.errors import OutputError
 

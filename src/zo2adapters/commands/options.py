@@ -37,31 +37,24 @@ _MOST_LISTED = 20  # options that a message lists
 _SIZES = ("memory", "rank")  # options whose settings stay as they are when another value is given
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
-# Options of other trainers that are called otherwise here, and would not be recognised or taken for another one.
-_OTHER_NAMES: dict[str, str | None] = {  # None: nothing here does the same
-    "adam_beta1": "betas",
-    "adam_beta2": "betas",
-    "adam_epsilon": None,
-    "bf16": "dtype",
-    "cutoff_len": "sequence_length",
-    "epochs": "steps",
-    "eval_steps": "evaluate_every",
-    "fp16": "dtype",
-    "gradient_accumulation_steps": "micro_batch_size",
-    "lora_r": "lora_rank",
-    "lr_scheduler_kwargs": None,
-    "lr_scheduler_type": "decay",
-    "max_completion_length": "max_new_tokens",
-    "max_length": "sequence_length",
-    "max_seq_length": "sequence_length",
-    "load_best_model_at_end": "keep_best",
-    "num_epochs": "steps",
-    "num_train_epochs": "steps",
-    "optim": "method",
-    "packing": "pack",
-    "save_steps": "snapshot_every",
-    "target_modules": "lora_targets",
-    "warmup_ratio": "warmup_steps",
+# Options of other trainers that would not be recognised or be taken for another one, by what they are called here.
+_OTHER_NAMES: Mapping[str | None, str] = {
+    "betas": "adam_beta1 adam_beta2",
+    "decay": "lr_scheduler_type",
+    "dtype": "bf16 fp16",
+    "evaluate_every": "eval_steps",
+    "keep_best": "load_best_model_at_end",
+    "lora_rank": "lora_r",
+    "lora_targets": "target_modules",
+    "max_new_tokens": "max_completion_length",
+    "method": "optim",
+    "micro_batch_size": "gradient_accumulation_steps",
+    "pack": "packing",
+    "sequence_length": "cutoff_len max_length max_seq_length",
+    "snapshot_every": "save_steps",
+    "steps": "epochs num_epochs num_train_epochs",
+    "warmup_steps": "warmup_ratio",
+    None: "adam_epsilon lr_scheduler_kwargs",  # nothing here does the same
 }
 _QUALIFIERS = {"", "per", "device", "train", "eval", "max", "total", "num", "global", "gpu", "model", "output", "input"}
 
@@ -436,8 +429,9 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     qualify it (``batch_size`` in ``per_device_train_batch_size``).
     """
     known = list(names)
-    if name in _OTHER_NAMES and _OTHER_NAMES[name] in (None, *known):
-        return _OTHER_NAMES[name]
+    for here, elsewhere in _OTHER_NAMES.items():
+        if name in elsewhere.split() and here in (None, *known):
+            return here
     alike = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     if alike:
         return alike[0]
@@ -584,24 +578,22 @@ def completions(line: str, commands: Iterable[str], options_of: Callable[[str], 
     return [text for text in offered if text.startswith(last)]
 
 
-# The library's name of an option, to its name on the command line.
-_FLAGS = {
-    "memory.host": "memory",
-    "memory.device": "device_memory",
-    "memory.activations": "activation_memory",
-    "memory.least_activations": "activation_memory",
-    "adapter.frozen": "adapter_frozen",
-    "adapter.seed": "seed",
-    "perturbation": "rank",
-    "perturbation.rank": "rank",
-    "perturbation.period": "period",
-    "perturbation.stack": "stack",
-    "write_back.every": "write_back_every",
-    "write_back.snapshot_every": "snapshot_every",
-    "write_back.terabytes_per_1000_steps": "write_limit_tb",
-    "clip": "max_grad_norm",
-    "optimizer": "method",
-    "export_dtype": "output_dtype",
+# What the library calls an option, by its name on the command line.
+_LIBRARY_NAMES: Mapping[str, str] = {
+    "memory": "memory.host",
+    "device_memory": "memory.device",
+    "activation_memory": "memory.activations memory.least_activations",
+    "adapter_frozen": "adapter.frozen",
+    "seed": "adapter.seed",
+    "rank": "perturbation perturbation.rank",
+    "period": "perturbation.period",
+    "stack": "perturbation.stack",
+    "write_back_every": "write_back.every",
+    "snapshot_every": "write_back.snapshot_every",
+    "write_limit_tb": "write_back.terabytes_per_1000_steps",
+    "max_grad_norm": "clip",
+    "method": "optimizer",
+    "output_dtype": "export_dtype",
 }
 _QUOTED = re.compile(r"`([\w.]+)`")
 # Options that reduce the memory a command takes.
@@ -640,7 +632,7 @@ def error_line(error: ZO2Error, command: Any) -> str:
     names = {option.name for option in listed}
     flags = {name: option.flag for option in listed for name in (option.name, option.field)}
     flags |= {setting.field: setting.flag for option in listed for setting in option.settings.values()}
-    flags |= {name: flags[option] for name, option in _FLAGS.items() if option in flags}
+    flags |= {name: flags[option] for option, names in _LIBRARY_NAMES.items() if option in flags for name in names.split()}
     where = error.where if error.is_of_path else flags.get(error.where, error.where)
     remedy = error.remedy
     if isinstance(error, MemoryBudgetError) and names:

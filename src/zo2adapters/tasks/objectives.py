@@ -19,8 +19,7 @@ import torch
 from zo2adapters.models.batches import predictions
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.tasks.batches import ANSWER, PROMPT, REFERENCE, collate, file_batches, with_completion
-from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.rows import ANSWER, PROMPT, REFERENCE, TokenizedRow, collate, file_batches, with_completion
 from zo2core import Batch, Engine, Forward
 from zo2core.errors import BatchError
 from zo2core.ranges import counted, require_number

@@ -24,14 +24,23 @@ from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks import objectives
-from zo2adapters.tasks.batches import choice_batch, collate, file_batches, preference_batch, with_completion
 from zo2adapters.tasks.generation import Generation, Sampling, generate, sampling_of
 from zo2adapters.tasks.objectives import CandidateScores, Scored, in_order, is_own_shard, sharded_forwards
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_reader import classifies, padding_of
-from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow
+from zo2adapters.tasks.rows import (
+    Choice,
+    Question,
+    Rows,
+    TokenizedRow,
+    choice_batch,
+    collate,
+    file_batches,
+    preference_batch,
+    with_completion,
+)
 from zo2core import Batch, Engine, Evaluation, Forward, StepResult
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.io.durable import open_regular

@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.tasks.batches import file_batches, training_batches
 from zo2adapters.tasks.registry import MODEL_LOSS, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import Rows
+from zo2adapters.tasks.rows import Rows, file_batches, training_batches
 from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2core import Workers
