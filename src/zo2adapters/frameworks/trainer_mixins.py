@@ -155,8 +155,11 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Loss, logits and labels of the batch, from the sweep in which it was processed."""
         if self._swept is not None:
             return self._swept.output
-        predict = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
-        return self._output(self.engine, predict, self._prepare_inputs(inputs))
+        return self._predicted(inputs, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+
+    def _predicted(self, inputs: Any, **options: Any) -> Any:
+        """Loss, logits and labels of a batch, in a sweep for this batch."""
+        return self._output(self.engine, partial(super().prediction_step, **options), self._prepare_inputs(inputs))
 
     def _output(self, engine: Engine, call: Callable[..., Any], inputs: Batch) -> Any:
         """What a function of the model returns for a batch."""
@@ -585,13 +588,7 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
         self.model.training = False
         return Trainer.evaluation_loop(self, *arguments, **options)
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,  # noqa: FBT001
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
+    def _predicted(self, inputs: Any, **_: Any) -> Any:
         """Loss of a batch of prompts, after their completions were generated and scored."""
         call = partial(self.compute_loss, num_items_in_batch=None)
         return self._output(self.engine, call, self._prepare_inputs(inputs)).mean().detach(), None, None
