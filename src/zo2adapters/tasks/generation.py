@@ -232,8 +232,10 @@ class Generation:
 
     def __post_init__(self) -> None:
         if "past_key_values" not in self._arguments:
-            expected = "a forward that takes past_key_values, since each sweep runs one token"
-            raise _unsupported(self.model.config, "a forward without a cache of keys and values", expected)
+            found = "a forward without a cache of keys and values"
+            raise _unsupported(
+                self.model.config, found, "a forward that takes past_key_values, since each sweep runs one token"
+            )
 
     @property
     def _arguments(self) -> Collection[str]:

@@ -136,8 +136,8 @@ class Rewards:
     @property
     def provenance(self) -> list[list[Any]]:
         """Name, weight and the digest of the file of each reward, as JSON values."""
-        pairs = zip(self.names, self._sources, strict=True)
-        return [[n.name, n.weight, None if s is None else hashlib.sha256(s.encode()).hexdigest()] for n, s in pairs]
+        digests = [None if source is None else hashlib.sha256(source.encode()).hexdigest() for source in self._sources]
+        return [[name.name, name.weight, digest] for name, digest in zip(self.names, digests, strict=True)]
 
     def start(self) -> None:
         """Run the files of functions in the child process, so that they are known to run before anything is generated."""

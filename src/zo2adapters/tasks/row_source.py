@@ -46,9 +46,9 @@ class _Dataset(NamedTuple):
     """A dataset that the package ``datasets`` reads."""
 
     name: str  # a directory, or a name on the hub
-    configuration: str | None
-    split: str | None
-    is_local: bool
+    configuration: str | None = None
+    split: str | None = None
+    is_local: bool = True
 
 
 def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
@@ -131,15 +131,15 @@ def file_sha256(path: Path) -> str:
 def _dataset(path: Path) -> _Dataset | None:
     """The dataset that a path names; None if it is a file."""
     text = str(path)
-    if path.is_dir():
-        return _Dataset(text, None, None, is_local=True)
-    if os.path.lexists(path) or ":" not in text:
-        return None
     directory, _, split = text.rpartition(":")
+    if path.is_dir():
+        return _Dataset(text)
+    if os.path.lexists(path) or not directory:
+        return None
     if Path(directory).is_dir():
-        return _Dataset(directory, None, split, is_local=True)
+        return _Dataset(directory, split=split)
     hub = _HUB.fullmatch(text)
-    return None if hub is None else _Dataset(hub["name"], hub["configuration"], hub["split"], is_local=False)
+    return None if hub is None else _Dataset(*hub.group("name", "configuration", "split"), is_local=False)
 
 
 def _counts_lines(path: Path) -> bool:
@@ -224,11 +224,9 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     reader, number = csv.reader(text, strict=True), 0
     try:
         header = next(reader, [])
-        if len(header) == 1 and (header[0].count(";") or header[0].count("\t")):
-            found = f"one column, {header[0][:80]!r}"
-            between = "semicolons" if ";" in header[0] else "tabs"
-            remedy = f"save the file with commas instead of {between} between the cells"
-            raise _bad_row(path, 0, found, "commas as the separator of columns", remedy)
+        if len(header) == 1 and {*";\t"} & {*header[0]}:
+            remedy = f"save the file with commas instead of {'semicolons' if ';' in header[0] else 'tabs'} between the cells"
+            raise _bad_row(path, 0, f"one column, {header[0][:80]!r}", "commas as the separator of columns", remedy)
         if any(header):  # pandas writes its index without a name, and reads it with this one
             header = [name or f"Unnamed: {column}" for column, name in enumerate(header)]
         if len(set(header)) < len(header) or not any(header):

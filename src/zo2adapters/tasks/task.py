@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +45,8 @@ from zo2core import Batch, Engine, Evaluation, Forward, StepResult
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.io.durable import open_regular
 from zo2core.ranges import counted, parse_size
+
+OpenBase: TypeAlias = Callable[[], AbstractContextManager[Engine]]  # opens the model that training began with
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements
@@ -185,9 +187,12 @@ def _choices(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptio
     return Evaluated([_accuracy(scored, rows)], size, [value for values in scored.log_likelihoods for value in values])
 
 
-def _scored(engine: Engine, model: HFBlockModel, rows: Sequence[Choice], options: TaskOptions, batch_size: int) -> Scored:
-    """The candidates' log-likelihoods by the current weights."""
-    given: Any = {"batch_size": batch_size, "pad_token_id": options.pad, "progress": options.progress}
+def _scored(
+    engine: Engine, model: HFBlockModel, rows: Sequence[Choice], options: TaskOptions, batch_size: int | None = None
+) -> Scored:
+    """The candidates' log-likelihoods by the current weights, by default in batches of a step's sequences."""
+    size = batch_size or options.micro_batch_size or options.batch_size * max(len(row.candidates) for row in rows)
+    given: Any = {"batch_size": size, "pad_token_id": options.pad, "progress": options.progress}
     return objectives.score(engine, model, [row.prompt for row in rows], [row.candidates for row in rows], **given)
 
 
@@ -232,9 +237,7 @@ class Task:
         self._model, self._options = model, options
         self._pad = padding_of(model.config) if rows.format is RowFormat.LABELS else options.pad
 
-    def prepare(
-        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Any]]
-    ) -> None:
+    def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
         """Compute what the task needs from the base model, before the first step of a new or resumed run.
 
         The default needs nothing, and calls neither argument.
@@ -272,16 +275,7 @@ class FunctionTask(Task):
         return {"loss": loss, "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
-class CandidatesTask(Task):
-    """What tasks for rows with candidates have in common."""
-
-    def _scored(self, engine: Engine, rows: Sequence[Choice]) -> Scored:
-        """The candidates' log-likelihoods by the current weights."""
-        options, sequences = self._options, max(len(row.candidates) for row in rows)
-        return _scored(engine, self._model, rows, options, options.micro_batch_size or options.batch_size * sequences)
-
-
-class ChoiceTask(CandidatesTask):
+class ChoiceTask(Task):
     """A task for rows with candidates.
 
     The objective is the loss over the candidates, 1 - accuracy, 1 - F1 of the second candidate, or the model's own loss on
@@ -290,11 +284,8 @@ class ChoiceTask(CandidatesTask):
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
-        kinds: dict[str, type[objectives.ChoiceObjective]] = {
-            "accuracy": objectives.ChoiceError,
-            "f1": objectives.ChoiceF1Error,
-        }
-        self._objective = kinds.get(options.objective, objectives.ChoiceLoss)(model)
+        kinds: dict[str, Any] = {"accuracy": objectives.ChoiceError, "f1": objectives.ChoiceF1Error}
+        self._objective: objectives.ChoiceObjective = kinds.get(options.objective, objectives.ChoiceLoss)(model)
         self._learns_answer = options.objective == MODEL_LOSS
         if self._learns_answer:
             self.provenance = {"objective": MODEL_LOSS}  # which does not say it for other rows
@@ -315,14 +306,14 @@ class ChoiceTask(CandidatesTask):
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the objective and accuracy. For the model's own loss, the objective is another one, with its own name."""
-        scored = self._scored(engine, rows)
+        scored = _scored(engine, self._model, rows, self._options)
         pairs = zip(scored.means, rows, strict=True)
         rated = [CandidateScores(torch.tensor(means, dtype=torch.float64), row.answers) for means, row in pairs]
         name = "choice_loss" if self._learns_answer else "loss"
         return {name: float(self._objective.value(rated)), "accuracy": _accuracy(scored, rows).value}
 
 
-class PreferenceTask(CandidatesTask):
+class PreferenceTask(Task):
     """A task for rows with a chosen and a rejected completion: DPO, with the base as reference model."""
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
@@ -332,14 +323,13 @@ class PreferenceTask(CandidatesTask):
         self._references: dict[Choice, tuple[float, ...]] = {}
         self.provenance = {"objective": options.objective, "beta": self._objective.beta}
 
-    def prepare(
-        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Choice]]
-    ) -> None:
+    def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
         """Compute the log-likelihoods of these rows under the base, the reference model of DPO. See ``Task``."""
         rows = list(dict.fromkeys(rows_to_come()))
         if rows:
             with open_base() as base:
-                self._references = dict(zip(rows, self._scored(base, rows).log_likelihoods, strict=True))
+                likelihoods = _scored(base, self._model, rows, self._options).log_likelihoods
+                self._references = dict(zip(rows, likelihoods, strict=True))
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
         """Make a batch with two sequences for each row, and their log-likelihoods under the reference model."""
@@ -349,8 +339,8 @@ class PreferenceTask(CandidatesTask):
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute DPO's loss, and the share of rows whose chosen completion gained more likelihood than the rejected one."""
-        pairs = zip(self._scored(engine, rows).log_likelihoods, map(self._references.__getitem__, rows), strict=True)
-        gains = [torch.tensor(now, dtype=torch.float64) - torch.tensor(base, dtype=torch.float64) for now, base in pairs]
+        likelihoods = torch.tensor(_scored(engine, self._model, rows, self._options).log_likelihoods, dtype=torch.float64)
+        gains = likelihoods - torch.tensor([self._references[row] for row in rows], dtype=torch.float64)
         right = sum(bool(gain[0] > gain[1]) for gain in gains)
         loss = self._objective.value([CandidateScores(gain, (0,)) for gain in gains])
         return {"loss": float(loss), "accuracy": right / len(gains)}
@@ -389,11 +379,8 @@ class GeneratedTask(Task):
 
     def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
         """Take a step; text is generated at all of its evaluations together."""
-        sampling = self._sampling(engine.version)
-        evaluations = engine.ask()
-        losses = self._losses(
-            [c for of_evaluation in self._continued(engine, rows, evaluations, sampling) for c in of_evaluation]
-        )
+        continued = self._continued(engine, rows, engine.ask(), self._sampling(engine.version))
+        losses = self._losses([of_row for of_evaluation in continued for of_row in of_evaluation])
         starts = range(0, len(losses), len(rows))
         return engine.tell([math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts])
 
@@ -412,16 +399,9 @@ class GeneratedTask(Task):
         """Continue the prompts of rows at each evaluation."""
         continued: list[list[Continued]] = [[] for _ in evaluations]
         for group in self._groups(rows) if rows and evaluations else ():
-            generation = Generation(
-                engine,
-                self._model,
-                max_new_tokens=max(map(self._new_tokens, group)),
-                sampling=sampling,
-                eos_token_ids=self._ends,
-                pad_token_id=self._options.pad,
-                evaluations=evaluations,
-                allowed=engine.activation_bytes,
-            )
+            given: Any = {"sampling": sampling, "evaluations": evaluations, "allowed": engine.activation_bytes}
+            given |= {"max_new_tokens": max(map(self._new_tokens, group)), "pad_token_id": self._options.pad}
+            generation = Generation(engine, self._model, eos_token_ids=self._ends, **given)
             made = generation.continuations([row.input_ids[: row.prompt_length] for row in group])
             for so_far, tokens in zip(continued, made, strict=True):
                 so_far += map(Continued, group, tokens)
@@ -479,16 +459,14 @@ class RewardTask(GeneratedTask):
         assert options.rewards is not None, "the registry needs --reward for this task"
         assert options.tokenizer is not None
         self._tokenizer: PreTrainedTokenizerBase = options.tokenizer
-        self._settings: RewardOptions = options.rewards
+        self._settings = settings = options.rewards
         super().__init__(model, rows, options, ends=end_token_ids(model, self._tokenizer))
         self._seed, self._rows = options.seed, rows
         self._require_room(rows, "data")
         self._sampling(0)  # refuses numbers out of range
-        names, settings = self._settings.names, self._settings
-        self._rewards = Rewards(
-            names, seconds=settings.reward_seconds, memory=parse_size(settings.reward_memory, option="reward_memory")
-        )
-        sampled = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_p")}
+        memory = parse_size(settings.reward_memory, option="reward_memory")
+        self._rewards = Rewards(settings.names, seconds=settings.reward_seconds, memory=memory)
+        sampled: dict[str, Any] = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_p")}
         if further := [token for token in self._ends if token != self._tokenizer.eos_token_id]:
             sampled["further end tokens"] = further
         self.provenance = {"rewards": self._rewards.provenance, "generation": sampled}
@@ -504,9 +482,7 @@ class RewardTask(GeneratedTask):
             remedy = "lower it, or shorten the prompt"
             raise OptionError("max_new_tokens", found=found, expected=expected, remedy=remedy)
 
-    def prepare(
-        self, open_base: Callable[[], AbstractContextManager[Engine]], rows_to_come: Callable[[], Sequence[Any]]
-    ) -> None:
+    def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
         """Let the base continue a few prompts, whose likelihood says later how far the model has moved. See the contract."""
         self._rewards.start()
         with open_base() as base:
@@ -538,9 +514,9 @@ class RewardTask(GeneratedTask):
                 remedy="export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken",
                 best_step=max(engine.version - _DRIFT_EVERY, 0),
             )
-        report = super().step(engine, rows, batch)
+        result = super().step(engine, rows, batch)
         self.measured = {**self.measured, **drift}  # of the completions of this worker
-        return report
+        return result
 
     def close(self) -> None:
         """End the process of the rewards. See the contract."""
@@ -557,11 +533,14 @@ class RewardTask(GeneratedTask):
         each = self._rewards.of(self._completions(continued), option="evaluation")
         total = mean(self._rewards.total(each))
         results = {"loss": 0.0 - total, "reward": total}
-        for name, values in zip(self._rewards.names, each, strict=True):
-            if len(each) > 1:
-                results[f"reward_{name.name}"] = mean(values)
+        results |= {name: mean(values) for name, values in self._named(each)}
         results["completion_tokens"] = mean([float(len(tokens)) for _, tokens in continued])
         return {**results, "drift": self.drift(engine)}
+
+    def _named(self, each: Sequence[Sequence[float]]) -> Iterator[tuple[str, Sequence[float]]]:
+        """The values of each reward by its name, if there are several."""
+        names = [f"reward_{name.name}" for name in self._rewards.names]
+        return iter(()) if len(names) == 1 else zip(names, each, strict=True)
 
     def _new_tokens(self, row: TokenizedRow) -> int:
         return self._settings.max_new_tokens
@@ -572,16 +551,13 @@ class RewardTask(GeneratedTask):
     def _losses(self, continued: Sequence[Continued]) -> list[float]:
         """Minus the weighted sum of the rewards of each completion."""
         each = self._rewards.of(self._completions(continued))
-        totals = self._rewards.total(each)
-        tokens = sum(len(tokens) for _, tokens in continued)
+        totals, count = self._rewards.total(each), len(continued)
         self.measured = {}
         if continued:
-            names = zip(self._rewards.names, each, strict=True)
-            means = (
-                {f"reward_{name.name}": math.fsum(values) / len(values) for name, values in names} if len(each) > 1 else {}
-            )
-            rewards = {"reward": math.fsum(totals) / len(totals), "best_reward": max(totals), **means}
-            self.measured = {**rewards, "completion_tokens": tokens / len(continued), "generated_tokens": tokens}
+            tokens = sum(len(tokens) for _, tokens in continued)
+            measured: dict[str, float] = {"reward": math.fsum(totals) / count, "best_reward": max(totals)}
+            measured |= {name: math.fsum(values) / count for name, values in self._named(each)}
+            self.measured = {**measured, "completion_tokens": tokens / count, "generated_tokens": tokens}
         return [-total for total in totals]
 
     def _completions(self, continued: Sequence[Continued]) -> list[Completion]:
