@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +15,10 @@ from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.model_options import HeadName, RunModelOptions
 from zo2adapters.trainers.options import Storage, TrainOptions
-from zo2core.errors import OutputError, reason
+from zo2core.errors import OutputError, system_errors_as
 from zo2core.io.durable import create_file
+
+_FREE = {"expected": "a path that does not exist", "remedy": "pass --output with another path"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,8 @@ class Init(Command):
 
     def check(self) -> None:
         """See the contract."""
-        if self.output.exists() or self.output.is_symlink():
-            raise self._in_use("a file")
+        if os.path.lexists(self.output):
+            raise OutputError(self.output, found="a file", **_FREE)
         self._options().require_valid()
         for path in filter(None, (self.data, self.evaluation)):
             require_there(path)
@@ -56,11 +60,8 @@ class Init(Command):
 
         print("zo2 init reads the data and measures the model, which takes some seconds.", file=sys.stderr, flush=True)
         recipe = initial_recipe(self._options())
-        try:
-            with create_file(self.output) as file:
-                file.write(recipe.text().encode())
-        except OSError as error:
-            raise self._in_use(reason(error)) from error
+        with system_errors_as(OutputError, self.output, **_FREE), create_file(self.output) as file:
+            file.write(recipe.text().encode())
         consent = "" if function_file(self.objective) is None else f" --objective {self.objective}"
         print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}{consent}"]))
 
@@ -77,16 +78,8 @@ class Init(Command):
             storage=Storage(memory=self.memory),
         )
 
-    def _in_use(self, found: str) -> OutputError:
-        return OutputError(
-            self.output, found=found, expected="a path that does not exist", remedy="pass --output with another path"
-        )
-
 
 def _free_name(path: Path) -> Path:
     """The path, or the first one with a number after it that does not exist."""
-    number = 2
-    free = path
-    while free.exists() or free.is_symlink():
-        free, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return free
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -13,8 +14,8 @@ from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
-from zo2core.errors import JournalError, OptionError, OutputError, reason
-from zo2core.io.durable import create_file, open_regular, read_regular, replace_file
+from zo2core.errors import JournalError, OptionError, OutputError, system_errors_as
+from zo2core.io.durable import create_file, read_regular, replace_file
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
@@ -168,16 +169,16 @@ class Report(Command):
 
         if not self.runs:
             raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
-        text = page([read_run(path) for given in self.runs for path in runs_in(given)])
-        try:
-            if begins_with(self.output, HEAD):
+        text, is_page = page([read_run(path) for given in self.runs for path in runs_in(given)]), False
+        with suppress(OSError):
+            is_page = read_regular(self.output).startswith(HEAD.encode())
+        expected, remedy = "a path that does not exist, or an earlier report", "pass another path"
+        with system_errors_as(OutputError, self.output, expected=expected, remedy=remedy):
+            if is_page:
                 replace_file(self.output, text.encode())
             else:
                 with create_file(self.output) as file:
                     file.write(text.encode())
-        except OSError as error:
-            expected = "a path that does not exist, or an earlier report"
-            raise OutputError(self.output, found=reason(error), expected=expected, remedy="pass another path") from error
         print(self.output)
 
 
@@ -186,12 +187,3 @@ def runs_in(directory: Path) -> list[Path]:
     if (directory / JOURNAL).exists() or not directory.is_dir():
         return [directory]
     return sorted(path for path in directory.iterdir() if (path / JOURNAL).is_file()) or [directory]
-
-
-def begins_with(path: Path, head: str) -> bool:
-    """Whether a regular file begins with this text."""
-    try:
-        with open_regular(path) as file:
-            return file.read(len(head.encode())) == head.encode()
-    except OSError:
-        return False

@@ -506,17 +506,17 @@ class Plan(Train):
             count = int(str(self.runs))
         elif self.runs is not None:
             differences = read_differences(self.runs)
-            count, [name, *_] = len(differences), [*differences, ""]
-            command = self._of_together(self.runs, name, differences.get(name, {}))
+            count = len(differences)
+            for name, values in [*differences.items()][:1]:
+                command = self._of_together(self.runs, name, values)
         options = command._planned_options()
         planned = plan_of_options(options, has_rows=command.data is not None or command.resume is not None, runs=count)
         beside = ["the short runs that choose lr"] if options.optimization.lr == "auto" and command.lr_is_given else []
         beside += [f"the answers to {options.samples} samples"] if options.samples else []
         if beside:
             print(f"not in the plan: {', '.join(beside)}", file=sys.stderr)
-        print(
-            planned.to_json() if self.json else "\n".join([method_words(options), *planned.summary(), "", planned.table()])
-        )
+        lines = [planned.to_json()] if self.json else [method_words(options), *planned.summary(), "", planned.table()]
+        print("\n".join(lines))
 
     @property
     def lr_is_given(self) -> bool:
@@ -525,20 +525,19 @@ class Plan(Train):
 
     def _planned_options(self) -> TrainOptions:
         """The options of the run to plan. What a plan does not depend on may be missing."""
-        if self.task is not None:
-            expected = "none for a plan: zo2 rows writes a benchmark's rows"
-            raise OptionError("task", found=self.task, expected=expected, remedy="pass the rows as --data")
-        if self.resume is None:
+        self._require_none(
+            "task", beside="in a plan", expected=": zo2 rows writes a benchmark's rows, which are passed as --data"
+        )
+        if self.resume is not None:
+            options = self.options()
+        else:
             self._require("model", expected="a value, or --resume DIR")
             options = self._of(self.data or Path(), self.output or Path("run"))
-            if self.data is None and (self.evaluates or self.evaluate_every is not None):
-                option = next(
-                    name for name in ("evaluation", "eval_split", "evaluate_every") if getattr(self, name) is not None
+            if self.data is None:
+                expected = ": they need the rows as --data"
+                self._require_none(
+                    "evaluation", "eval_split", "evaluate_every", beside="without the rows", expected=expected
                 )
-                found, remedy = f"{getattr(self, option)} without the rows", "pass the rows, or leave it out"
-                raise OptionError(option, found=found, expected="--data", remedy=remedy)
-        else:
-            options = self.options()
         if options.first_order.method is not None and not self.lr_is_given:
             options = options.with_rate("auto")
         if options.storage.device_memory != "auto" and options.storage.device == "cpu":
