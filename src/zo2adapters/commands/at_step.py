@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from zo2adapters.commands.journal import read_journal
-from zo2adapters.commands.options import NO_OPTION, Command, Written
+from zo2adapters.commands.options import Command, Written
 from zo2adapters.trainers.metrics import best_step, criteria_of
 from zo2adapters.trainers.model_options import AdapterOptions, DtypeName, RunModelOptions, precision_of_run
-from zo2adapters.trainers.options import Resources
+from zo2adapters.trainers.options import Resources, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core.errors import JournalError, OptionError
@@ -45,11 +45,14 @@ class AtStep(Command):
     """Number of steps of the run that the weights include. By default all of them; with the run's --keep-best those of the
     best evaluation, and with --method those of the last snapshot if the run was stopped."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
-    adapter_seed: Annotated[int, NO_OPTION] = 0
-    """Seed of the run's adapter."""
     resources: Resources = field(default_factory=Resources)
     verify_base: bool = False
     """Read the whole base first, and compare its digests with those in the journal."""
+
+    @cached_property
+    def saved(self) -> TrainOptions | None:
+        """The options of the run."""
+        return None if self.run_directory is None else RunDirectory.options(self.run_directory)
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run."""
@@ -59,7 +62,8 @@ class AtStep(Command):
             found = "neither" if self.model is None and self.run_directory is None else "--run with --model or --journal"
             raise OptionError("model", found=found, expected="either --model or --run", remedy="pass one of the two")
         model_options = self.model_options
-        if self.run_directory is None:
+        saved = self.saved
+        if saved is None or self.run_directory is None:
             model_options.require_valid()
             if model_options.adapter is not None and not model_options.adapter.is_dir():
                 expected = "a directory that save_pretrained wrote"
@@ -73,15 +77,13 @@ class AtStep(Command):
             replays = self.journal is not None  # and has to round as the run did
             precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu")
             return replace(self, model_options=replace(model_options, precision=precision))
-        saved = RunDirectory.options(self.run_directory)
         saved_options = replace(saved.model_options, precision=saved.precision_asked())
         for option in fields(model_options):
             value, kept = getattr(model_options, option.name), getattr(saved_options, option.name)
             if value != option.default and (value.resolve() if isinstance(value, Path) else value) != kept:
                 expected = f"{kept or 'none'}, as in the run"
                 raise OptionError(option.name, found=str(value), expected=expected, remedy="leave it out")
-        given: Any = {"model": saved.model, "model_options": saved_options, "adapter_seed": saved.seed}
-        return replace(self, journal=self.run_directory / JOURNAL, **given)
+        return replace(self, model=saved.model, model_options=saved_options, journal=self.run_directory / JOURNAL)
 
     def without_learning(self) -> AtStep:
         """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
@@ -109,8 +111,8 @@ class AtStep(Command):
         """Whether the model is the base, with an adapter or low-rank changes or without, so that passes can be shared."""
         from zo2adapters.trainers.engines import can_share
 
-        if self.run_directory is not None:
-            return can_share(RunDirectory.options(self.run_directory))
+        if self.saved is not None:
+            return can_share(self.saved)
         return self.journal is None and self.model_options.head == "causal-lm"
 
     def with_others(
@@ -164,7 +166,7 @@ class AtStep(Command):
         """Open the base with the run's options."""
         return self.model_options.opened(
             self.base(),
-            seed=self.adapter_seed,
+            seed=0 if self.saved is None else self.saved.seed,
             base=self.model,
             is_trained=False,
             loss_chunk=loss_chunk,
@@ -194,8 +196,8 @@ class AtStep(Command):
             steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
             raise OptionError("at", found=shown(self.at), expected=steps, remedy="pass a number of steps in this range")
         step, reason = (taken, None) if self.at is None else (self.at, None)
-        if self.at is None and journal is not None and self.run_directory is not None:
-            step, reason = _step_of_run(self.run_directory, journal)
+        if self.at is None and journal is not None and self.run_directory is not None and self.saved is not None:
+            step, reason = _step_of_run(self.run_directory, journal, keeps_best=self.saved.keep_best)
         if reason is not None and is_first(workers):
             print(f"{self.run_directory}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
         if step < taken and journal is not None and journal.is_replayable:
@@ -238,7 +240,7 @@ class AtStep(Command):
         return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
 
 
-def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
+def _step_of_run(run: Path, journal: Journal, *, keeps_best: bool) -> tuple[int, str | None]:
     """The step whose weights are taken if none is asked for, and the reason if it is another one than the last.
 
     It is the step whose model the run exports: that of the best evaluation if it keeps the best, otherwise the last step.
@@ -248,7 +250,7 @@ def _step_of_run(run: Path, journal: Journal) -> tuple[int, str | None]:
 
     last = journal.version
     losses = criteria_of({step: results for step, results in journal.evaluations.items() if step <= last})
-    best = best_step(losses) if losses and RunDirectory.options(run).keep_best else None
+    best = best_step(losses) if losses and keeps_best else None
     if best is not None:
         return best, f"best of {len(losses)} evaluation{'' if len(losses) == 1 else 's'}"
     if journal.is_replayable:

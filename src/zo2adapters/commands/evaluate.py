@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -14,8 +13,8 @@ from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.option_table import require_valid
-from zo2adapters.trainers.options import Batching, TrainOptions
-from zo2adapters.trainers.run_directory import RunDirectory, name_of
+from zo2adapters.trainers.options import Batching
+from zo2adapters.trainers.run_directory import name_of
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.ranges import parse_size, require_whole
@@ -60,19 +59,14 @@ class Evaluate(AtStep):
         with WorkerOptions().workers() as workers:
             self._with_options_of_run()._evaluate(workers)
 
-    @cached_property
-    def _run(self) -> TrainOptions | None:
-        """The options of the run."""
-        return None if self.run_directory is None else RunDirectory.options(self.run_directory)
-
     def _with_options_of_run(self) -> Evaluate:
         """The command with the columns, template, labels and lengths of the run where none are given."""
-        if self._run is None:
+        if self.saved is None:
             return self
         given = {option.name: getattr(self.rows, option.name) for option in fields(RowOptions)}
         changes = {name: value for name, value in given.items() if value != getattr(RowOptions(), name)}
-        length = self.batching.sequence_length or self._run.batching.sequence_length
-        rows, batching = replace(self._run.rows, **changes), replace(self.batching, sequence_length=length)
+        length = self.batching.sequence_length or self.saved.batching.sequence_length
+        rows, batching = replace(self.saved.rows, **changes), replace(self.batching, sequence_length=length)
         return replace(self, rows=rows, batching=batching)
 
     def _evaluate(self, workers: Workers | None) -> None:
@@ -132,7 +126,7 @@ class Evaluate(AtStep):
         from zo2adapters.tasks.row_reader import RowReader, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
-        length, is_causal, saved = self.batching.length_for(model), at.model_options.head == "causal-lm", self._run
+        length, is_causal, saved = self.batching.length_for(model), at.model_options.head == "causal-lm", self.saved
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
         reader = RowReader(tokenizer, length, self.rows, labelled_for, vocabulary=vocabulary_of(model.config))

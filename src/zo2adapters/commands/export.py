@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
 from zo2adapters.trainers.model_options import DtypeName
-from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS, RunDirectory
+from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core.errors import OptionError, OutputError
 from zo2core.ranges import counted
 
@@ -49,10 +49,9 @@ class WritesDirectory(AtStep):
         from zo2adapters.trainers.model_card import files_of_run
         from zo2core import Journal
 
-        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
         with closing(Journal(at.journal)) as journal:
             given: Any = {"version": engine.version, "head": at.model_options.head, **kind}
-            return files_of_run(journal, base=str(at.model), options=options, **given)
+            return files_of_run(journal, base=str(at.model), options=self.saved, **given)
 
     def _export(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
         """Export the engine's model, with a bar."""
@@ -122,8 +121,7 @@ class Export(WritesDirectory):
         with at.engine(model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES) as engine:
             files = self._files(at, engine, is_adapter=is_adapter, is_merged=merges, is_gguf_file=is_gguf_file)
             if is_gguf_file:
-                rows = None if self.run_directory is None else RunDirectory.options(self.run_directory).rows
-                template = None if rows is None else template_of_rows(rows)
+                template = None if self.saved is None else template_of_rows(self.saved.rows)
                 given: Any = {"base": at.base(), "kind": self.gguf_type, "as_adapter": self.as_adapter, "files": files}
                 given["template"] = template or template_of_chats(load_tokenizer(at.base()))
                 export_gguf(engine, model, self.output, tokenizer=load_tokenizer, **given)

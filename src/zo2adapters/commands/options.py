@@ -96,7 +96,6 @@ class Written(NamedTuple):
 
 
 POSITIONAL = "positional"  # mark of a field that is no option, but an argument
-NO_OPTION = "no option"  # mark of a field that is set by programs only
 
 
 class OptionField(NamedTuple):
@@ -182,8 +181,6 @@ def _fields(command: Any) -> Iterator[OptionField]:
         hint, mark = hints[option.name], None
         if get_origin(hint) is Annotated:
             hint, mark = get_args(hint)
-        if mark == NO_OPTION:
-            continue
         name, aliases = mark if isinstance(mark, Written) else Written()
         name, default = name or option.name, getattr(command, option.name, MISSING)
         called = f"--{name.replace('_', '-')}"
