@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # modules of zo2adapters.commands, and
     "verify": ("verify", "Verify"),
     "journal": ("journal", "ShowJournal"),
     "report": ("journal", "Report"),
-    "rows": ("benchmark", "WriteRows"),
+    "rows": ("evaluate", "WriteRows"),
     "plan": ("train", "Plan"),
     "convert": ("export", "Convert"),
 }

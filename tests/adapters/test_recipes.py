@@ -12,7 +12,7 @@ import yaml
 from command_lines import done, make_place, refusal
 
 from zo2adapters import train
-from zo2adapters.commands.benchmark import WriteRows
+from zo2adapters.commands.evaluate import WriteRows
 from zo2adapters.commands.options import nearest_name, option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.trainers.recipe import read_recipe

@@ -15,7 +15,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from zo2adapters.commands.benchmark import require_consistent, run_task
+from zo2adapters.commands.evaluate import require_consistent, run_task
 from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments, text_table
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
@@ -417,18 +417,18 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
             tell("\nstopped; the same command continues all runs; to continue one of them:")
             tell(*(options.resume_command for options in runs.values()), prefix="  ")
             raise
-    errors = {name: error for name in runs if isinstance(error := ended[name], Exception)}
-    for name, error in errors.items():
-        tell(f"{name} ended: {error}")
-        outcomes[name].failed(error)
+    failures = {name: result for name, result in ended.items() if isinstance(result, Exception)}
+    for name, failure in failures.items():
+        tell(f"{name} ended: {failure}")
+        outcomes[name].failed(failure)
     replace_file(output / TABLE, json.dumps([vars(outcome) for outcome in outcomes.values()], indent=2) + "\n")
     cells = [("run", "steps", "loss", "evaluation", "s a step", ""), *(outcome.cells for outcome in outcomes.values())]
     print(text_table(cells, left=(0, 5)))
     directories = " ".join(outcome.directory for outcome in outcomes.values() if outcome.steps)
     if directories:
         print(f"their curves side by side: zo2 report {directories} --output runs.html")
-    for error in errors.values():
-        raise error
+    for failure in failures.values():
+        raise failure
 
 
 @dataclass(kw_only=True)

@@ -205,7 +205,6 @@ class _Group:
     ended: torch.Tensor  # (evaluations, places), bool
     ids: torch.Tensor  # (evaluations, places, tokens): the tokens that run next
     mask: torch.Tensor  # (evaluations, places, tokens so far)
-    positions: torch.Tensor  # (evaluations, places, tokens)
     length: int = 0  # tokens of the continuations so far
 
     @property
@@ -232,10 +231,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         if "past_key_values" not in self._arguments:
-            found = "a forward without a cache of keys and values"
-            raise _unsupported(
-                self.model.config, found, "a forward that takes past_key_values, since each sweep runs one token"
-            )
+            expected = "a forward that takes past_key_values, since each sweep runs one token"
+            raise _unsupported(self.model.config, "a forward without a cache of keys and values", expected)
 
     @property
     def _arguments(self) -> Collection[str]:
@@ -269,14 +266,14 @@ class Generation:
             torch.zeros(count, len(rows), dtype=torch.bool),
             ids.expand(count, -1, -1),
             mask.expand(count, -1, -1),
-            (mask.cumsum(dim=1) - 1).clamp(min=0).expand(count, -1, -1),
         )
 
     def _batch(self, group: _Group, number: int) -> Batch:
         """Inputs of a group's rows at an evaluation."""
         batch = {"input_ids": group.ids[number], "attention_mask": group.mask[number]}
         if "position_ids" in self._arguments:
-            batch["position_ids"] = group.positions[number]
+            positions = (group.mask[number].cumsum(dim=1) - 1).clamp(min=0)
+            batch["position_ids"] = positions[:, -group.ids.shape[2] :]
         if self.sampling is not None:
             numbers = [self.sampling.number(row, group.length) for row in group.rows[number].tolist()]
             batch[DRAW] = torch.tensor(numbers, dtype=torch.float64)
@@ -293,7 +290,7 @@ class Generation:
                 made.append(Token(number, int(group.rows[number, place]), int(tokens[number, place])))
             tokens = tokens.masked_fill(group.ended, self.pad_token_id)
             group.ended = group.ended | torch.isin(tokens, torch.tensor(sorted(self.eos_token_ids), dtype=torch.int64))
-            group.ids, group.positions = tokens[:, :, None], group.positions[:, :, -1:] + 1
+            group.ids = tokens[:, :, None]
             group.mask = torch.cat([group.mask, torch.ones_like(group.ids)], dim=2)
             group.length += 1
         return made
@@ -307,9 +304,8 @@ class Generation:
             places = group.ended.int().argsort(dim=1, stable=True)[:, :most].sort(dim=1).values
             forward.keep(group.streams, group.places, list(places))
             group.rows, group.ended = group.rows.gather(1, places), group.ended.gather(1, places)
-            group.ids, group.mask, group.positions = (
-                values.gather(1, places[:, :, None].expand(-1, -1, values.shape[2]))
-                for values in (group.ids, group.mask, group.positions)
+            group.ids, group.mask = (
+                values.gather(1, places[:, :, None].expand(-1, -1, values.shape[2])) for values in (group.ids, group.mask)
             )
         return most > 0
 
