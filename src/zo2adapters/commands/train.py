@@ -417,7 +417,7 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
             tell("\nstopped; the same command continues all runs; to continue one of them:")
             tell(*(options.resume_command for options in runs.values()), prefix="  ")
             raise
-    failures = {name: result for name, result in ended.items() if isinstance(result, Exception)}
+    failures = {name: result for name in runs if isinstance(result := ended[name], Exception)}
     for name, failure in failures.items():
         tell(f"{name} ended: {failure}")
         outcomes[name].failed(failure)

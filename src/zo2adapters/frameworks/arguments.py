@@ -77,9 +77,12 @@ class ZOArguments:
 
     def __post_init__(self) -> None:
         if not callable(self.estimator):
-            expected = "a function that makes an estimator, such as the class MeZOSGD"
-            remedy = "pass a class, or functools.partial(MultiQueryRGE, q=4)"
-            raise OptionError("estimator", found=repr(self.estimator)[:80], expected=expected, remedy=remedy)
+            raise OptionError(
+                "estimator",
+                found=repr(self.estimator)[:80],
+                expected="a function that makes an estimator, such as the class MeZOSGD",
+                remedy="pass a class, or functools.partial(MultiQueryRGE, q=4)",
+            )
 
     def open_engine(
         self, model: BlockModel, journal: Journal, *, lr: Callable[[int], float], weight_decay: float, seed: int, device: str
@@ -205,11 +208,11 @@ def require_supported(
         if name not in trainers:
             found = f"a trainer that {_TRL_UNSUPPORTED.get(name, 'has not been tested with streamed steps')}"
             expected = f"transformers' Trainer, or one of TRL's {', '.join(trainers)}"
-            remedy = "use one of these, or write the loss as a function for CalledForward and call the engine's step"
-            raise OptionError(name, found=found, expected=expected, remedy=remedy)
+            other = "use one of these, or write the loss as a function for CalledForward and call the engine's step"
+            raise OptionError(name, found=found, expected=expected, remedy=other)
     if not isinstance(args, TrainingArguments):
-        found, remedy = f"a {type(args).__name__}", "pass args=TrainingArguments(...)"
-        raise OptionError("args", found=found, expected="TrainingArguments", remedy=remedy)
+        found, other = f"a {type(args).__name__}", "pass args=TrainingArguments(...)"
+        raise OptionError("args", found=found, expected="TrainingArguments", remedy=other)
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, remedy in {**_REMEDIES, **remedies}.items():
         option = options.get(name)
@@ -223,8 +226,8 @@ def require_supported(
                 raise OptionError(name, found=repr(value), expected=f"the default, {default!r}", remedy=remedy)
     if args.world_size > 1 or args.n_gpu > 1:
         found, expected = f"{args.world_size} processes, {args.n_gpu} GPUs", "one process and at most one GPU"
-        remedy = "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
-        raise OptionError("args", found=found, expected=expected, remedy=remedy)
+        other = "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
+        raise OptionError("args", found=found, expected=expected, remedy=other)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -260,9 +263,12 @@ def open_model(
             remedy = f"{error.remedy}. {_REWARD_MODEL}"
             raise CheckpointError(error.where, found=error.found, expected=error.expected, remedy=remedy) from error
     if not isinstance(model, HFBlockModel):
-        expected = "a model directory, a hub id, or a model from open_checkpoint"
-        remedy = "pass the path, since the model is not loaded as a whole"
-        raise OptionError("model", found=f"a {type(model).__name__}", expected=expected, remedy=remedy)
+        raise OptionError(
+            "model",
+            found=f"a {type(model).__name__}",
+            expected="a model directory, a hub id, or a model from open_checkpoint",
+            remedy="pass the path, since the model is not loaded as a whole",
+        )
     has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
     if is_reward and not (has_head and model.config.num_labels == 1):
         found = f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}"

@@ -329,7 +329,7 @@ def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool
     return [*ids, eos] if append_eos and eos is not None and ids[-1:] != [eos] else ids
 
 
-def _keys(row: Mapping[str, Any]) -> str:
+def _keys(row: Iterable[str]) -> str:
     return f"the keys {', '.join(map(repr, row))}"
 
 
