@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks import objectives
 from zo2adapters.tasks.generation import Generation, Sampling, generate, sampling_of
 from zo2adapters.tasks.objectives import CandidateScores, Scored, in_order, is_own_shard, sharded_forwards
-from zo2adapters.tasks.registry import MODEL_LOSS
+from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, TASKS, find_task
 from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_reader import classifies, padding_of
@@ -567,6 +567,48 @@ class RewardTask(GeneratedTask):
             text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
             completions.append(Completion(text, fields.get("prompt"), fields, row.line))
         return completions
+
+
+_KINDS = {kind.__name__: kind for kind in (Task, ChoiceTask, PreferenceTask, ExactMatch, RewardTask, FunctionTask)}
+
+
+def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
+    """Make the task that the options name."""
+    entry = find_task(options.objective, rows.format)
+    for option in ("pack", "beta", "per_row", "rewards"):
+        if getattr(options, option) not in (None, False) and option not in entry.options:
+            expected = f"the objective {' or '.join(task.name for task in TASKS if option in task.options)}"
+            raise OptionError(option, found=f"the objective {entry.name}", expected=expected, remedy="leave it out")
+    if options.differentiates and not entry.has_gradient:
+        names = [task.name for task in TASKS if task.has_gradient and rows.format in (task.rows, *task.other_rows)]
+        found, expected = f"{entry.name}, which has no gradient", f"{' or '.join(names)} with --method"
+        remedy = "pass another objective, or leave --method out: zeroth-order steps need no gradient"
+        raise OptionError("objective", found=found, expected=expected, remedy=remedy)
+    if rows.format not in (entry.rows, *entry.other_rows):
+        found, expected = f"{options.objective} for rows with {rows.format.value}", f"rows with {entry.rows.value}"
+        raise OptionError("objective", found=found, expected=expected, remedy="pass another objective, or other rows")
+    name = entry.name if options.objective == AUTO else options.objective
+    return _KINDS[entry.kind](model, rows, replace(options, objective=name))
+
+
+def make_evaluation(
+    task: Task, model: HFBlockModel, rows: Rows, evaluation: Rows, options: TaskOptions
+) -> Callable[[Engine], dict[str, float]]:
+    """Make a function that evaluates the current weights of a runner on a run's rows.
+
+    A run that trains on texts or completions may also be evaluated on rows with candidates, by the loss over the candidates
+    and accuracy, or on rows with answers, by F1 and exact match of the answers that it generates.
+    """
+    if evaluation.format is not rows.format:
+        is_text = rows.format is RowFormat.TEXT
+        if not is_text or evaluation.format is RowFormat.PREFERENCES:
+            found = f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}"
+            others = ", or with prompt and candidates, or with prompt and answers" if is_text else ""
+            expected = f"rows with the fields of the training rows{others}"
+            raise OptionError("evaluation", found=found, expected=expected, remedy="pass a file with such rows")
+        entry = find_task(MODEL_LOSS, evaluation.format)  # whose evaluation names the loss over the candidates apart
+        task = _KINDS[entry.kind](model, evaluation, replace(options, objective=MODEL_LOSS))
+    return lambda engine: task.evaluate(engine, evaluation)
 
 
 def user_function(name: str) -> Any:

@@ -15,10 +15,9 @@ from typing import IO, Any
 
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.registry import make_evaluation, make_task
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.rows import training_batches
-from zo2adapters.tasks.task import Task, TaskOptions
+from zo2adapters.tasks.task import Task, TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.engines import Opening, replayer, require_finite_base, verify_with_progress
 from zo2adapters.trainers.methods import method_of
