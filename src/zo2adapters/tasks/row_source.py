@@ -139,7 +139,7 @@ def _dataset(path: Path) -> _Dataset | None:
     if Path(directory).is_dir():
         return _Dataset(directory, split=split)
     hub = _HUB.fullmatch(text)
-    return None if hub is None else _Dataset(*hub.group("name", "configuration", "split"), is_local=False)
+    return None if hub is None else _Dataset(hub["name"], hub["configuration"], hub["split"], is_local=False)
 
 
 def _counts_lines(path: Path) -> bool:
