@@ -19,7 +19,7 @@ from peft_models import monolithic
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2adapters.tasks.rows import preference_batch
-from zo2core import Engine, FirstOrder, MemoryPolicy, Workers
+from zo2core import Engine, FirstOrder, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.methods import gradient_steps
 
