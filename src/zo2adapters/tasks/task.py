@@ -569,7 +569,7 @@ class RewardTask(GeneratedTask):
         return completions
 
 
-_KINDS = {kind.__name__: kind for kind in (Task, ChoiceTask, PreferenceTask, ExactMatch, RewardTask, FunctionTask)}
+KINDS = {kind.__name__: kind for kind in (Task, ChoiceTask, PreferenceTask, ExactMatch, RewardTask, FunctionTask)}
 
 
 def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
@@ -588,7 +588,7 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
         found, expected = f"{options.objective} for rows with {rows.format.value}", f"rows with {entry.rows.value}"
         raise OptionError("objective", found=found, expected=expected, remedy="pass another objective, or other rows")
     name = entry.name if options.objective == AUTO else options.objective
-    return _KINDS[entry.kind](model, rows, replace(options, objective=name))
+    return KINDS[entry.kind](model, rows, replace(options, objective=name))
 
 
 def make_evaluation(
@@ -607,7 +607,7 @@ def make_evaluation(
             expected = f"rows with the fields of the training rows{others}"
             raise OptionError("evaluation", found=found, expected=expected, remedy="pass a file with such rows")
         entry = find_task(MODEL_LOSS, evaluation.format)  # whose evaluation names the loss over the candidates apart
-        task = _KINDS[entry.kind](model, evaluation, replace(options, objective=MODEL_LOSS))
+        task = KINDS[entry.kind](model, evaluation, replace(options, objective=MODEL_LOSS))
     return lambda engine: task.evaluate(engine, evaluation)
 
 
