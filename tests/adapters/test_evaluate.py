@@ -20,7 +20,12 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from zo2adapters.tasks.task import standard_error
+from zo2adapters.commands.report import page, read_run
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.task import f1_of_words, normalized, standard_error
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.optimization import FirstOrder
+from zo2adapters.trainers.options import TrainOptions
 from zo2core import Journal
 
 TEXTS = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[2:8]]

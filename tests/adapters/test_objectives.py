@@ -29,10 +29,9 @@ from zo2adapters import (
     score,
 )
 from zo2adapters.cli import main
-from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.objectives import CandidateScores, LogLikelihood, Scored
 from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.rows import TokenizedRow, collate
 from zo2adapters.tasks.task import ChoiceTask, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (

@@ -25,10 +25,17 @@ from tokenized_rows import ANSWER, ASK, TEMPLATE, TOKENIZER, make_tokenizer, tex
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
 from zo2adapters.tasks.rows import Rows, TokenizedRow, collate, file_batches, training_batches
-from zo2adapters.tasks.tokenizer import pad_token_id, render_chat
-from zo2core.errors import DataError, OptionError
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import Journal
+from zo2core.errors import DataError, MissingPackageError, OptionError
 
 # Opens an answer with a token that a finished answer does not hold, as templates of reasoning models do.
 THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><|think|>{% endif %}")

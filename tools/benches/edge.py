@@ -21,7 +21,7 @@ import torch
 from measuring import alternate, lora, lora_fa, seconds_of, shapes, timed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zo2adapters import Adapter, MonolithicMeZO, TrainingProgram, open_checkpoint, write_program
+from zo2adapters import Adapter, TrainingProgram, open_checkpoint, write_program
 from zo2adapters.edge.program import assemble
 from zo2adapters.trainers.verification import random_batch
 
