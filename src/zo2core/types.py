@@ -25,14 +25,12 @@ def shown_bytes(nbytes: float) -> str:
     """
     if nbytes <= 0:
         return "0"
-    for unit in _UNITS:
-        if nbytes < _LARGEST or unit == _UNITS[-1]:
-            break
-        nbytes /= 1000
-    if unit == "bytes":
-        return f"{nbytes:.3g} bytes"
+    units = iter(_UNITS)
+    unit = next(units)
+    while nbytes >= _LARGEST and unit != _UNITS[-1]:
+        nbytes, unit = nbytes / 1000, next(units)
     digits = 2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0
-    return f"{nbytes:.{digits}f} {unit}"
+    return f"{nbytes:.3g} bytes" if unit == "bytes" else f"{nbytes:.{digits}f} {unit}"
 
 
 # Note: Alignment. Parameters start at multiples of a cache line in a bucket and in the work buffer, as in memory that torch

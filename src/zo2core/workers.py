@@ -399,17 +399,16 @@ def sync_journals(journal: Journal, workers: Workers) -> None:
     """Append the records that the longest journal of the workers has and this one lacks: the run continues there."""
     if workers.size == 1:
         return
-    has_header, version = journal.header is not None, journal.version
-    lengths = workers.all_gather([version, len(journal.base_digests)] if has_header else [-1, 0])
-    longest = max(range(workers.size), key=lambda rank: (lengths[rank], -rank))
-    if lengths[longest][0] < 0:
+    version = journal.version
+    held = [version, len(journal.base_digests), journal.chain(version)] if journal.header is not None else [-1, 0, None]
+    journals = workers.all_gather(held)
+    longest = max(range(workers.size), key=lambda rank: (journals[rank][:2], -rank))
+    if journals[longest][0] < 0:
         return
-    steps = [max(length[0], 0) for length in lengths]
-    chains = [journal.chain(step) for step in steps] if longest == workers.rank else []
-    expected = workers.all_gather(chains)[longest]
-    found = workers.all_gather(journal.chain(version) if has_header else None)
+    steps = [max(length, 0) for length, *_ in journals]
+    expected = workers.all_gather([journal.chain(step) for step in steps] if longest == workers.rank else [])[longest]
     for rank, step in enumerate(steps):
-        if found[rank] not in (None, expected[rank]):
+        if journals[rank][2] not in (None, expected[rank]):
             raise WorkerError(
                 f"worker {rank}",
                 found=f"a journal of {counted(step, 'step')} that does not belong to worker {longest}'s run",

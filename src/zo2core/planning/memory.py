@@ -135,29 +135,23 @@ def _control_groups_free(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            yield from _group_free(
-                root / "sys/fs/cgroup", path, "memory.max", "memory.current", ("inactive_file", "active_file")
-            )
+            top, limit_name, usage_name, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _group_free(root / "sys/fs/cgroup/memory", path, *names, ("total_inactive_file", "total_active_file"))
-
-
-def _group_free(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
-    """Yield the bytes left in this group and those above it; in the top one if a container hides the path."""
-    group = top / path.lstrip("/")
-    groups = [group, *group.parents] if group.is_dir() else [top]
-    for nested in groups:
-        if nested != top and top not in nested.parents:
-            return
-        try:
-            limit = int((nested / limit_name).read_text())
-            usage = int((nested / usage_name).read_text())
-            stat = dict(line.split() for line in (nested / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue  # "max", or no limit at this level
-        cache = sum(int(stat.get(name, 0)) for name in cache_names)
-        yield max(limit - usage + cache, 0)
+            top, prefix = root / "sys/fs/cgroup/memory", "total_"
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        groups = [group, *group.parents] if group.is_dir() else [top]  # a container may hide the path
+        for nested in (nested for nested in groups if nested.is_relative_to(top)):
+            try:
+                limit = int((nested / limit_name).read_text())
+                usage = int((nested / usage_name).read_text())
+                stat = dict(line.split() for line in (nested / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue  # "max", or no limit at this level
+            cache = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
+            yield max(limit - usage + cache, 0)
 
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations by default
