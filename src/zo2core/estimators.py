@@ -266,7 +266,8 @@ class EvolutionStrategies(MultiQueryRGE):
 
     def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
         """Compute half the difference of the scores of each pair, as doubles."""
-        scores = _SCORES[self.fitness]([float(loss.item()) for loss in losses])
+        score = _ranks if self.fitness is Fitness.RANKS else _scaled
+        scores = score([float(loss.item()) for loss in losses])
         return tuple((plus - minus) / 2 for plus, minus in zip(scores[::2], scores[1::2], strict=True))
 
 
@@ -279,9 +280,6 @@ def _ranks(losses: Sequence[float]) -> list[float]:
     below = [sum(other < loss for other in losses) for loss in losses]
     equal = [sum(other == loss for other in losses) for loss in losses]
     return [(lower + (same - 1) / 2) / (len(losses) - 1) - 0.5 for lower, same in zip(below, equal, strict=True)]
-
-
-_SCORES: dict[Fitness, Callable[[Sequence[float]], list[float]]] = {Fitness.SCALED: _scaled, Fitness.RANKS: _ranks}
 
 
 # Note: Text and code. The paper's text, as far as a summary of its equations shows, also divides by zo_eps, as a gradient

@@ -257,8 +257,10 @@ class TorchOptimizer(BlockUpdate):
             group["lr"] = inputs.lr
         for name, parameter in parameters.items():
             if self._states[name] and states[f"{name}.{_HAS_STATE}"]:
-                kept = {state.key: _value(state, states) for state in self._states[name]}
-                optimizer.state[parameter] = kept
+                kept = [(state, states[state.spec.name]) for state in self._states[name]]
+                optimizer.state[parameter] = {
+                    state.key: value if state.number is None else state.number(value.item()) for state, value in kept
+                }
         optimizer.step()
         for name, parameter in parameters.items():
             self._keep(name, optimizer.state.get(parameter, {}), states)
@@ -345,11 +347,6 @@ def _probed_shape(dimensions: int) -> tuple[int, ...]:
 def _shared(group: Mapping[str, Any]) -> str:
     """What a group of parameters has in common, comparable."""
     return repr({key: value for key, value in group.items() if key != "params"})
-
-
-def _value(state: _State, states: Mapping[str, torch.Tensor]) -> Any:
-    kept = states[state.spec.name]
-    return kept if state.number is None else state.number(kept.item())
 
 
 class BAdam(BlockUpdate):

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -58,16 +59,6 @@ def make_room(limit: int | None, nbytes: int) -> None:
         return_freed_memory()
 
 
-class _Weight(NamedTuple):
-    """A saved tensor that is a weight, or a view of one."""
-
-    name: str
-    offset: int  # from the weight's first element, in bytes
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
 class _Activation:
     """A saved tensor that is not a weight, or an empty slot for it. It exists as long as the graph needs it."""
 
@@ -84,9 +75,6 @@ class _Activation:
         # With hooks autograd does not check this itself.
         assert self.tensor._version == self._version, "a tensor that backward reads was changed in place"
         return self.tensor
-
-
-_Saved: TypeAlias = _Weight | _Activation
 
 
 class _FilledError(BaseException):
@@ -111,16 +99,16 @@ class BlockGraph:
 
     def memory(self, times: float = 1.0) -> int:
         """Bytes of memory that the activations take which the forward kept, besides weights and inputs."""
-        kept = (storage for address, storage in self._storages.items() if address not in self._inputs)
-        return math.ceil(sum(_memory(nbytes * times, on_host=on_host) for nbytes, on_host in kept))
+        kept = [storage for address, storage in self._storages.items() if address not in self._inputs]
+        sizes = [(nbytes * times, on_host) for nbytes, on_host in kept]
+        return math.ceil(sum(size * _HEAP_SPREAD if on_host and size < _HEAP_LARGEST else size for size, on_host in sizes))
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
         """Return a context in which the forward runs."""
         locate = self._weight_locator()
 
-        def pack(tensor: torch.Tensor) -> _Saved:
-            weight = locate(tensor)
-            if weight is not None:
+        def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            if (weight := locate(tensor)) is not None:
                 return weight
             activation = _Activation(tensor.dtype, tensor.shape)
             if keep:
@@ -128,9 +116,9 @@ class BlockGraph:
                 self._storages[storage.data_ptr()] = (storage.nbytes(), storage.device.type == "cpu")
                 activation.fill(tensor)
             self._activations.append(weakref.ref(activation))
-            return activation
+            return activation.read
 
-        return saved_tensors_hooks(pack, self._unpack)
+        return saved_tensors_hooks(pack, lambda read: read())
 
     def drop(self) -> None:
         """Free the activations that were kept."""
@@ -170,34 +158,30 @@ class BlockGraph:
     def _alive(self) -> list[_Activation | None]:
         return [reference() for reference in self._activations]
 
-    def _weight_locator(self) -> Callable[[torch.Tensor], _Weight | None]:
-        """Return a function that finds the weight in whose memory a tensor lies, by the weights' present addresses."""
+    def _weight_locator(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]:
+        """Return a function that finds the weight in whose memory a tensor lies, by the weights' present addresses.
+
+        Its result reads the same part of the weight where the weight is then.
+        """
         ranges = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items())
         starts = [start for start, _, _ in ranges]
 
-        def locate(tensor: torch.Tensor) -> _Weight | None:
+        def locate(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
             address = tensor.data_ptr()
             if not (index := bisect_right(starts, address)):
                 return None
             start, nbytes, name = ranges[index - 1]
             if address >= start + nbytes:
                 return None
-            return _Weight(name, address - start, tensor.dtype, tensor.size(), tensor.stride())
+            return partial(self._part, name, address - start, tensor.dtype, tensor.size(), tensor.stride())
 
         return locate
 
-    def _unpack(self, saved: _Saved) -> torch.Tensor:
-        if isinstance(saved, _Activation):
-            return saved.read()
-        weight = self._weights[saved.name]
-        start = weight.storage_offset() * weight.itemsize + saved.offset
-        view = torch.empty(0, dtype=saved.dtype, device=weight.device)
-        return view.set_(weight.untyped_storage(), start // saved.dtype.itemsize, saved.size, saved.stride)
-
-
-def _memory(nbytes: float, *, on_host: bool) -> float:
-    """Bytes of memory that an activation of so many bytes takes."""
-    return nbytes * _HEAP_SPREAD if on_host and nbytes < _HEAP_LARGEST else nbytes
+    def _part(self, name: str, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+        """A view of a weight, at an offset in bytes from its first element."""
+        weight = self._weights[name]
+        start = (weight.storage_offset() * weight.itemsize + offset) // dtype.itemsize
+        return torch.empty(0, dtype=dtype, device=weight.device).set_(weight.untyped_storage(), start, size, stride)
 
 
 def _unpack_never(saved: None) -> torch.Tensor:
@@ -248,10 +232,6 @@ class _SegmentInput(NamedTuple):
         leaves = {index: self.values[index].detach().requires_grad_() for index in self.differentiable}
         values = [leaves.get(index, value) for index, value in enumerate(self.values)]
         return tree_unflatten(values, self.nesting), leaves
-
-    def storages(self) -> dict[int, torch.UntypedStorage]:
-        """The storages of the values through which gradients flow, by address."""
-        return storages_of(self.values[index] for index in self.differentiable)
 
 
 class _Pass(NamedTuple):
@@ -309,8 +289,7 @@ class GradientVisitor:
         visits.inputs.room = min((len(visits.layouts) - 2) * sum(sizes), kept_bytes)
         self._room = GraphRoom(kept_bytes - visits.inputs.room, sizes)
         self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches), default=0), 0)  # of a backward, at most
-        uses = Counter(name for leaves in self._visits.leaves for name in leaves)
-        self._tied = {name for name, count in uses.items() if count > 1}
+        self._tied = {name for name, count in Counter(chain.from_iterable(visits.leaves)).items() if count > 1}
         self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, in autograd's order: head first
         self._head = len(self._visits.layouts) - 1
         self._first = next(index for index, leaves in enumerate(self._visits.leaves) if leaves)  # the first with a gradient
@@ -410,8 +389,8 @@ class GradientVisitor:
         if has_backward:
             stream.passes[index] = _Pass(partial(graph.restore, forward), outputs, inputs)
             needed = storages_of(outputs)  # what later blocks get as well stays
-            own = [storage for address, storage in segment_input.storages().items() if address not in needed]
-            self._visits.inputs.put(Use(-index, number), own)
+            own = storages_of(segment_input.values[i] for i in segment_input.differentiable)
+            self._visits.inputs.put(Use(-index, number), [own[address] for address in own if address not in needed])
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
