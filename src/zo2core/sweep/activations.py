@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zo2core.errors import ScratchError, reason
+from zo2core.errors import ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, anonymous_memory, view_of, whole_pages
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Device, Streams, Transfer, Wait
@@ -227,42 +227,37 @@ class ActivationFile:
         self._has_failed = False
 
     def _write(self, name: str, ranges: Sequence[_Range]) -> None:
-        try:
-            if self._file is None:
-                self._file = RangedFile.unnamed(self._directory)
-            staging = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._staging))
-            origins = [part.storage.data_ptr() for part in ranges]
-            with self._timeline.noted(Lane.WRITE, name, sum(part.nbytes for part in ranges)):
-                for origin, (storage, offset, nbytes) in zip(origins, ranges, strict=True):
-                    for start in range(0, nbytes, _STAGING):
-                        count = min(_STAGING, nbytes - start)
-                        ctypes.memmove(staging, origin + start, count)  # releases the GIL
-                        self._file.write(offset + start, self._staging[: whole_pages(count)])
-                    storage.resize_(0)
-        except OSError as error:
-            self._has_failed = True  # the file is closed once the writes that follow have ended
-            raise self._failure(
-                error,
-                f"a disk with {shown_bytes(self._end)} of free space, or more memory",
-                "free space there, allow more memory, or take smaller batches; the step was not taken",
-            ) from error
+        expected = f"{shown_bytes(self._end)} of free disk space for the inputs of blocks, or more memory"
+        remedy = "free space there, allow more memory, or take smaller batches; the step was not taken"
+        staging = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._staging))
+        origins = [part.storage.data_ptr() for part in ranges]
+        with system_errors_as(ScratchError, self._directory, expected=expected, remedy=remedy):
+            try:
+                if self._file is None:
+                    self._file = RangedFile.unnamed(self._directory)
+                with self._timeline.noted(Lane.WRITE, name, sum(part.nbytes for part in ranges)):
+                    for origin, (storage, offset, nbytes) in zip(origins, ranges, strict=True):
+                        for start in range(0, nbytes, _STAGING):
+                            count = min(_STAGING, nbytes - start)
+                            ctypes.memmove(staging, origin + start, count)  # releases the GIL
+                            self._file.write(offset + start, self._staging[: whole_pages(count)])
+                        storage.resize_(0)
+            except OSError:
+                self._has_failed = True  # the file is closed once the writes that follow have ended
+                raise
 
     def _read(self, name: str, ranges: Sequence[_Range]) -> None:
         assert self._file is not None, "what is read was written"
         for storage, _, nbytes in ranges:
             storage.resize_(nbytes)
-        try:
-            with self._timeline.noted(Lane.READ, name, sum(part.nbytes for part in ranges)):
-                for storage, offset, nbytes in ranges:
-                    self._file.read_into(offset, view_of(storage.data_ptr(), nbytes))
-        except (OSError, EOFError) as error:
-            raise self._failure(
-                error, "the inputs that were written there", "repair the disk, allow more memory, or take smaller batches"
-            ) from error
-
-    def _failure(self, error: Exception, expected: str, remedy: str) -> ScratchError:
-        found = f"{reason(error)}, for the temporary file of the inputs of blocks"
-        return ScratchError(self._directory, found=found, expected=expected, remedy=remedy)
+        expected = "the inputs of blocks that were written there"
+        remedy = "repair the disk, allow more memory, or take smaller batches"
+        with (
+            system_errors_as(ScratchError, self._directory, expected=expected, remedy=remedy),
+            self._timeline.noted(Lane.READ, name, sum(part.nbytes for part in ranges)),
+        ):
+            for storage, offset, nbytes in ranges:
+                self._file.read_into(offset, view_of(storage.data_ptr(), nbytes))
 
 
 class _Piece(NamedTuple):
