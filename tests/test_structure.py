@@ -158,7 +158,7 @@ MOST_LINES = {
     "zo2adapters/models": 4728,
     "zo2adapters/tasks": 2696,
     "zo2adapters/trainers": 4958,
-    "zo2core": 4832,
+    "zo2core": 4831,
     "zo2core/checkpoint": 732,
     "zo2core/io": 417,
     "zo2core/kernels": 1108,
