@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coded_checkpoints import save_four_bits, save_gpt_oss
 from families import small_config, small_model, train_lora
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.quantizer import METHODS, quantize
@@ -30,6 +31,117 @@ DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax", "phimoe"]
 MIXTURES += ["gpt_oss", "llama4_text", "granitemoe"]
 STEPS = 2
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code of a word, from its lowest bits up
+CODED = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # ends of names of layers' linear weights
+FOUR_BITS = ["gptq", "gptq_v2", "gptq, ordered", "awq", "int4", "int4, asymmetric", "int4, channels", "nvfp4"]
+Tensors = dict[str, torch.Tensor]
+
+
+def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Pack 8 columns into one of 32 bits; ``order`` has the column of each code, from the lowest bits up."""
+    eights = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).long().view(len(codes), -1, 8)[..., list(order)]
+    packed = (eights << 4 * torch.arange(8)).sum(dim=-1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+def random_matrix(kind: str, rows: int, columns: int, group: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+    """A matrix's tensors in a format, and its weights in float32, (rows, columns)."""
+    generator = torch.Generator().manual_seed(seed)
+    name, _, option = kind.partition(", ")
+    group = columns if option == "channels" else 16 if name == "nvfp4" else group
+    groups = -(-columns // group)
+    codes = torch.randint(16, (rows, columns), generator=generator)
+    zeros = torch.randint(1, 16, (rows, groups), generator=generator)
+    scales = (torch.rand(rows, groups, generator=generator) * 0.02 + 1e-3).half()
+    of_column = torch.arange(columns) // group
+    if name == "nvfp4":
+        small, divisor = (100 * scales.float()).to(torch.float8_e4m3fn), torch.tensor([37.0])
+        values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+        packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        weights = values * (small.float() / divisor)[:, of_column]
+        return {"weight_packed": packed, "weight_scale": small, "weight_global_scale": divisor}, weights
+    if name == "int4":
+        tensors = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
+        if option == "asymmetric":
+            tensors["weight_zero_point"] = words(zeros.t()).t().contiguous()
+        else:
+            zeros = torch.full_like(zeros, 8)
+    else:
+        stored = zeros.t() - 1 if name == "gptq" else zeros.t()
+        packed = words(codes.t(), AWQ) if name == "awq" else words(codes).t().contiguous()
+        tensors = {"qweight": packed, "qzeros": words(stored, AWQ if name == "awq" else tuple(range(8)))}
+        tensors["scales"] = scales.t().contiguous()
+        if name != "awq":
+            of_column = of_column[torch.randperm(columns, generator=generator)] if option == "ordered" else of_column
+            tensors["g_idx"] = of_column.int()
+    return tensors, (codes - zeros[:, of_column]).float() * scales.float()[:, of_column]
+
+
+def described(kind: str, group: int) -> dict[str, Any]:
+    """The quantization_config of a format."""
+    name, _, option = kind.partition(", ")
+    if name.startswith("gptq"):
+        return {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False, "checkpoint_format": name}
+    if name == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": option != "asymmetric"}
+    if option == "channels":
+        weights |= {"strategy": "channel", "group_size": None}
+    if name == "nvfp4":
+        weights |= {"type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    form = "nvfp4-pack-quantized" if name == "nvfp4" else "pack-quantized"
+    scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    common = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    return {**common, "format": form, "config_groups": scheme, "ignore": ["lm_head"]}
+
+
+def save_four_bits(kind: str, directory: Path, family: str = "llama", group: int = 16) -> tuple[Path, Path]:
+    """A model whose layers' linear weights are in a format, and the same model with the weights that these stand for."""
+    plain, coded = directory / "plain", directory / "coded"
+    model: Any = small_model(small_config(family))
+    model.half().save_pretrained(plain)
+    tensors, packed = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
+    for number, name in enumerate(sorted(tensors)):
+        if not name.endswith(CODED):
+            continue
+        layer, (rows, columns) = name.removesuffix("weight"), tensors[name].shape
+        own, weights = random_matrix(kind, rows, columns, group, number)
+        packed |= {f"{layer}{suffix}": value.contiguous() for suffix, value in own.items()}
+        tensors[name] = weights.half()
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    coded.mkdir()
+    others = {name: value for name, value in tensors.items() if not name.endswith(CODED)}
+    save_file(others | packed, coded / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_bytes()) | {"quantization_config": described(kind, group)}
+    (coded / "config.json").write_text(json.dumps(config))
+    return plain, coded
+
+
+def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
+    """A model of gpt-oss with its experts in MXFP4, and the same one decoded by transformers."""
+    base, config = directory / "plain", small_config("gpt_oss")
+    config.hidden_size, config.intermediate_size = 64, 32  # blocks have 32 weights
+    model: Any = small_model(config)
+    model.to(torch.bfloat16).save_pretrained(base)
+    tensors, coded = load_file(base / "model.safetensors"), dict[str, torch.Tensor]()
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        rows = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*rows, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 125, rows, dtype=torch.uint8, generator=generator)
+        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    packed = directory / "mxfp4"
+    packed.mkdir()
+    others = {name: value for name, value in tensors.items() if f"{name}_blocks" not in coded}
+    save_file(others | coded, packed / "model.safetensors", {"format": "pt"})
+    described = json.loads((base / "config.json").read_bytes())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (packed / "config.json").write_text(json.dumps(described))
+    return base, packed
 
 
 def written(family: str, form: str, folder: Path) -> Path | None:

@@ -33,22 +33,14 @@ import bench
 import make_checkpoint
 import pytest
 import torch
-from coded_checkpoints import save_gpt_oss
 from families import trained_by_peft
+from formats import save_gpt_oss
 from measuring import lora, machine
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.quantizer import quantize
-from zo2core import (
-    DevicePlan,
-    Engine,
-    FirstOrder,
-    HostPlan,
-    MemoryPolicy,
-    SharedBase,
-    TorchOptimizer,
-)
+from zo2core import DevicePlan, Engine, FirstOrder, HostPlan, MemoryPolicy, SharedBase, TorchOptimizer
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.kernels.encoding import decode
 from zo2core.types import ParameterSpec

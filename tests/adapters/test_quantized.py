@@ -16,9 +16,9 @@ from unittest.mock import patch
 import families
 import pytest
 import torch
-from coded_checkpoints import FORMATS, random_matrix, save_four_bits, save_gpt_oss
 from command_lines import done, refusal
 from engines import memory, zeroth_order
+from formats import FOUR_BITS, random_matrix, save_four_bits, save_gpt_oss
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -96,7 +96,7 @@ def stacks(draw: st.DrawFn) -> Coded:
 @st.composite
 def four_bits(draw: st.DrawFn) -> Coded:
     """A matrix of GPTQ, AWQ or compressed-tensors, by their published layouts."""
-    kind, group = draw(st.sampled_from(FORMATS)), draw(st.sampled_from([8, 16, 24, 64]))
+    kind, group = draw(st.sampled_from(FOUR_BITS)), draw(st.sampled_from([8, 16, 24, 64]))
     rows, columns = 8 * draw(st.integers(1, 9)), 16 * draw(st.integers(1, 6))
     tensors, weights = random_matrix(kind, rows, columns, group, draw(seeds))
     name, _, option = kind.partition(", ")
@@ -265,7 +265,7 @@ TARGETS = [["auto"], ["auto", "experts"]]
 @pytest.mark.parametrize(
     ("make", "form", "family", "targets", "buckets"),
     [
-        *each_choice([save_four_bits], FORMATS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]),
+        *each_choice([save_four_bits], FOUR_BITS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]),
         *each_choice([coded_mixture], METHODS, MIXTURES, TARGETS, [None, 2]),
         *each_choice([lambda _, folder, __: save_gpt_oss(folder)], ["mxfp4"], ["gpt_oss"], TARGETS, [None, 2]),
     ],
@@ -391,7 +391,7 @@ def short(value: torch.Tensor) -> torch.Tensor:
 EXPERTS, DOWN = "model.layers.0.mlp.experts", "model.layers.0.mlp.down_proj"
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{method: partial(make, method=method) for method in METHODS},
-    **{kind: lambda folder, kind=kind: save_four_bits(kind, folder)[1] for kind in FORMATS},  # type: ignore[misc]
+    **{kind: lambda folder, kind=kind: save_four_bits(kind, folder)[1] for kind in FOUR_BITS},  # type: ignore[misc]
     "mxfp4": lambda folder: save_gpt_oss(folder)[1],
     "tensors of experts": lambda folder: coded_mixture("nf4", folder, "qwen3_moe")[1],
     "stacks of experts": lambda folder: coded_mixture("nf4", folder, "gpt_oss")[1],
