@@ -105,12 +105,7 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba2": {
         "num_hidden_layers": 4,
-        "layers_block_type": [
-            "hybrid",
-            "mamba",
-            "hybrid",
-            "hybrid",
-        ],  # two hybrid layers share one transformer
+        "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],  # two hybrid layers share one transformer
         "layer_types": ["hybrid", "mamba", "hybrid", "hybrid"],
         "attention_hidden_size": 32,
         "attention_head_dim": 8,
@@ -150,11 +145,7 @@ def _is_computed(kind: type, name: str) -> bool:
 
 
 def small_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Make a model with random weights that takes the test's batch.
-
-    Raises:
-        ValueError: if it is not tiny.
-    """
+    """Make a model with random weights that takes the test's batch; one that is not tiny is refused."""
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in _built(config).parameters())
     if numel > MOST_PARAMETERS:
@@ -175,12 +166,7 @@ def _built(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict[str, Any]:
-    """Open a model's checkpoint without a declaration, and compare its steps with the resident model's.
-
-    Returns:
-        ``outcome``: equal, different, refused or failed; the error of the last two, what differs, the seconds that opening
-        took, and what became of generation.
-    """
+    """Open a model's checkpoint without a declaration, and compare its steps with the resident model's."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory)

@@ -28,12 +28,7 @@ _STAGING = 1 << 24  # elements on their way to a whole model's device
 
 
 class PatternReader:
-    """The checkpoint of a model with synthetic weights.
-
-    Args:
-        dtype: Dtype of the weights.
-        vectors: Names of the parameters of one dimension: norms and biases.
-    """
+    """The checkpoint of a model with synthetic weights; ``vectors`` are the names of its norms and biases."""
 
     fingerprint = "a repeated table"
 
@@ -66,12 +61,7 @@ class PatternReader:
 
 
 class SlowReader:
-    """A reader that takes at least the time that a slower disk would.
-
-    Args:
-        inner: Reads.
-        rate: Bytes a second, of all threads together.
-    """
+    """A reader that takes at least the time of a slower disk, of so many bytes a second for all threads together."""
 
     def __init__(self, inner: TensorReader, rate: float) -> None:
         self._inner = inner
@@ -102,11 +92,6 @@ def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:
     """Divide width, heads and vocabulary of a geometry, for sequences of at least ``tokens`` tokens.
 
     Depth stays: blocks, embedding, activations and logits then keep their shares of the memory.
-
-    Args:
-        config: Config of the model in its full size; it is not changed.
-        by: Divisor.
-        tokens: Number of tokens of a row.
     """
     small = deepcopy(config)
     small.max_position_embeddings = max(config.max_position_embeddings // by, tokens)

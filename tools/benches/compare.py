@@ -148,14 +148,7 @@ class Losses(NamedTuple):
 
 
 class Measured:
-    """One side.
-
-    Args:
-        options: The command line.
-        side: Its own options.
-        rows: Rows of a batch.
-        tokens: Tokens of a row.
-    """
+    """One side: the command line and its own options, at a number of rows and of tokens a row."""
 
     def __init__(self, options: argparse.Namespace, side: argparse.Namespace, rows: int, tokens: int) -> None:
         self.options, self.side = options, side

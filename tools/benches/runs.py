@@ -55,13 +55,7 @@ def engine_of(options: argparse.Namespace, number: int, **given: Any) -> Engine:
 
 
 class Together:
-    """So many runs that share their base, and one that does not.
-
-    Args:
-        options: The command line.
-        runs: Number of runs.
-        opened: Closes them.
-    """
+    """So many runs that share their base, and one that does not."""
 
     def __init__(self, options: argparse.Namespace, runs: int, opened: ExitStack) -> None:
         memory = memory_of(options.buckets)

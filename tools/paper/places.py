@@ -98,15 +98,7 @@ class Offloaded(NamedTuple):
 
 
 class Place:
-    """A place in which both sides are measured.
-
-    Args:
-        on: cuda, bus or disk.
-        host_memory: Bytes of the memory behind the bus, page-locked on a GPU.
-        device_memory: Bytes of the simulated device.
-        rate: Bytes a second of the simulated bus in each direction.
-        folder: For the files on disk; a temporary directory is made there.
-    """
+    """A place in which both sides are measured; ``rate`` is that of the simulated bus each way, in bytes a second."""
 
     def __init__(
         self, on: str, *, host_memory: int, device_memory: int, rate: float = 1e9, folder: Path | None = None
@@ -137,11 +129,7 @@ class Place:
         return open_checkpoint(Path(self._folder.name) / "base")
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """An engine in a variant; None if the variant does not exist here.
-
-        Raises:
-            OptionError: if its blocks do not fit into the host's memory.
-        """
+        """An engine in a variant; None if the variant does not exist here."""
         parts, traffic, given = ExitStack(), Traffic(), dict[str, Any]()
         buckets, kept = None, 0
         if self._on == "disk":

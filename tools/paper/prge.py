@@ -110,13 +110,7 @@ class Forwards(Engine):
     """An engine whose steps can take several sweeps, each with some of the evaluations as one batch."""
 
     def losses(self, batch: Batch, forwards: Sequence[Sequence[int]], *, seed: int | None = None) -> list[torch.Tensor]:
-        """Start a step and compute its losses; ``tell`` ends it.
-
-        Args:
-            batch: Of every evaluation.
-            forwards: The places, among the step's evaluations, of those that a sweep runs.
-            seed: Of the first direction; drawn from the run's if None.
-        """
+        """Start a step, which ``tell`` ends, with a sweep for the evaluations at each of these places."""
         evaluations, prepared = self.ask(seed=seed), [self._runner.model.prepared(batch)]
         losses: dict[int, torch.Tensor] = {}
         for places in forwards:

@@ -110,14 +110,7 @@ def steps_of(step: Callable[[int], Any], seeds: range) -> tuple[list[float], lis
 
 
 class Bench:
-    """Measures settings, and each setting once.
-
-    Args:
-        place: The place to measure in.
-        scale: Divisor of geometries and lengths.
-        steps: Number of timed steps.
-        noise: The engine's noise.
-    """
+    """Measures settings, and each setting once."""
 
     def __init__(self, place: Place, *, scale: int, steps: int, noise: Noise) -> None:
         self._place = place
