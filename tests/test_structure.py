@@ -155,7 +155,7 @@ MOST_LINES = {
     "zo2adapters/commands": 2692,
     "zo2adapters/edge": 464,
     "zo2adapters/frameworks": 958,
-    "zo2adapters/models": 4728,
+    "zo2adapters/models": 4537,
     "zo2adapters/tasks": 2696,
     "zo2adapters/trainers": 4958,
     "zo2core": 4831,

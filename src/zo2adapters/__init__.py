@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from zo2adapters.frameworks.trainer_mixins import FullBackpropTrainerMixin as FullBackpropTrainerMixin
     from zo2adapters.frameworks.trainer_mixins import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
+    from zo2adapters.models.architecture import Precision as Precision
     from zo2adapters.models.batches import pack as pack
-    from zo2adapters.models.called_forward import CalledForward as CalledForward
     from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint
+    from zo2adapters.models.hf import CalledForward as CalledForward
     from zo2adapters.models.hf import HFBlockModel as HFBlockModel
     from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
     from zo2adapters.models.peft_adapter import Adapter as Adapter
-    from zo2adapters.models.precision import Precision as Precision
     from zo2adapters.tasks.generation import Sampling as Sampling
     from zo2adapters.tasks.generation import generate as generate
     from zo2adapters.tasks.objectives import ChoiceError as ChoiceError

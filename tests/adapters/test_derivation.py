@@ -20,8 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
-from zo2adapters.models.architecture import ARCHITECTURES
-from zo2adapters.models.derivation import derive_architecture
+from zo2adapters.models.architecture import ARCHITECTURES, derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import score

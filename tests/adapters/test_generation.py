@@ -22,8 +22,8 @@ from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
+from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
-from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks import generation
 from zo2adapters.tasks.generation import STREAM, Generation, GenerationPlan, NextToken, Sampling, generate, plan_generation

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.commands.export import Export
+from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.export import _quoted, export_gguf
 from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES
-from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models import gguf_vocabulary
+from zo2adapters.models import gguf_model
 from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES, GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder, ZO2Error
@@ -371,4 +371,4 @@ def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: py
 def test_text_is_split_as_transformers_splits_it_by_the_same_name() -> None:
     mapping: Any = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     theirs = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", {})  # since transformers 5.2x
-    assert {name: gguf_vocabulary._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}
+    assert {name: gguf_model._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.export import export_merged
-from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.hf import CalledForward
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
 from zo2adapters.trainers.probes import evenly_routed, measured_forward_seconds

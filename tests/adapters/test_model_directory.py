@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import format_warning, show_warning
 from zo2adapters.models import checkpoint
-from zo2adapters.models.checkpoint import resolve_directory
-from zo2adapters.models.model_directory import refuse_oversized
+from zo2adapters.models.checkpoint import refuse_oversized, resolve_directory
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error

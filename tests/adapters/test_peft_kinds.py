@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.models.batches import pack
-from zo2adapters.models.peft_prefix import LayerPrefix
+from zo2adapters.models.peft_model import LayerPrefix
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
 from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder

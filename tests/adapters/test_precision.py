@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from zo2adapters import Architecture, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.precision import faster_half
+from zo2adapters.models.architecture import faster_half
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions

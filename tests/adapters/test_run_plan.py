@@ -19,9 +19,9 @@ from runs import small_run
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.batches import KeptLosses
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.losses import KeptLosses
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan
 from zo2adapters.trainers.engines import step_memory

@@ -23,7 +23,7 @@ from profiles import each_choice, examples, short_first
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.models.precision import Precision
+from zo2adapters.models.architecture import Precision
 from zo2core import (
     LOMO,
     AdaLOMO,

@@ -15,7 +15,7 @@ from models import make_batch, save_model, small_config
 from profiles import each_choice
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.precision import Precision
+from zo2adapters.models.architecture import Precision
 from zo2core import (
     LOMO,
     AdaLOMO,

@@ -140,7 +140,7 @@ class Merge(WritesDirectory):
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes
-        from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
+        from zo2adapters.models.peft_model import WEIGHTS_FILE, PeftBlockModel
         from zo2adapters.tasks.row_source import file_sha256
         from zo2adapters.trainers.model_card import CARD, merged_card
         from zo2adapters.trainers.progress_bar import progress_bar

@@ -114,7 +114,7 @@ def _generated(
     sampling: Sampling | None,
 ) -> Iterator[tuple[int | None, ...]]:
     """The next token of each prompt, again and again; a model that is not finite is refused by name."""
-    from zo2adapters.models.model_directory import end_token_ids
+    from zo2adapters.models.checkpoint import end_token_ids
     from zo2adapters.tasks.generation import generate
     from zo2adapters.tasks.tokenizer import pad_token_id
     from zo2adapters.trainers.engines import require_finite_base
@@ -368,7 +368,7 @@ class _Conversation(_Session):
 
     def _answer(self, line: str) -> None:
         """Print the answer as it is generated."""
-        from zo2adapters.models.model_directory import end_token_ids
+        from zo2adapters.models.checkpoint import end_token_ids
         from zo2adapters.tasks.tokenizer import render_chat
 
         messages = [*self._messages, {"role": "user", "content": line}]

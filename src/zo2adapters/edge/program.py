@@ -41,7 +41,7 @@ from zo2adapters.edge.step import (
 )
 from zo2adapters.models.batches import check_batch
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds import LoRAKind, PeftBlockModel, plain_config, read_weight, write_adapter
+from zo2adapters.models.peft_model import PeftBlockModel, plain_config, read_weight, write_adapter
 from zo2adapters.models.skeleton import Stub
 from zo2adapters.optional_package import executorch
 from zo2core import Batch, ParameterSpec, ZO2Error
@@ -302,8 +302,8 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
 
 def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> None:
     adapter = model.adapter if isinstance(model, PeftBlockModel) else None
-    title = "a model without an adapter" if adapter is None else adapter.kind.why_not_stacked(adapter.config)
-    if adapter is None or title is not None or not isinstance(adapter.kind, LoRAKind) or adapter.config.modules_to_save:
+    title = "a model without an adapter" if adapter is None else adapter.not_stacked
+    if adapter is None or title is not None or adapter.config.peft_type != "LORA" or adapter.config.modules_to_save:
         expected = "LoRA, of which lora_B is trained"
         remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
         raise UnsupportedModelError("adapter", found=str(title), expected=expected, remedy=remedy)
@@ -388,7 +388,7 @@ def write_program(
     exir = executorch("exir")
     assembled = assemble(model, rows=rows, tokens=tokens, zo_eps=zo_eps, seed=seed)
     assert isinstance(model, PeftBlockModel), "others were refused"
-    names = model.adapter.inserted.parameters
+    names = model.adapter.parameters
     description = ProgramDescription(
         rows=rows,
         tokens=tokens,

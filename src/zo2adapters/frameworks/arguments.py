@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
+from zo2adapters.models.architecture import Precision
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.peft_adapter import Adapter
-from zo2adapters.models.precision import Precision
 from zo2core import (
     BlockModel,
     Distribution,

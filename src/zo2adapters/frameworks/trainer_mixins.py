@@ -37,10 +37,9 @@ from zo2adapters.frameworks.arguments import (
     require_supported,
 )
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
-from zo2adapters.models.called_forward import CalledForward
-from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.peft_adapter import Adapter, read_values
-from zo2adapters.models.peft_kinds import WEIGHTS_FILE, PeftBlockModel
+from zo2adapters.models.peft_model import WEIGHTS_FILE, PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, Journal, MemoryPolicy, TorchOptimizer
 from zo2core.checkpoint.snapshots import Snapshot, Snapshots
@@ -522,7 +521,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         """Load the adapter of a checkpoint."""
         model, engine = self.block_model, self.engine
         assert isinstance(model, PeftBlockModel), "the constructor has required an adapter"
-        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted.parameters, model.adapter.tensors)
+        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.parameters, model.adapter.tensors)
         engine.load_parameters({name: values[name] for name in engine.parameters})
 
 

@@ -1,27 +1,191 @@
-"""The declaration of an architecture, and the segment that each parameter of a decoder belongs to.
+"""The declaration of an architecture, the segment of each parameter of a decoder, and the dtypes that it has.
 
-Known architectures are declared here, by the config's model type; other models' parts are derived by a dry run, which a
-declaration saves. Models that read images need one, since the dry run has no images. Their vision tower and its projector
-run before the first layer, so they belong to the embedding.
+Known architectures are declared here, by the config's model type; other models' parts are derived by a dry run of Hugging
+Face's own forward on the meta device, with stubs for layers, which a declaration saves. Modules that the forward calls
+before the first layer are the embedding, those after the last one the head. Each layer must take exactly the output of the
+one before, and nothing else may use it. Models that do otherwise need a declaration, and so do models that read images,
+since the dry run has none. Their vision tower and its projector run before the first layer: they belong to the embedding.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from zo2adapters.models.precision import Precision, autocast_dtype
+from zo2adapters.models.batches import CAUSAL_LM, Head, without_router_losses
+from zo2adapters.models.skeleton import StandIn
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
 from zo2core.encodings import Encoding
-from zo2core.errors import OptionError, UnsupportedModelError, reason
+from zo2core.errors import OptionError, UnsupportedModelError, system_errors_as
 from zo2core.io.durable import open_regular
+
+_MAX_BYTES = 1 << 20
+_EXAMPLE = "see the example in docs/models.md"
+_MAX_AXES = 8  # axes of hidden states
+
+_MAX_RETURNED = 3  # length of the tuple that a layer returns
+_VALUE_READS: dict[Any, type] = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.__contains__: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+    torch.Tensor.__float__: float,
+}
+_IDENTITY_OPS = (torch.Tensor.to, torch.Tensor.contiguous)  # may return the tensor itself
+_TUPLE_OPS = (torch.Tensor.__getitem__, torch.Tensor.__iter__, torch.Tensor.unbind)  # operations that unpack tuples
+_TOKENS = 4  # in the one row of the dry run
+_SHORT_ROWS = 2  # rows of one token each in a second dry run
+
+_STORED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
+_TRANSFER_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
+_BACK = "-back"
+TRANSFER_DTYPES = ("stored", *_TRANSFER_DTYPES, *(f"{name}{_BACK}" for name in _TRANSFER_DTYPES))  # the option's values
+_PROBE_ROUNDS = 20  # measurements, of which the best counts
+_FLOAT16_THRESHOLD = 0.5  # of bfloat16's seconds; float16, with its smaller range, must be clearly faster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of storage, computation and transfer.
+
+    *Exact* precision has one dtype for all three, with MeZO's rounding after every operation. *Mixed* precision stores
+    float32, whatever the checkpoint's dtype, and computes under ``torch.autocast``: perturbed weights are rounded once, to
+    autocast's dtype. Its results are those of monolithic MeZO in float32 under autocast, bit for bit.
+
+    Args:
+        stored: The dtype in which updates are replayed and stored. Blocks are converted as they are read.
+        computed: The dtype of matrix products; by default ``stored``.
+        transfer_dtype: The dtype in which a block's matrices travel to a device with its own memory, where they are
+            converted back to ``stored``: ``torch.bfloat16``, ``torch.float16`` or ``torch.float8_e4m3fn`` with a scale for
+            each output row; by default ``stored``. Every device evaluates at these rounded weights, for the same bits.
+        transfer_back: Whether blocks are also transferred back in ``transfer_dtype``, which rounds every update to it (ZO2,
+            arXiv 2503.12668, section 5.5). Otherwise the host replays updates in ``stored``.
+
+    Raises:
+        OptionError: if the dtypes are incompatible.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype | None = None
+    transfer_dtype: torch.dtype | None = None
+    transfer_back: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stored not in _STORED:
+            raise _unfit("stored", str(self.stored), f"one of {', '.join(map(str, _STORED))}")
+        transferred = tuple(_TRANSFER_DTYPES.values())
+        for name, dtype, dtypes in (("computed", self.autocast, _HALVES), ("transfer_dtype", self.carried, transferred)):
+            if dtype is not None and not (self.stored is torch.float32 and dtype in dtypes):
+                expected = f"{self.stored}, or one of {', '.join(map(str, dtypes))} where torch.float32 is stored"
+                raise _unfit(name, f"{dtype} where {self.stored} is stored", expected)
+        if self.transfer_back and self.carried is None:
+            raise _unfit("transfer_back", "True without a transfer dtype", "a transfer dtype other than the stored one")
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of ``torch.autocast`` in the forward; None disables it."""
+        return None if self.computed in (None, self.stored) else self.computed
+
+    @property
+    def carried(self) -> torch.dtype | None:
+        """The dtype of transfer, if it is another one than the stored one."""
+        return None if self.transfer_dtype in (None, self.stored) else self.transfer_dtype
+
+
+def _unfit(field: str, found: str, expected: str) -> OptionError:
+    remedy = "pass such a value, or store torch.float32 and leave this one out"
+    return OptionError(f"precision.{field}", found=found, expected=expected, remedy=remedy)
+
+
+def choose_precision(
+    precision: Precision | str, dtype: torch.dtype, *, is_given: bool, transfer_dtype: str = "stored"
+) -> Precision:
+    """Make a ``Precision`` from the options of ``open_checkpoint``."""
+    name = precision
+    if name == "auto":
+        name = "mixed" if dtype in _HALVES else "exact"
+    if isinstance(name, Precision) and not is_given:
+        chosen = name
+    elif name == "exact":
+        chosen = Precision(stored=dtype)
+    elif name == "mixed" and (not is_given or dtype in _HALVES):
+        chosen = Precision(stored=torch.float32, computed=dtype if is_given else faster_half(product_seconds))
+    elif name == "mixed" or isinstance(name, Precision):
+        found, expected = f"{dtype} with precision {name!r}", "bfloat16 or float16 with 'mixed', and none with a Precision"
+        raise OptionError("dtype", found=found, expected=expected, remedy="leave it out")
+    else:
+        expected = "'auto', 'exact', 'mixed' or a Precision"
+        raise OptionError("precision", found=repr(name), expected=expected, remedy="pass one of these")
+    if transfer_dtype == "stored":
+        return chosen
+    if transfer_dtype not in TRANSFER_DTYPES or isinstance(precision, Precision):
+        expected = f"one of {', '.join(TRANSFER_DTYPES)}, and none with a Precision"
+        raise OptionError("transfer_dtype", found=repr(transfer_dtype), expected=expected, remedy="pass one of these")
+    carried = _TRANSFER_DTYPES[transfer_dtype.removesuffix(_BACK)]
+    return replace(chosen, transfer_dtype=carried, transfer_back=transfer_dtype.endswith(_BACK))
+
+
+def exact_where_encoded(precision: Precision | str, transfer_dtype: str) -> Precision | str:
+    """Return "exact", the only precision of checkpoints with matrices in 8 or 4 bits."""
+    given = {"transfer_dtype": (transfer_dtype, "stored"), "precision": (precision, "auto", "exact")}
+    for option, (value, *allowed) in given.items():
+        if value not in allowed:
+            raise OptionError(
+                option,
+                found=f"{value} for quantised weights",
+                expected="exact precision and the stored transfer dtype",
+                remedy="leave it out, and pass a dtype to compute in another one",
+            )
+    return "exact"
+
+
+def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
+    """The 16-bit dtype in which products take less time; bfloat16 where they are close."""
+    bfloat, half = (seconds(dtype) for dtype in _HALVES)
+    return torch.float16 if half < _FLOAT16_THRESHOLD * bfloat else torch.bfloat16
+
+
+@cache
+def product_seconds(dtype: torch.dtype) -> float:
+    """Measure a matrix product on this CPU, in CPU seconds of one thread, which do not depend on the machine's load.
+
+    A CPU without instructions for a dtype converts element by element.
+    """
+    rows, weights = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    best, threads = math.inf, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(_PROBE_ROUNDS):
+            start = time.thread_time()
+            nn.functional.linear(rows, weights)
+            best = min(best, time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return best
+
+
+def autocast_dtype(modules: list[nn.Module], autocast: torch.dtype | None) -> torch.dtype | None:
+    """The dtype to which a parameter of these modules is cast before the forward; None: it keeps the stored dtype.
+
+    Weights and biases of linear layers are cast. Norms and embeddings compute in float32, and others are cast inside the
+    forward, with the same bits.
+    """
+    return autocast if modules and all(type(module) is nn.Linear for module in modules) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +208,7 @@ class Architecture:
 class ParameterFormats:
     """How a model's parameters are stored, transferred and computed."""
 
-    precision: Precision = Precision(stored=torch.float32)  # noqa: RUF009 - frozen; of parameters that are not encoded
+    precision: Precision = Precision(stored=torch.float32)
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
     trained: Collection[str] | None = None
     resident: Collection[str] = ()
@@ -160,17 +324,12 @@ def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) ->
     )
 
 
-_MAX_BYTES = 1 << 20
-_MAX_AXES = 8  # axes of hidden states
-
-
 def read_architecture(path: Path) -> Architecture:
     """Read a declaration."""
+    with system_errors_as(OptionError, path, expected="a readable file", remedy=_EXAMPLE), open_regular(path) as file:
+        text = file.read(_MAX_BYTES)
     try:
-        with open_regular(path) as file:
-            values: dict[str, Any] = dict(json.loads(file.read(_MAX_BYTES)))
-    except OSError as error:
-        raise _refused(path, reason(error), "a readable file") from error
+        values: dict[str, Any] = dict(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(path, f"no object in JSON ({error})", "a JSON object") from error
     known = {field.name for field in fields(Architecture)}
@@ -200,7 +359,7 @@ def _checked(name: str, value: Any) -> tuple[bool, str]:
 
 
 def _refused(where: object, found: str, expected: str) -> OptionError:
-    return OptionError(str(where), found=found, expected=expected, remedy="see the example in docs/models.md")
+    return OptionError(str(where), found=found, expected=expected, remedy=_EXAMPLE)
 
 
 def _declared(model_type: str, *towers: str, decoder: str = "model", ignored: tuple[str, ...] = ()) -> Architecture:
@@ -231,3 +390,208 @@ _DECLARED = (
     *(_declared(model_type, *_TOWER, decoder="model.language_model") for model_type in ("gemma3", "llava", "mistral3")),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {declared.model_type: declared for declared in _DECLARED}
+
+
+class _DryRun(TorchFunctionMode):
+    """Forwards of a copy of a model on the meta device, with stubs for its layers, and the record of the last one.
+
+    Data may flow from part to part only through the layers' hidden states. Meta tensors have no values. Where the forward
+    reads one (is a row packed?), it gets ``read_as``, on which the place of the layers does not depend; if that leads to an
+    error, the caller tries the other value.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, returned: int, *, read_as: bool) -> None:
+        super().__init__()
+        self.read_as = read_as
+        self.returned = returned  # length of the tuple that a layer returns; 0: a bare tensor
+        self.others = [object() for _ in range(max(returned - 1, 0))]  # the other values of a layer's tuple
+        self.shapes: list[torch.Size] = []  # hidden states' shape before the first layer, for each forward
+        self.layers = len(layers)
+        stubs = nn.ModuleList(_DryLayer(layer, index, self) for index, layer in enumerate(layers))
+        copy: nn.Module = deepcopy(model, {id(layers): stubs})
+        self.model: Any = copy.to("meta")  # with tensors on two devices its forward would not run
+        modules = self.model.named_modules()
+        self.owners = {name: module for name, module in modules if any(p is not None for p in module._parameters.values())}
+        for name, module in self.owners.items():
+            module.register_forward_pre_hook(partial(self._called, name))
+
+    def forward(self, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
+        """Run the forward."""
+        self.reached = 0  # layers called so far
+        self.before: list[str] = []  # modules called before the first layer
+        self.between: list[str] = []
+        self.after: list[str] = []
+        self.layer_outputs: list[torch.Tensor] = []  # each layer's hidden states
+        self.from_embedding: dict[int, torch.Tensor] = {}  # by id: tensors computed from parameters before the last layer
+        off = without_router_losses(self.model)
+        with torch.inference_mode(), torch.device("meta"), self:
+            ids = torch.zeros(rows, tokens, dtype=torch.int64)
+            return self.model(input_ids=ids, use_cache=False, **off, **inputs)
+
+    def _called(self, name: str, module: nn.Module, inputs: object) -> None:
+        names = self.before if self.reached == 0 else self.after if self.reached == self.layers else self.between
+        names.append(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and args[0].is_meta:
+            return self.read_as if args[0].dtype is torch.bool else int(self.read_as)
+        if func in _VALUE_READS and args[0].is_meta:
+            return _VALUE_READS[func](self.read_as)
+        result = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if results and not (func in _IDENTITY_OPS and result is args[0]):
+            self._follow(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)], results)
+        return result
+
+    def _follow(self, func: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        is_past = self.reached == self.layers
+        for index, hidden in enumerate(self.layer_outputs[:-1] if is_past else self.layer_outputs):
+            if any(tensor is hidden for tensor in arguments):
+                if func in _TUPLE_OPS:
+                    raise IndexError(f"layer {index} returned no tuple")
+                raise _MismatchError(f"what layer {index} returned is used outside of layer {index + 1}")
+        is_from_embedding = any(id(tensor) in self.from_embedding for tensor in arguments)
+        if is_past and is_from_embedding:
+            raise _MismatchError("what is computed before the layers is used after them")
+        if not is_past and (is_from_embedding or any(isinstance(tensor, nn.Parameter) for tensor in arguments)):
+            self.from_embedding |= {id(tensor): tensor for tensor in results}
+
+
+class _MismatchError(Exception):
+    """A layer does not take exactly the output of the one before."""
+
+
+class _DryLayer(StandIn):
+    """Stands in for a layer of the dry run."""
+
+    def __init__(self, layer: nn.Module, index: int, run: _DryRun) -> None:
+        super().__init__(layer)
+        self.index = index
+        self.run = run
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Check the order of calls, and return a new tensor."""
+        run = self.run
+        if self.index != run.reached:
+            raise _MismatchError(f"layer {self.index} is called after {run.reached} layers")
+        if self.index > 0 and hidden_states is not run.layer_outputs[-1]:
+            raise _MismatchError(f"layer {self.index} does not get what layer {self.index - 1} returned")
+        if any(value is other for value in (*args, *kwargs.values()) for other in run.others):
+            raise _MismatchError(f"layer {self.index} gets more of layer {self.index - 1} than its hidden states")
+        run.shapes += [hidden_states.shape] if self.index == 0 else []
+        run.reached += 1
+        output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+        run.layer_outputs.append(output)
+        return output if run.returned == 0 else (output, *run.others)
+
+
+def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Architecture:
+    """Derive where a model's parts are."""
+    where = f"model type {model.config.model_type}"
+    path, layers = _outermost_layers(model, where)
+    problem, mismatch, between = "", "", ""
+    for returned, read_as in product(range(_MAX_RETURNED + 1), (True, False)):
+        run = _DryRun(model, layers, returned, read_as=read_as)
+        try:
+            is_next_token = head is not CAUSAL_LM or _has_next_token_loss(run)
+            if head is not CAUSAL_LM:
+                run.forward(1, _TOKENS)
+            architecture = _architecture(run, path, where)
+            if head is CAUSAL_LM:
+                architecture = replace(architecture, axes=_axes(run, where))
+        except UnsupportedModelError:
+            raise
+        except _MismatchError as error:
+            mismatch, between = mismatch or str(error), between or next(iter(run.between), "")
+            continue
+        except Exception as error:  # any: unexpected values lead forwards to all kinds of errors
+            problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            continue
+        if not is_next_token:
+            raise _underivable(
+                where, "a loss other than that of the next token, as transformers computes it from all logits"
+            )
+        return architecture
+    if between:
+        raise _underivable(where, f"{between}, called between two layers")
+    raise _underivable(where, f"layers in {path} that do not follow each other ({mismatch or problem})")
+
+
+def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.ModuleList]:
+    """The list of layers with the most parameters, of those not nested in another list."""
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
+            lists.append((name, module))
+    if not lists:
+        raise _underivable(where, "no list of layers")
+    return max(lists, key=lambda pair: sum(parameter.numel() for parameter in pair[1].parameters()))
+
+
+def _has_next_token_loss(run: _DryRun) -> bool:
+    """Run the forward, and return whether its loss is exactly the model's loss function of logits and labels.
+
+    Counting labelled tokens and computing logits in chunks rely on that. Models with other heads need no such loss.
+    """
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((logits, labels, logits.new_empty(())))
+        return calls[-1][-1]
+
+    vars(run.model)["_loss_function"], labels = loss, torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    output = run.forward(1, _TOKENS, labels=labels)
+    expected = output.logits, labels, output.loss
+    return bool(calls) and all(tensor is other for tensor, other in zip(calls[-1], expected, strict=True))
+
+
+def _axes(run: _DryRun, where: str) -> tuple[int, int]:
+    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in both dry runs.
+
+    The second one has rows of one token, which is how logits of final hidden states are computed.
+    """
+    try:
+        run.forward(_SHORT_ROWS, 1)
+    except Exception as error:  # any, as in a dry run of longer rows
+        raise _underivable(where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})") from error
+    long, short = run.shapes
+    sizes, expected_sizes = list(zip(long, short, strict=False)), [(1, _SHORT_ROWS), (_TOKENS, 1)]
+    others = [pair for pair in sizes if pair not in expected_sizes]
+    if len(long) != len(short) or len(sizes) != len(others) + 2 or any(first != second for first, second in others):
+        found = f"hidden states of shape {list(long)} for a row of {_TOKENS} tokens, {list(short)} for {_SHORT_ROWS} of one"
+        raise _underivable(where, f"{found}: no axis of rows and one of tokens")
+    rows, tokens = (sizes.index(pair) for pair in expected_sizes)
+    return rows, tokens
+
+
+def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
+    """Make a declaration of a dry run, in which each module must be called, and on one side of the layers only."""
+    if run.reached != run.layers:
+        raise _MismatchError(f"{run.reached} of {run.layers} layers are called")
+    if run.between:
+        raise _underivable(where, f"{run.between[0]}, called between two layers")
+    both = [name for name in run.before if name in run.after]
+    if both:
+        raise _underivable(where, f"{both[0]}, called before the layers and after them")
+    called = {*run.before, *run.after}
+    tied = {id(p) for name in called for p in run.owners[name]._parameters.values()}
+    for name, module in run.owners.items():
+        idle = [leaf for leaf, p in module._parameters.items() if p is not None and id(p) not in tied]
+        if name not in called and idle:
+            raise _underivable(where, f"{name}.{idle[0]}, a parameter whose module is never called")
+    return Architecture(
+        model_type=run.model.config.model_type,
+        embedding=tuple(dict.fromkeys(run.before)),
+        blocks=path,
+        head=tuple(dict.fromkeys(run.after)),
+        returned=run.returned,
+    )
+
+
+def _underivable(where: str, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        where,
+        found=found,
+        expected="an embedding, a list of layers that each take the output of the one before, and a head",
+        remedy="declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
+    )

@@ -1,4 +1,4 @@
-"""Batches of Hugging Face models: checked before they run, packed, and with the values that forwards read from them.
+"""Batches of Hugging Face models: checked before they run, packed, with the values that forwards read from them; losses.
 
 Packing: rows of different lengths joined into one row without padding, each with positions from 0. Hugging Face's forwards
 detect packed rows by their positions, and mask attention between them. Some models' forwards do not, so each layer's
@@ -6,24 +6,41 @@ attention mask is checked before anything is computed.
 
 A branch on a tensor's value (is any token padding?) makes the host wait for the device. Masks and positions depend on the
 batch alone, so the values are the same in each forward: a ``BranchCache`` keeps them, so that on a GPU no sweep waits.
+
+A model's head says which labels a batch has, and what its loss is the mean over.
+
+Logits of several streams are computed together, and over chunks of tokens they are never in memory whole. Of the logits of a
+mixture's routers transformers computes a loss that keeps the experts' loads even. It records the outputs of modules of a
+class that the model declares, and computes the loss at the end of its forward. Here blocks run one at a time, so the logits
+travel with the hidden state, and the stub of the last layer has a module of that class, which returns them to transformers'
+own code.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
 
 from zo2core import Batch
-from zo2core.errors import BatchError, UnsupportedModelError
+from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
 
 _READS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist}
+
+_LABELS_REMEDY = "pass the labels of this head"
+_MASK_ROWS = 256  # rows of a mask that are checked at a time, since a mask can be large
 
 
 class BranchCache(TorchFunctionMode):
@@ -120,11 +137,9 @@ def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) ->
     tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
     if longest is not None and tokens > longest:
         raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
-    vocabulary = config.get_text_config().vocab_size
     for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
-        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
-            found = f"token {int(values.min())} to {int(values.max())}"
-            raise _refusal(key, found, f"0 to {vocabulary - 1}", "use this model's own tokenizer")
+        if values.numel():
+            _require_range(key, "token", values, config.get_text_config().vocab_size, "use this model's own tokenizer")
 
 
 def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,11 +183,8 @@ def is_padded(batch: Batch) -> bool:
     return mask is not None and not bool(mask.all())
 
 
-def _refusal(key: str, found: str, expected: str, remedy: str) -> BatchError:
+def _refusal(key: str, found: str, expected: str, remedy: str = _LABELS_REMEDY) -> BatchError:
     return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy=remedy)
-
-
-_MASK_ROWS = 256  # rows of a mask that are checked at a time, since a mask can be large
 
 
 def pack(batch: Batch) -> dict[str, torch.Tensor]:
@@ -241,3 +253,266 @@ def _separates(mask: torch.Tensor, sequence_ids: torch.Tensor) -> bool:
         if bool((visible & apart[:, None]).any()):
             return False
     return True
+
+
+def _count_labels(batch: Batch) -> int:
+    labels = batch["labels"]
+    return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
+
+
+@dataclass(frozen=True)
+class Head:
+    """One kind of head."""
+
+    name: str
+    auto_class: Any
+    check: Callable[[Batch, PretrainedConfig], None]
+    targets: tuple[str, ...] = ("labels",)
+    count: Callable[[Batch], int] = _count_labels
+
+    def class_of(self, config: PretrainedConfig) -> Any:
+        """The class that builds the model of a config; a language model may also read images."""
+        is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
+        return transformers.AutoModelForImageTextToText if reads_images(config) and not is_known else self.auto_class
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Whether the config's model reads images and text."""
+    return type(config) in transformers.AutoModelForImageTextToText._model_mapping
+
+
+def head_of(name: str) -> Head:
+    """The head with this name."""
+    if name not in HEADS:
+        raise OptionError("head", found=repr(name), expected=f"one of {', '.join(HEADS)}", remedy="pass one of these")
+    return HEADS[name]
+
+
+def _token_label_check(classes: str) -> Callable[[Batch, PretrainedConfig], None]:
+    def check(batch: Batch, config: PretrainedConfig) -> None:
+        labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
+        if tuple(labels.shape) != shape or labels.is_floating_point():
+            raise _refusal("labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}")
+        _require_classes(labels, int(getattr(config, classes)))
+
+    return check
+
+
+def _check_row_labels(batch: Batch, config: PretrainedConfig) -> None:
+    labels, rows, classes = batch["labels"], len(batch["input_ids"]), int(config.num_labels or 1)
+    if len(labels) != rows or labels.dim() not in (1, 2):
+        raise _refusal("labels", f"shape {tuple(labels.shape)}", f"a label for each of {rows} rows")
+    by_class = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    kind = config.problem_type or ("regression" if classes == 1 else by_class)  # as transformers assumes
+    if (kind == "single_label_classification") == labels.is_floating_point():
+        raise _refusal("labels", f"{labels.dtype} for {kind}", "integers for one class a row, else floating-point numbers")
+    if kind == "single_label_classification":
+        _require_classes(labels, classes)
+    elif labels.numel() != rows * classes or (kind == "multi_label_classification" and labels.dim() != 2):
+        raise _refusal("labels", f"shape {tuple(labels.shape)}", f"{classes} for each of {rows} rows")
+
+
+def _check_spans(batch: Batch, config: PretrainedConfig) -> None:
+    rows, tokens = batch["input_ids"].shape
+    for name in ("start_positions", "end_positions"):
+        positions = batch[name]
+        if tuple(positions.shape) != (rows,) or positions.is_floating_point():
+            raise _refusal(name, f"{positions.dtype} of shape {tuple(positions.shape)}", f"integers of shape ({rows},)")
+        _require_range(name, "positions", positions, tokens)  # transformers leaves other rows out of its mean
+
+
+def _require_classes(labels: torch.Tensor, classes: int) -> None:
+    counted = labels[labels != IGNORE_INDEX]
+    if not counted.numel():
+        raise _refusal("labels", f"{IGNORE_INDEX} alone, which is not counted", "at least one other label")
+    _require_range("labels", "classes", counted, classes)
+
+
+def _require_range(key: str, what: str, values: torch.Tensor, stop: int, remedy: str = _LABELS_REMEDY) -> None:
+    """Refuse values that are not from 0 to below a number."""
+    if not 0 <= int(values.min()) <= int(values.max()) < stop:
+        raise _refusal(key, f"{what} {int(values.min())} to {int(values.max())}", f"0 to {stop - 1}", remedy)
+
+
+CAUSAL_LM = Head("causal-lm", transformers.AutoModelForCausalLM, _token_label_check("vocab_size"))
+HEADS: Mapping[str, Head] = {
+    head.name: head
+    for head in (
+        CAUSAL_LM,
+        Head("masked-lm", transformers.AutoModelForMaskedLM, _token_label_check("vocab_size")),
+        Head("sequence-classification", transformers.AutoModelForSequenceClassification, _check_row_labels),
+        Head("token-classification", transformers.AutoModelForTokenClassification, _token_label_check("num_labels")),
+        Head(
+            "question-answering",
+            transformers.AutoModelForQuestionAnswering,
+            _check_spans,
+            targets=("start_positions", "end_positions"),
+            count=lambda batch: len(batch["input_ids"]),
+        ),
+    )
+}
+
+
+# Note: Losses one after another. A loss allocates its logits in float32, twice, and then a scalar. If that scalar were kept,
+# it would lie behind the freed memory, and glibc, which aligns torch's allocations, could not reuse all of it for the next
+# loss: 32 losses would take 32 times as much. So each scalar is copied into one tensor and freed.
+
+
+class KeptLosses:
+    """A fixed number of losses in one tensor. See the note: Losses one after another."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._kept = 0
+        self._losses: torch.Tensor | None = None
+
+    def keep(self, loss: torch.Tensor) -> None:
+        """Store a copy of the next loss, 0-d."""
+        if self._losses is None:
+            self._losses = loss.new_empty(self._count)
+        self._losses[self._kept] = loss
+        self._kept += 1
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """All losses, 1-D."""
+        assert self._losses is not None, "no loss was kept"
+        assert self._kept == self._count, "a loss is missing"
+        return self._losses
+
+
+def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Compute each stream's loss from all logits at once."""
+    kept = KeptLosses(len(batches))
+    for logits_of_stream, batch in zip(torch.split(logits, len(batches[0]["labels"])), batches, strict=True):
+        kept.keep(loss(logits_of_stream, batch["labels"]))
+    return list(kept.losses.unbind())
+
+
+def chunked_losses(
+    hidden: torch.Tensor,
+    batches: Sequence[Batch],
+    chunk: int,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    loss: Callable[..., torch.Tensor],
+) -> list[torch.Tensor]:
+    """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not computed."""
+    states = torch.split(hidden, len(batches[0]["labels"]))
+    predicted = [predictions(batch) for batch in batches]
+    counts = [len(rows) for rows, _ in predicted]
+    chunk = max(1, chunk // len(batches))
+    terms = [KeptLosses(-(-count // chunk)) for count in counts]
+    for start in range(0, max(counts), chunk):
+        length = min(chunk, max(counts) - start)
+        positions = []
+        for rows, columns in predicted:
+            at = torch.arange(start, start + length, device=rows.device).clamp(max=len(rows) - 1)
+            positions.append((rows[at], columns[at]))
+        selected = torch.cat([state[at] for state, at in zip(states, positions, strict=True)])
+        for stream, chunk_logits in enumerate(torch.split(logits(selected), length)):
+            count = max(0, min(length, counts[stream] - start))
+            if count:  # a sum, divided by the labelled tokens of all chunks
+                rows, columns = (index[:count] for index in positions[stream])
+                targets = batches[stream]["labels"][:, 1:][rows, columns]
+                terms[stream].keep(loss(chunk_logits[:count], None, shift_labels=targets, num_items_in_batch=counts[stream]))
+    return [losses.losses.sum() for losses in terms]
+
+
+_OPTION = "output_router_logits"  # of configs and forwards
+_OUTPUT = "router_logits"
+
+
+def without_router_losses(model: PreTrainedModel) -> Mapping[str, bool]:
+    """The arguments with which a forward computes no router loss; none where the config does not ask for it."""
+    asks = getattr(model.config.get_text_config(), _OPTION, False)
+    return {_OPTION: False} if asks and _OPTION in inspect.signature(model.forward).parameters else {}
+
+
+class RouterLogits:
+    """The logits of all routers of a model whose config asks for their loss.
+
+    Args:
+        model: The skeleton, before its layers are replaced by stubs.
+        layers: Its layers.
+
+    Raises:
+        UnsupportedModelError: if transformers does not record the routers of this model.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+        self.off = without_router_losses(model)
+        self._routed: list[torch.Tensor | None] = []
+        self.none: tuple[torch.Tensor | None, ...] = ()  # before the first block
+        self._stand_in: nn.Module | None = None
+        if self.off:
+            self._recorder = recorder = _recorder(model)
+            routers = [m for layer in layers for m in layer.modules() if isinstance(m, recorder.target_class)]
+            for number, router in enumerate(routers):
+                router.register_forward_hook(partial(self._record, number))
+            self.none = (None,) * len(routers)
+            self._stand_in = _stand_in(recorder)
+
+    def require_asked(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a call of the model that asks for router logits which the config does not ask for."""
+        if arguments.get(_OPTION) and not self.none:
+            raise UnsupportedModelError(
+                f"the model's argument {_OPTION}",
+                found="true, for a model whose blocks do not keep them",
+                expected=f"{_OPTION}: true in a mixture's config.json",
+                remedy="set it there, or leave the argument out",
+            )
+
+    def require_none(self, where: str, found: str) -> None:
+        """Refuse what computes the loss from logits alone."""
+        if self.none:
+            expected = f"the model's own loss as a whole, since {_OPTION} is true in config.json"
+            raise OptionError(where, found=found, expected=expected, remedy="leave it out, or set it to false there")
+
+    @contextmanager
+    def recorded(self, routed: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
+        """A context in which a layer runs, whose routers' logits are added to those of the layers before."""
+        self._routed = added = list(routed)
+        try:
+            yield added
+        finally:
+            self._routed = []
+
+    def join(self, stub: nn.Module) -> None:
+        """Give the last layer's stub a router, where transformers looks for one."""
+        if self._stand_in is not None:
+            *path, name = (self._recorder.layer_name or "router").split(".")
+            for part in path:  # a stub has the attributes of its layer, which ``add_module`` would not hide
+                stub._modules[part] = stub = nn.Module()
+            stub._modules[name] = self._stand_in
+
+    def replay(self, routed: Sequence[torch.Tensor | None]) -> None:
+        """Return the logits of all layers to transformers, in order, within its forward."""
+        for logits in routed:
+            assert self._stand_in is not None, "only recorded routers have logits"
+            self._stand_in(logits)
+
+    def _record(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
+        if self._routed:
+            self._routed[number] = output[self._recorder.index] if isinstance(output, tuple) else output
+
+
+def _stand_in(recorder: OutputRecorder) -> nn.Module:
+    """A router without weights, which returns what it is given."""
+    router: nn.Module = recorder.target_class.__new__(recorder.target_class)
+    nn.Module.__init__(router)
+    router.forward = lambda logits: (*[None] * recorder.index, logits)
+    return router
+
+
+def _recorder(model: PreTrainedModel) -> OutputRecorder:
+    """The declaration by which transformers records the routers."""
+    for module in model.modules():
+        declared = getattr(module, "_can_record_outputs", None) or {}
+        if isinstance(module, PreTrainedModel) and isinstance(recorder := declared.get(_OUTPUT), OutputRecorder):
+            return recorder
+    raise UnsupportedModelError(
+        f"model type {model.config.model_type}",
+        found=f"{_OPTION}: true, and no routers that transformers records",
+        expected="routers whose outputs the model's class declares",
+        remedy=f"set {_OPTION} to false in config.json: the loss is then without that of the routers",
+    )

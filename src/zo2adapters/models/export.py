@@ -9,7 +9,7 @@ merged by peft's own code: a copy of peft's module gets the values of one layer,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -23,11 +23,20 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from zo2adapters.models.gguf_model import GGUF_EXTRA, ROTARY_FACTORS, LlamaCppLayout, rotary_factors, write_gguf
-from zo2adapters.models.gguf_vocabulary import FURTHER_ENDS, vocabulary
+from zo2adapters.models.checkpoint import end_token_ids
+from zo2adapters.models.gguf_model import (
+    FURTHER_ENDS,
+    GGUF_EXTRA,
+    ROTARY_FACTORS,
+    LlamaCppLayout,
+    rotary_factors,
+    scaled_rotary_factors,
+    unwritable,
+    vocabulary,
+    write_gguf,
+)
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
-from zo2adapters.models.model_directory import end_token_ids
-from zo2adapters.models.peft_kinds import (
+from zo2adapters.models.peft_model import (
     ADAPTER_NAME,
     FILE_PREFIX,
     SAVED,
@@ -159,10 +168,10 @@ def merging_bytes(model: HFBlockModel) -> int:
 
 def require_mergeable(model: PeftBlockModel) -> None:
     """Refuse an adapter that is no change of weights."""
-    if model.adapter.inserted.wrapper is not None:
+    if model.adapter.wrapper is not None:
         raise UnsupportedModelError(
             "adapter",
-            found=f"{model.adapter.kind.title}, which no weight can contain",
+            found=f"{model.adapter.title}, which no weight can contain",
             expected="an adapter of linear layers, such as LoRA",
             remedy="load it beside the base with peft",
         )
@@ -231,7 +240,13 @@ def export_gguf(
     ``template`` is that of the Modelfile.
     """
     optional_package("gguf", install=GGUF_EXTRA)
-    layout, names = _layout(model, base), tokenizer(base)
+    file, names = read_gguf(base) if is_gguf(base) else None, tokenizer(base)
+    if file is None and model.config.model_type not in _ARCHITECTURES:
+        raise unwritable(
+            base, f"model type {model.config.model_type}", f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}"
+        )
+    architecture = model.config.model_type if file is None else str(file.metadata["general.architecture"])
+    layout = LlamaCppLayout(architecture, model.config)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
     settings = [f"PARAMETER stop {_quoted(str(names.decode([token])))}" for token in further]
     settings += [] if template is None else [f"TEMPLATE {_quoted(template)}"]
@@ -240,18 +255,40 @@ def export_gguf(
             expected = "auto for an adapter, which is float32"
             raise OptionError("gguf_type", found=kind, expected=expected, remedy="leave it out")
         loras = _loras(model, layout)
-        lines = _modelfile([*(f"FROM {path.absolute()}" for path in _files(base)), f"ADAPTER ./{ADAPTER}"], settings)
+        # Ollama takes a split model as one ``FROM`` for each file. Links of the hub's cache are not followed, since ollama
+        # joins the files by their names.
+        parts = [base] if file is None else dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
+        lines = _modelfile([*(f"FROM {path.absolute()}" for path in parts), f"ADAPTER ./{ADAPTER}"], settings)
         with new_directory(directory) as partial:
-            _write_adapter(partial / ADAPTER, engine, model, layout, loras)
+            _write_adapter(partial / ADAPTER, adapter_values(engine, model), layout, loras)
             write_companions(partial, {MODELFILE: lines, **files})
         return
     if isinstance(model, PeftBlockModel):
         require_mergeable(model)
-    with new_directory(directory) as partial:
-        metadata = {} if is_gguf(base) else _metadata(model, layout.architecture, base, names)
+        specs, parameters = merged_specs(model), merged_parameters(engine, model)
+    else:
+        specs = [spec.decoded for segment in model.layouts for spec in segment.parameters]
+        parameters = engine.parameters_now()
+    with new_directory(directory) as partial, closing(parameters):
+        metadata = {} if file is not None else _metadata(model, architecture, base, names)
         ends = zip(FURTHER_ENDS, further if metadata else [], strict=False)
         metadata |= {f"tokenizer.ggml.{end}_token_id": token for end, token in ends}
-        _write_model(partial / MODEL, engine, model, layout, base, metadata, kind)
+        named = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
+        unnamed = next((spec.name for spec in specs if spec.name not in named), None)
+        if unnamed is not None:
+            found = f"{unnamed}, for which llama.cpp's {architecture} has no tensor"
+            raise unwritable(base, found, "the tensors of its models")
+        chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
+        metadata["general.file_type"] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]
+        metadata |= {"general.quantization_version": 2} if chosen == "Q8_0" else {}
+        is_scaled = (model.config.rope_parameters or {}).get("rope_type") == "llama3"
+        computed = scaled_rotary_factors(model.config) if is_scaled else None
+        factors = computed if file is None else rotary_factors(file)
+        rotary = {} if factors is None else {ROTARY_FACTORS: factors}
+        infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
+        infos += [(named[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
+        tensors = ((named[name], layout.write(named[name], tensor.float())) for name, tensor in parameters)
+        write_gguf(partial / MODEL, architecture, metadata, infos, chain(rotary.items(), tensors), file)
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
 
 
@@ -275,81 +312,11 @@ def _quoted(text: str) -> str:
     return quoted
 
 
-def _files(base: Path) -> Iterable[Path]:
-    """The paths of a base for the Modelfile: ollama takes a split model as one ``FROM`` for each file.
-
-    Links of the hub's cache are not followed, since ollama joins the files by their names.
-    """
-    if not is_gguf(base):
-        return [base]
-    file = read_gguf(base)
-    return dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
-
-
-def _layout(model: HFBlockModel, base: Path) -> LlamaCppLayout:
-    if is_gguf(base):
-        return LlamaCppLayout(str(read_gguf(base).metadata["general.architecture"]), model.config)
-    if model.config.model_type not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            base,
-            found=f"model type {model.config.model_type}",
-            expected=f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
-            remedy="export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py",
-        )
-    return LlamaCppLayout(model.config.model_type, model.config)
-
-
-def _write_model(
-    path: Path,
-    engine: Engine,
-    model: HFBlockModel,
-    layout: LlamaCppLayout,
-    base: Path,
-    metadata: Mapping[str, Any],
-    kind: GGUFType,
-) -> None:
-    if isinstance(model, PeftBlockModel):
-        specs, parameters = merged_specs(model), merged_parameters(engine, model)
-    else:
-        specs = [spec.decoded for segment in model.layouts for spec in segment.parameters]
-        parameters = engine.parameters_now()
-    names = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
-    chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
-    unnamed = next((spec.name for spec in specs if spec.name not in names), None)
-    if unnamed is not None:
-        raise UnsupportedModelError(
-            base,
-            found=f"{unnamed}, for which llama.cpp's {layout.architecture} has no tensor",
-            expected="the tensors of its models",
-            remedy="export in the Hugging Face layout",
-        )
-    file = read_gguf(base) if is_gguf(base) else None
-    factors = _scaled_rotary(model) if file is None else rotary_factors(file)
-    further = {} if factors is None else {ROTARY_FACTORS: factors}
-    types = {"general.file_type": {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]}
-    types |= {"general.quantization_version": 2} if chosen == "Q8_0" else {}
-    infos = [(name, tuple(tensor.shape), "F32") for name, tensor in further.items()]
-    infos += [(names[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
-    with closing(parameters):
-        tensors = ((names[name], layout.write(names[name], tensor.float())) for name, tensor in parameters)
-        write_gguf(path, layout.architecture, {**metadata, **types}, infos, chain(further.items(), tensors), file)
-
-
 def _type_of(shape: Sequence[int], chosen: str) -> str:
     """The type of a tensor: F32 for vectors, F16 for rows that are not whole blocks, as in llama.cpp's converter."""
     if len(shape) == 1:
         return "F32"
     return "F16" if shape[-1] % GGUF_BLOCKS[chosen].weights else chosen
-
-
-def _scaled_rotary(model: HFBlockModel) -> torch.Tensor | None:
-    """The factors of Llama 3.1's rotary frequencies, for a model whose config has them."""
-    rotary: dict[str, Any] = model.config.rope_parameters or {}
-    if rotary.get("rope_type", "default") != "llama3":
-        return None
-    scaled = model.skeleton.get_buffer("model.rotary_emb.inv_freq")
-    steps = torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled))
-    return torch.div(1.0 / rotary["rope_theta"] ** steps, scaled.float().cpu())
 
 
 def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -358,12 +325,8 @@ def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: Pre
     rotary = dict(config.rope_parameters or {})
     window = getattr(config, "use_sliding_window", False)
     if rotary.get("rope_type", "default") not in ("default", "llama3") or window or config.hidden_act != "silu":
-        raise UnsupportedModelError(
-            base,
-            found=f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, {config.hidden_act}",
-            expected="plain rotary tables or Llama 3.1's, no sliding windows, and silu",
-            remedy="export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py",
-        )
+        found = f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, {config.hidden_act}"
+        raise unwritable(base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = {
         "vocab_size": config.vocab_size,
@@ -387,12 +350,12 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
     """The parameter ``lora_B`` and the alpha of each layer that an adapter changes, by llama.cpp's names of the matrices."""
     config: Any = model.adapter.config
     unknown = None
-    if model.adapter.kind.peft_type != "LORA":
-        unknown = f"an adapter of type {model.adapter.kind.peft_type}"
+    if config.peft_type != "LORA":
+        unknown = f"an adapter of type {model.adapter.title}"
     elif config.use_dora or config.modules_to_save:
         unknown = "DoRA" if config.use_dora else "whole modules beside LoRA's matrices"
     loras = {}
-    for up in (name for name in model.adapter.inserted.parameters if ".lora_B." in name):
+    for up in (name for name in model.adapter.parameters if ".lora_B." in name):
         path = up.partition(".lora_B.")[0]
         tensor = next(iter(layout.names([f"{path}.weight"])), None)
         if tensor is None or (path == "lm_head" and model.config.tie_word_embeddings):
@@ -407,10 +370,10 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
 
 
 def _write_adapter(
-    path: Path, engine: Engine, model: PeftBlockModel, layout: LlamaCppLayout, loras: Mapping[str, tuple[str, float]]
+    path: Path, values: Mapping[str, torch.Tensor], layout: LlamaCppLayout, loras: Mapping[str, tuple[str, float]]
 ) -> None:
     """Write LoRA matrices. llama.cpp multiplies their product by alpha, one number for all, and divides it by the rank."""
-    values = {name: tensor.float() for name, tensor in adapter_values(engine, model).items()}
+    values = {name: tensor.float() for name, tensor in values.items()}
     first = next(alpha for _, alpha in loras.values())
     tensors: dict[str, torch.Tensor] = {}
     for name, (up, alpha) in loras.items():

@@ -5,6 +5,10 @@ forward runs until the stubs have recorded the arguments with which HF calls eac
 its recorded arguments. *Epilogue*: HF's forward runs again, each stub returning the final hidden state: norm, head and loss
 are HF's own. No forward is copied, so none can become outdated.
 
+A ``CalledForward`` ends in a function that calls the model, such as a trainer's ``compute_loss``. The function runs twice.
+Before the first sweep it is interrupted where it calls the model, to get the arguments. In the head's visit its call returns
+what Hugging Face's forward computes from the last layer's output.
+
 Trade-off: embedding, positions and masks are computed twice a forward, which costs little compared to one layer.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from safetensors.torch import save
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import (
@@ -33,19 +39,22 @@ from zo2adapters.models.architecture import (
     segment_layouts,
 )
 from zo2adapters.models.batches import (
+    CAUSAL_LM,
     BranchCache,
+    Head,
     PreparedBatch,
+    RouterLogits,
     branches_of,
     check_batch,
     check_inputs,
+    chunked_losses,
     is_padded,
     longest_row,
     require_separating_masks,
     stack_rows,
+    whole_losses,
 )
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, vision_bytes
-from zo2adapters.models.heads import CAUSAL_LM, Head
-from zo2adapters.models.losses import RouterLogits, stacked_losses, whole_losses
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
@@ -53,6 +62,7 @@ from zo2core import Batch, ZO2Error
 from zo2core.errors import BatchError, UnsupportedModelError
 from zo2core.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
+from zo2core.sweep.microbatch import combined_loss, rows_of
 from zo2core.types import SavedForm
 
 _IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that are not by row
@@ -61,6 +71,13 @@ _NEUTRAL = {  # keys that do not affect a causal language model's forward
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
     *("id2label", "label2id", "num_labels", "problem_type", "use_cache", "initializer_range", "init_std"),
     *("return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+
+Call = Callable[[Any, dict[str, Any]], Any]  # takes the model and a batch
+
+_HEAD_ARGUMENTS = {  # arguments of the model's forward that have no effect before the last layer's output
+    *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "fused_lm_head", "use_cache", "return_dict"),
+    "output_router_logits",
 }
 
 
@@ -270,10 +287,13 @@ class HFBlockModel:
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
-        hidden, options = self.by_token(activations.hidden), self._loss_options
+        loss = partial(self.skeleton.loss_function, vocab_size=self.config.get_text_config().vocab_size)
         if self.loss_chunk is not None:
-            return stacked_losses(hidden, batches, self.loss_chunk, logits=self.logits, **options)
-        return whole_losses(batches, self.targets, partial(self._epilogue, activations, "logits"), **options)
+            return chunked_losses(self.by_token(activations.hidden), batches, self.loss_chunk, self.logits, loss)
+        joined = stack_rows(batches)
+        assert joined is not None, "stacked batches can be joined"
+        inputs = {key: value for key, value in joined.items() if key not in self.targets}
+        return whole_losses(self._epilogue(activations, "logits", **inputs), batches, loss)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
@@ -323,10 +343,6 @@ class HFBlockModel:
         text = {name: value for name, value in batch.items() if "pixel_values" not in batch or name not in _OF_IMAGES}
         with branches_of(batch) if len(text) == len(batch) else BranchCache():  # without the vision tower, other reads
             return self._epilogue(activations, "loss", **text)
-
-    @property
-    def _loss_options(self) -> dict[str, Any]:
-        return {"loss_function": self.skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
         """View hidden states as (rows, tokens, ...), with all other axes behind."""
@@ -405,14 +421,13 @@ class HFHeadModel(HFBlockModel):
         assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
         assert self.loss_chunk is None, "chunks are for next-token losses"
         self.kind = head
-        config = self.config
-        labels = {"labels": config.num_labels, "problem": config.problem_type}
-        self._decisive = {"head": head.name, **labels, "pad": getattr(config, "pad_token_id", None)}
 
     @property
     def description(self) -> Mapping[str, Any]:
         """The settings that determine the forward, including the head."""
-        return {**super().description, **self._decisive}
+        labels = {"labels": self.config.num_labels, "problem": self.config.problem_type}
+        padding = getattr(self.config, "pad_token_id", None)
+        return {**super().description, "head": self.kind.name, **labels, "pad": padding}
 
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch and its labels. See the contract."""
@@ -432,22 +447,12 @@ class HFHeadModel(HFBlockModel):
             return [batch]  # ``prepared`` refuses it
         total = len(batch["input_ids"])
         rows = total if rows is None else rows
-        micro_batches = [
-            {
-                name: value[start : start + rows] if value.dim() and len(value) == total else value
-                for name, value in batch.items()
-            }
-            for start in range(0, total, rows)
-        ]
+        micro_batches = (rows_of(batch, start, start + rows, "input_ids") for start in range(0, total, rows))
         return [micro_batch for micro_batch in micro_batches if self.kind.count(micro_batch)]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the mean over all labels, computed in float64 unless there is one micro-batch. See the contract."""
-        if len(outputs) == 1:
-            return outputs[0]
-        counts = [self.kind.count(micro_batch) for micro_batch in micro_batches]
-        summed = torch.stack([loss.double() * count for loss, count in zip(outputs, counts, strict=True)]).sum()
-        return (summed / sum(counts)).to(outputs[0].dtype)
+        return combined_loss(outputs, [self.kind.count(micro_batch) for micro_batch in micro_batches])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Refuse to predict next tokens."""
@@ -472,3 +477,141 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _LeaveError(Exception):
+    """Interrupts the function where it calls the model."""
+
+
+class CalledModel:
+    """Stands in for the model in the function: it has the model's attributes, and calls are passed on."""
+
+    def __init__(self, model: HFBlockModel, on_call: Callable[..., Any]) -> None:
+        self._skeleton = model.skeleton
+        self._on_call = on_call
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the model."""
+        by_name = inspect.signature(type(self._skeleton).forward).bind_partial(self._skeleton, *arguments).arguments
+        return self._on_call(**dict(list(by_name.items())[1:]), **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._skeleton, name)
+
+
+class CalledBatch(dict[str, Any]):
+    """The function's batch, and the inputs that the function passes to the model."""
+
+    def __init__(self, batch: Batch, inputs: Batch) -> None:
+        super().__init__(batch)
+        self.inputs = inputs
+
+
+class CalledForward:
+    """A forward that ends in a function of the model. See ``Forward``.
+
+    Args:
+        model: The model.
+        call: A function of the model and a batch (a dictionary). It may call the model several times, but always with the
+            same tokens; its result is the head's result.
+        keeps_logits: Whether the function's result holds all logits, which then stay in memory until the sweep ends.
+    """
+
+    def __init__(self, model: HFBlockModel, call: Call, *, keeps_logits: bool = False) -> None:
+        self._model = model
+        self._keeps_logits = keeps_logits
+        self._call = call
+        self.block = model.block
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Record and check what the function passes to the model. See the contract.
+
+        Raises:
+            BatchError: if the model cannot take it.
+            UnsupportedModelError: if the function does not call the model, or requests outputs that are not kept.
+        """
+        passed: dict[str, Any] = {}
+
+        def leave(**inputs: Any) -> None:
+            passed.update(inputs)
+            raise _LeaveError
+
+        try:
+            self._call(CalledModel(self._model, leave), dict(batch))
+        except _LeaveError:
+            self._model.routers.require_asked(passed)
+            inputs = {key: value for key, value in passed.items() if _affects_layers(key, value)}
+            return CalledBatch(batch, self._model.prepared_inputs(inputs))
+        raise UnsupportedModelError(
+            "what is called with the model",
+            found="a function that returned without calling it",
+            expected="a function of what the model returns",
+            remedy="call the model within it",
+        )
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run the embedding on the inputs that the function passes to the model."""
+        return self._model.embed(_inputs(batch))
+
+    def head(self, batch: Batch, activations: Activations) -> Any:
+        """Run the function; its call of the model continues from the last layer's output."""
+        inputs = _inputs(batch)
+
+        def resume(**arguments: Any) -> Any:
+            _require_same(inputs, arguments)
+            with branches_of(inputs):
+                output = self._model.epilogue(activations, **arguments)
+            return _in_float32(output) if self._model.autocast is not None else output
+
+        return self._call(CalledModel(self._model, resume), dict(batch))
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Return the expected bytes, with all logits. See the contract."""
+        if self._model.loss_chunk is None:
+            return self._model.forward_bytes(_inputs(batch))
+        rows, tokens = _inputs(batch)["input_ids"].shape
+        return forward_bytes(self._model.config, rows, tokens)
+
+    def held_bytes(self, batch: Batch) -> int:
+        """Return the expected bytes, with the logits that are kept. See the contract."""
+        inputs = _inputs(batch)
+        kept = inputs["input_ids"].numel() * self._model.config.get_text_config().vocab_size * 4 if self._keeps_logits else 0
+        return self._model.held_bytes(inputs) + kept
+
+
+def _inputs(batch: Batch) -> Batch:
+    assert isinstance(batch, CalledBatch), "a batch is prepared before it runs"
+    return batch.inputs
+
+
+def _affects_layers(key: str, value: Any) -> bool:
+    """Whether an argument of the model's forward affects what its layers compute."""
+    if key in _HEAD_ARGUMENTS or value is None or value is False:
+        return False
+    if isinstance(value, torch.Tensor):
+        return True
+    raise UnsupportedModelError(
+        f"the model's argument {key}",
+        found=repr(value)[:80],
+        expected="tensors, which go through the layers one after the other",
+        remedy="leave it out: attentions, hidden states and router logits are not kept",
+    )
+
+
+def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:
+    """Refuse a call of the model with other inputs than those that the layers have run on."""
+    for key in inputs.keys() | {key for key, value in arguments.items() if _affects_layers(key, value)}:
+        first, second = inputs.get(key), arguments.get(key)
+        if first is not second and (first is None or second is None or not torch.equal(first, second)):
+            raise BatchError(
+                f"batch[{key!r}]",
+                found="different values in a second call of the model",
+                expected="the same values in each call within one loss",
+                remedy="join both into one batch, or compute one of the calls beforehand",
+            )
+
+
+def _in_float32(output: Any) -> Any:
+    """Convert 16-bit outputs of a forward under autocast to float32, as accelerate does."""
+    halves = (torch.bfloat16, torch.float16)
+    return tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in halves else value, output)

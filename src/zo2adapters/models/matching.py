@@ -8,7 +8,6 @@ back. Rules that compute with values, or move values within a row, are refused.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import threading
@@ -17,18 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from zo2adapters.models.architecture import Architecture, parameter_names
 from zo2core import ParameterSpec
-from zo2core.checkpoint.shards import Piece, TensorEntry, check_float, same_samples
+from zo2core.checkpoint.shards import DTYPES, Piece, TensorEntry, check_float, same_samples
 from zo2core.errors import CheckpointError, UnsupportedModelError
+from zo2core.io.direct_file import byte_view
 from zo2core.protocols import TensorReader
 from zo2core.types import SavedForm, SavedPart
 
@@ -39,27 +39,15 @@ _ROW_OPERATIONS = {  # operations that only move whole rows; old versions of tra
 _MAX_ROWS = 1 << 26  # rows of one conversion; their int64 numbers take half a GiB
 
 
-class Matched(NamedTuple):
-    """Where a model's tensors are stored in its checkpoint."""
-
-    parameters: dict[str, tuple[Piece, ...]]  # by names of named_parameters()
-    buffers: dict[str, TensorEntry]  # persistent ones
-
-    def saved_form(self, skeleton: PreTrainedModel) -> SavedForm:
-        """How the checkpoint stores parameters that have other names or parts in the model, and its buffers, now loaded."""
-        prefix, parts = skeleton.base_model_prefix, dict[str, tuple[SavedPart, ...]]()
-        for name, pieces in self.parameters.items():
-            names = {name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"}
-            if len(pieces) > 1 or pieces[0] != Piece.whole(pieces[0].entry) or pieces[0].entry.name not in names:
-                parts[name] = tuple(piece.saved_part for piece in pieces)
-        return SavedForm(parts, _load_buffers(self.buffers, skeleton))
-
-
 def match_tensors(
     directory: Path, entries: Mapping[str, TensorEntry], skeleton: PreTrainedModel, architecture: Architecture
-) -> Matched:
-    """Find each parameter's pieces and each persistent buffer."""
-    pieces = parameter_pieces(entries, skeleton)
+) -> tuple[dict[str, tuple[Piece, ...]], SavedForm]:
+    """Find the pieces of each of ``named_parameters()``, and load persistent buffers, which are few and small.
+
+    Returns:
+        The pieces, and how the checkpoint stores buffers and parameters that have other names or parts in the model.
+    """
+    pieces, prefix = parameter_pieces(entries, skeleton), skeleton.base_model_prefix
     state = skeleton.state_dict()
     unexpected = [name for name in pieces if name not in state and not _is_ignored(name, skeleton, architecture)]
     if unexpected:
@@ -67,23 +55,29 @@ def match_tensors(
         remedy = "use the config.json that belongs to these shards, or open them with their head"
         raise _malformed(pieces[min(unexpected)][0].entry, found, "the parameters of the config's model", remedy)
     parameters: dict[str, tuple[Piece, ...]] = {}
+    parts: dict[str, tuple[SavedPart, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
         copies = [pieces[alias] for alias in aliases if alias in pieces]
         if not copies:
             raise _missing(directory, name, "every parameter of the model")
         _require_equal_ties(copies, name)
         _require_one_float(copies[0], name)
-        parameters[name] = copies[0]
+        parameters[name] = (first, *others) = copies[0]
+        names = {name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"}
+        if others or first != Piece.whole(first.entry) or first.entry.name not in names:
+            parts[name] = tuple(piece.saved_part for piece in copies[0])
     known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-    buffers: dict[str, TensorEntry] = {}
-    for name in state.keys() - known:
+    constants: dict[str, torch.Tensor] = {}
+    for name in sorted(state.keys() - known):
         if name not in pieces:
             raise _missing(directory, name, "every buffer that the model's checkpoints keep")
         first, *others = pieces[name]
         if others or first != Piece.whole(first.entry):
             raise _unsupported(first.entry, f"a part of the buffer {name}", "buffers that are each a tensor of their own")
-        buffers[name] = first.entry
-    return Matched(parameters, dict(sorted(buffers.items())))
+        constants[first.entry.name] = value = _read_buffer(first.entry)
+        path, _, leaf = name.rpartition(".")
+        skeleton.get_submodule(path)._buffers[leaf] = value.to(state[name].dtype)
+    return parameters, SavedForm(parts, constants)
 
 
 def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -95,20 +89,11 @@ def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTraine
             raise _malformed(entry, f"dtype {entry.dtype}", f"{dtype}, as config.json says", remedy)
 
 
-def _load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Load a model's persistent buffers, which are few and small."""
-    constants: dict[str, torch.Tensor] = {}
-    for name, entry in buffers.items():
-        header = {entry.name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (0, entry.nbytes)}}
-        text = json.dumps(header).encode()
-        value = load(len(text).to_bytes(8, "little") + text + entry.read())[entry.name]
-        path, _, leaf = name.rpartition(".")
-        module = skeleton.get_submodule(path)
-        buffer = module._buffers[leaf]
-        assert buffer is not None
-        module._buffers[leaf] = value.to(buffer.dtype)
-        constants[entry.name] = value
-    return constants
+def _read_buffer(entry: TensorEntry) -> torch.Tensor:
+    """Read a small tensor of any dtype."""
+    value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    byte_view(value)[:] = entry.read()
+    return value
 
 
 def _missing(directory: Path, name: str, expected: str) -> CheckpointError:

@@ -83,19 +83,16 @@ class MonolithicMeZO:
         return MonolithicStep(tuple(losses), tuple(projected_grads))
 
     def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        saved = None if self.perturb_in_place else [p.data.clone() for _, p in self._trainable]
-        self._perturb(seed, 1)
-        plus = self.loss(batch)
-        if saved is None:
-            self._perturb(seed, -2)
-        else:
-            self._restore(saved)
-            self._perturb(seed, -1)
-        minus = self.loss(batch)
-        if saved is None:
+        saved = [] if self.perturb_in_place else [p.data.clone() for _, p in self._trainable]
+        losses = []
+        for k in (1, -2 if self.perturb_in_place else -1):
+            self._perturb(seed, k)
+            losses.append(self.loss(batch))
+            if not self.perturb_in_place:
+                self._restore(saved)
+        if self.perturb_in_place:
             self._perturb(seed, 1)
-        else:
-            self._restore(saved)
+        plus, minus = losses
         return plus, minus
 
     def _perturb(self, seed: int, k: int) -> None:

@@ -1,69 +1,490 @@
 """Parameter-efficient training: a few new parameters in peft's modules, and a base that is only read.
 
 Peft inserts its modules into the skeleton, names their parameters and makes their initial values. The embedding's segment
-owns all of these parameters and blocks borrow theirs, so that blocks never change. Each kind of adapter is a class in
-``peft_kinds``.
+owns all of these parameters and blocks borrow theirs, so that blocks never change.
+
+Most kinds wrap linear layers, and their initial values depend only on the seed and the layers' shapes. LoRA and DoRA have
+two thin matrices in addition to a linear layer's matrix, DoRA also a vector of magnitudes; a stack of experts gets a pair of
+matrices for each expert (``target_parameters``). The parameter of a prefix is peft's table of keys and values, without a
+projection; they start as MeZO's, with those that the base computes for random tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from zo2adapters.models.peft_kinds import (
+from zo2adapters.models.batches import longest_row
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_model import (
+    ADAPTER_NAME,
     CONFIG_FILE,
+    FILE_PREFIX,
     SAVED,
     WEIGHTS_FILE,
-    AdapterKind,
     FirstValues,
-    LoRAKind,
-    OpenBase,
     OpenedAdapter,
+    PeftBlockModel,
+    PrefixBlockModel,
     base_form,
-    base_values,
     put_value,
+    read_weight,
 )
-from zo2adapters.models.peft_prefix import PrefixKind
 from zo2adapters.optional_package import optional_package
+from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
-from zo2core.errors import CheckpointError, OptionError, ZO2Warning, reason
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, reason
 from zo2core.io.durable import open_regular
 from zo2core.ranges import require_whole
 
-_FACTORED = {"r", "alpha", "rank_pattern", "alpha_pattern"}
-_INIT = {"init_weights"}
-_KINDS = (
-    LoRAKind(),
-    PrefixKind(),
-    AdapterKind("IA3", "IA3Config", {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"),
-    AdapterKind("LOHA", "LoHaConfig", _FACTORED, _INIT, "hada_w1_a", is_mixed=False),
-    AdapterKind(
-        "LOKR", "LoKrConfig", {*_FACTORED, "decompose_both", "decompose_factor", "use_effective_conv2d"}, _INIT, "lokr_w1"
-    ),
-    AdapterKind("HRA", "HRAConfig", {"r", "apply_GS"}, _INIT, "hra_u"),
-    AdapterKind("MISS", "MissConfig", {"r", "mini_r"}, _INIT, "miss_block"),
-)
-KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
+AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
+_WHICH_LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _NEUTRAL = {  # options of every config that do not change a run
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"),
 }
 _DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that change training only
-
+_MATRICES = 4  # float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the weights
+_LARGEST_RANK = 1 << 16
 _LARGEST_CONFIG = 1 << 20  # bytes
 
+_ENCODER = "prompt_encoder"  # name of the module of a prefix's table in peft's model
+_TABLE = f"{_ENCODER}.{ADAPTER_NAME}.embedding.weight"
+_BASE_SIZES = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")
+_TASK = "CAUSAL_LM"
+_SHORTEST_ROW = 2  # tokens of the shortest useful row: one to read and one to predict
+_NO_LIMIT = 1 << 62  # bytes of a host plan that streams one block at a time
+
 T = TypeVar("T")
+OpenBase = Callable[[], HFBlockModel]  # opens the base without the adapter
+
+
+@dataclass(frozen=True)
+class AdapterKind:
+    """A kind of peft's adapters that wraps linear layers. To add one, add it to ``KINDS``.
+
+    Args:
+        peft_type: The kind's name in peft's files.
+        config_class: Name of peft's class of configs.
+        title: Name in messages.
+        own: Its supported options that change the forward.
+        supported: Other supported options, which change only initial values, parameters or files.
+        part_of_names: A part of the names of some parameters, as an example in messages.
+        accepted: What it is supported for, for messages.
+        is_mixed: Whether it computes in mixed precision what it computes in the whole model.
+    """
+
+    model_class: ClassVar[type[PeftBlockModel]] = PeftBlockModel  # of causal language models
+    embedding: ClassVar[tuple[str, ...]] = ()  # modules that run before the layers
+
+    peft_type: str
+    config_class: str
+    title: str
+    own: set[str]
+    supported: set[str]
+    part_of_names: str
+    accepted: str = "linear layers alone, without dropout"
+    is_mixed: bool = True
+
+    @property
+    def decisive(self) -> set[str]:
+        """Supported options that change the forward, those that choose layers included: part of a run's description."""
+        return _WHICH_LAYERS | self.own
+
+    def unused_options(self, config: Any) -> list[str]:
+        """Names of options whose value is not supported."""
+        return []
+
+    def not_stacked(self, config: Any) -> str | None:
+        """Name of these adapters in the error that refuses low-rank perturbations; None: they are supported."""
+        return self.title
+
+    def file_name(self, name: str) -> str:
+        """The name of a parameter in peft's files."""
+        name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name  # without its module's name
+        return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name.replace(SAVED, "."))
+
+    def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
+        """Put peft's modules into a skeleton. Returns peft's model around it, if the adapter only works through that."""
+        _wrap_layers(skeleton, config, seed=seed)
+
+    def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
+        """Bytes of the matrices that exist at a time in the forward of the largest wrapped layer."""
+        largest = max(layer.base_layer.weight.numel() for _, layer in _wrapped_layers(skeleton))
+        return int(_MATRICES * torch.float32.itemsize * largest)
+
+    def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
+        """Prepare the initial values of a new adapter: those that peft has drawn."""
+        values = {name: value.detach().contiguous() for name, value in _added(skeleton) if SAVED not in name}
+        return lambda: values
+
+
+def _added(skeleton: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The adapter's parameters in a skeleton."""
+    return ((name, value) for name, value in skeleton.named_parameters() if f".{ADAPTER_NAME}." in f"{name}.")
+
+
+@contextmanager
+def _insertion(expected: str, remedy: str) -> Iterator[None]:
+    """A context in which peft puts its modules into a skeleton; it draws weights that are not used."""
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # it corrects this option for each layer
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern .*gate_up_proj")  # of a mixture: its own
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads it
+            yield
+    except Exception as error:  # any: an invalid config leads to errors inside peft
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        where = "adapter.target_modules" if "arget modules" in found or "arget_modules" in found else "adapter"
+        raise OptionError(where, found=found, expected=expected, remedy=remedy) from error
+
+
+def _wrap_layers(
+    skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...] = (nn.Linear,), seed: int | None = None
+) -> None:
+    """Let peft wrap layers of a skeleton, of these types. With a seed it draws initial values."""
+    import peft
+
+    linears = [] if seed is None else [module for module in skeleton.modules() if isinstance(module, nn.Linear)]
+    weights = [linear.weight for linear in linears]
+    for linear in linears:  # peft keeps what it draws on the device of a layer's weights, and in their dtype
+        linear.weight = nn.Parameter(torch.empty(1).expand(linear.weight.shape), requires_grad=False)
+    expected = "a config that peft can put into this model, with names of its linear layers"
+    with _insertion(expected, "name layers that the model has, such as q_proj, or all-linear"):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # without seeding devices
+        peft.inject_adapter_in_model(config, skeleton, ADAPTER_NAME)
+    for linear, weight in zip(linears, weights, strict=True):
+        linear.weight = weight
+    output: Any = skeleton.get_output_embeddings
+    for path, module in _wrapped_layers(skeleton):
+        wrapped = module.base_layer
+        if not (wraps_parameter(module) or _is_linear(wrapped, layers)) or module is output():
+            raise OptionError(
+                "adapter.target_modules",
+                found=f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
+                expected="linear layers before the head",
+                remedy=f"name such layers, as q_proj, or {AUTO} for all of them outside experts and routers",
+            )
+    _require_copies(skeleton, config)
+    skeleton.train(mode=False)
+
+
+def _wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the path of each wrapped layer, and peft's module around it."""
+    for path, module in model.named_modules():
+        if getattr(module, "base_layer", None) is not None:
+            yield path, module
+
+
+def wraps_parameter(module: nn.Module) -> bool:
+    """Whether a module of peft adapts a parameter of the module that it wraps, such as a stack of experts."""
+    return hasattr(module, "parameter_name")
+
+
+def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
+    """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be trained."""
+    paths = dict.fromkeys(name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name)
+    whole: Any = skeleton
+    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    wrong = [name for name in config.modules_to_save or () if not any(path.endswith(name) for path in paths)]
+    for path in paths:
+        has_parts = any(True for _ in skeleton.get_submodule(path + SAVED.rstrip(".")).children())
+        wrong += [path] if has_parts or skeleton.get_submodule(path) in ends else []
+    if wrong:
+        raise OptionError(
+            "adapter.modules_to_save",
+            found=wrong[0],
+            expected="modules with parameters of their own, such as norms, other than the embedding and the output layer",
+            remedy="name such modules, or leave it out",
+        )
+
+
+def _is_linear(module: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
+    """Whether a module is a linear layer, and no router that only inherits from one."""
+    if type(module) in layers or not isinstance(module, nn.Linear):
+        return type(module) in layers
+    values = module.weight.new_empty(1, module.in_features)
+    try:
+        with torch.no_grad():
+            output = module(values)
+    except Exception:  # any: a class of transformers that takes more than one tensor
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
+
+
+class LoRAKind(AdapterKind):
+    """LoRA and DoRA."""
+
+    def unused_options(self, config: Any) -> list[str]:
+        """See the base class."""
+        refused = [] if config.init_lora_weights in (True, False, "gaussian") else ["init_lora_weights"]
+        return refused if type(config.r) is int and 1 <= config.r <= _LARGEST_RANK else [*refused, "r"]
+
+    def not_stacked(self, config: Any) -> str | None:
+        """DoRA and LoRA of experts are refused, in mixed precision, too.
+
+        DoRA's forward divides by norms of the perturbed matrix, which differ for each direction. It takes norms of matrices,
+        and experts' matrices are added to the base's, before autocast casts them.
+        """
+        return "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
+
+    def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> None:
+        """See the base class."""
+        layers: tuple[type[nn.Module], ...] = (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D)
+        _name_targets(skeleton, config, layers)
+        _wrap_layers(skeleton, config, layers)
+        if any(type(layer.base_layer) is Conv1D for _, layer in _wrapped_layers(skeleton)):
+            config.fan_in_fan_out = True  # as peft sets it for each such layer, with a warning if the config says otherwise
+
+    def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
+        """DoRA's matrices, or adapted stacks, which exist beside the base's while their module runs."""
+        sums = Counter[nn.Module]()
+        for _, layer in _wrapped_layers(skeleton):
+            if wraps_parameter(layer):
+                sums[layer.get_base_layer()] += layer.get_param().nbytes
+        return max([super().forward_bytes(skeleton, config) if config.use_dora else 0, *sums.values()])
+
+    def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
+        """Matrices from peft's initialisation; DoRA's magnitudes from peft's too, which reads each layer's weights."""
+        wrapped = dict(_wrapped_layers(skeleton))
+        linears: dict[str, Any] = {}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # without seeding devices
+            for name in (name for path in wrapped for name in _matrices(path)):
+                linears[name] = skeleton.get_submodule(name.removesuffix(".weight")).float().to_empty(device="cpu")
+                linears[name].reset_parameters()  # as when the layer is built
+            for layer in wrapped.values():
+                layer.reset_lora_parameters(ADAPTER_NAME, config.init_lora_weights)
+        values = {name: linear.weight.detach() for name, linear in linears.items()}
+        if not config.use_dora:
+            return lambda: values
+        named = {parameter: base_form(name) for name, parameter in skeleton.named_parameters()}
+        weights = [named[layer.base_layer.weight] for layer in wrapped.values()]
+        return lambda: {**values, **_magnitudes(wrapped, values, base(), weights)}
+
+
+def _name_targets(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...]) -> None:
+    """Replace ``auto`` and ``experts`` among a config's targets by names of this model."""
+    targets = {config.target_modules} if isinstance(config.target_modules, str) else {*(config.target_modules or ())}
+    if EXPERTS in targets:
+        stacks = {  # the ends of names of parameters that are one matrix for each expert
+            f"{EXPERTS}.{name}"
+            for path, module in skeleton.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if path.endswith(f".{EXPERTS}") and parameter.ndim == 3
+        }
+        if not stacks:
+            found, remedy = f"{EXPERTS}, which {skeleton.config.model_type} does not have as stacks", "leave it out"
+            raise OptionError("adapter.target_modules", found=found, expected="layers of this model", remedy=remedy)
+        config.target_parameters = sorted({*(config.target_parameters or ()), *stacks})
+        config.target_modules = targets = targets - {EXPERTS}
+    if AUTO in targets:
+        config.target_modules = targets - {AUTO} | _linear_layers(skeleton, layers)
+
+
+def _linear_layers(skeleton: PreTrainedModel, layers: tuple[type[nn.Module], ...]) -> set[str]:
+    """The paths of linear layers before the head: of a mixture, those outside its experts and routers.
+
+    Dense layers stay out whose names peft takes for those of experts, as ``gate_proj`` in DeepSeek's first layers.
+    """
+    whole: Any = skeleton
+    head = whole.get_output_embeddings()
+    paths = [path for path, module in skeleton.named_modules() if module is not head and _is_linear(module, layers)]
+    of_experts = {leaf for leaf in {path.rpartition(".")[2] for path in paths} if _names_experts(skeleton, leaf)}
+    return {path for path in paths if path.rpartition(".")[2] not in of_experts}
+
+
+def _names_experts(skeleton: PreTrainedModel, leaf: str) -> bool:
+    """Whether peft takes a layer's name for a projection of this model's experts, which are one stacked parameter."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(config, skeleton, None)
+    except ValueError:  # a projection is stacked with another one
+        return True
+    return bool(config.target_parameters)
+
+
+def _matrices(path: str) -> tuple[str, str]:
+    """The names of a layer's two matrices, in the order in which they are drawn."""
+    return f"{path}.lora_A.{ADAPTER_NAME}.weight", f"{path}.lora_B.{ADAPTER_NAME}.weight"
+
+
+@torch.no_grad()
+def _magnitudes(
+    wrapped: Mapping[str, Any], values: Mapping[str, torch.Tensor], base: HFBlockModel, weights: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """DoRA's initial magnitudes, computed by peft with one matrix of the base in memory at a time."""
+    norms: dict[str, torch.Tensor] = {}
+    for (path, layer), (spec, weight) in zip(wrapped.items(), _base_values(base, weights), strict=True):
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        magnitude = type(layer.lora_magnitude_vector[ADAPTER_NAME])(fan_in_fan_out=False)
+        # In the weights' dtype, as in peft, which converts its matrices to float32 only after computing the norms.
+        a, b = (values[name].to(spec.dtype) for name in _matrices(path))
+        magnitude.update_layer(base_layer=linear, lora_A=a, lora_B=b, scaling=layer.scaling[ADAPTER_NAME])
+        norms[f"{path}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = magnitude.weight.detach().float()
+    return norms
+
+
+def _base_values(base: HFBlockModel, names: Iterable[str]) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
+    """Read parameters of a base one after the other, decoded."""
+    specs = {spec.name: spec for layout in base.layouts for spec in layout.parameters}
+    with closing(base.weights) as weights:
+        for name in names:
+            yield specs[name], read_weight(weights, specs[name])
+
+
+class PrefixKind(AdapterKind):
+    """``peft.PrefixTuningConfig``."""
+
+    model_class = PrefixBlockModel
+    embedding = (_ENCODER,)
+
+    @property
+    def decisive(self) -> set[str]:
+        """See the base class."""
+        return self.own
+
+    def unused_options(self, config: Any) -> list[str]:
+        """See the base class."""
+        refused = [] if config.task_type in (None, _TASK) else ["task_type"]
+        refused += [] if config.init_weights in (None, "zero") else ["init_weights"]
+        is_count = type(config.num_virtual_tokens) is int and config.num_virtual_tokens >= 1
+        return refused if is_count else [*refused, "num_virtual_tokens"]
+
+    def file_name(self, name: str) -> str:
+        """See the base class."""
+        return "prompt_embeddings"
+
+    def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
+        """See the base class. Sizes that the config does not set are filled in, as in peft."""
+        longest = longest_row(skeleton)
+        if longest is not None and config.num_virtual_tokens > longest - _SHORTEST_ROW:
+            raise OptionError(
+                "adapter.num_virtual_tokens",
+                found=str(config.num_virtual_tokens),
+                expected=f"at most {longest - _SHORTEST_ROW}, so that rows fit in the model's {longest} positions",
+                remedy="choose fewer",
+            )
+        wrapper, own = _wrapped(skeleton, config)
+        for option in _BASE_SIZES:
+            given, expected = getattr(config, option), getattr(own, option)
+            if given not in (None, expected):
+                raise OptionError(
+                    f"adapter.{option}",
+                    found=repr(given)[:80],
+                    expected=f"{expected}, as in the base",
+                    remedy="leave it out, or use the base that the adapter was made for",
+                )
+            setattr(config, option, expected)
+        config.task_type, config.encoder_hidden_size = own.task_type, own.encoder_hidden_size
+        skeleton.add_module(_ENCODER, wrapper.get_submodule(_ENCODER))
+        return wrapper
+
+    def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
+        """None: see ``PrefixBlockModel`` for its cache."""
+        return 0
+
+    def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
+        """Keys and values of random tokens; zeros with ``init_weights="zero"``."""
+        shape = skeleton.get_parameter(_TABLE).shape
+        if config.init_weights == "zero":
+            return lambda: {_TABLE: torch.zeros(shape)}
+        return lambda: {_TABLE: _real_keys_and_values(base(), config, shape, seed)}
+
+
+def _wrapped(skeleton: PreTrainedModel, config: Any) -> tuple[Any, Any]:
+    """Peft's model around a skeleton, and a config with the base's sizes."""
+    import peft
+
+    own = deepcopy(config)
+    own.task_type = _TASK
+    for option in (*_BASE_SIZES, "encoder_hidden_size"):
+        setattr(own, option, None)
+    with _insertion("a config of a prefix for this model", "pass num_virtual_tokens alone"):
+        wrapper = peft.PeftModelForCausalLM(skeleton, own, ADAPTER_NAME)
+    return wrapper.eval(), own
+
+
+def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, seed: int) -> torch.Tensor:
+    """Keys and values that the base computes for one row of random tokens, with one block in memory at a time."""
+    tokens, heads = config.num_virtual_tokens, config.num_attention_heads
+    generator, cache = torch.Generator().manual_seed(seed), DynamicCache()
+    ids = torch.randint(base.config.get_text_config().vocab_size, (1, tokens), generator=generator)
+    forward: Any = SimpleNamespace(  # the base's up to the last layer, which writes all keys and values to the cache
+        prepared=lambda batch: batch,
+        embed=lambda batch: base.prologue(**batch, past_key_values=cache, use_cache=True),
+        block=base.block,
+        head=lambda batch, activations: activations.hidden.new_zeros(()),
+        forward_bytes=base.forward_bytes,
+        held_bytes=base.held_bytes,
+    )
+    streamed = MemoryPolicy(host=HostPlan((), _NO_LIMIT, buckets=1, keep_noise=False))
+    with Engine(base, memory=streamed) as replayer:
+        list(replayer.forwards([{"input_ids": ids}], forward))
+    layers: list[Any] = cache.layers  # those that share the keys of another layer have none
+    states = [states for layer in layers for states in (layer.keys, layer.values) if states is not None]
+    shapes = {(1, heads, tokens, config.token_dim // heads), *(tuple(one.shape) for one in states)}
+    if len(shapes) > 1 or len(states) * config.token_dim != shape[1]:
+        raise UnsupportedModelError(
+            f"model type {base.config.model_type}",
+            found=f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: {sorted(shapes)}",
+            expected=f"those of every layer, {shape[1]} numbers a token, as in peft's table",
+            remedy='pass init_weights="zero", or train LoRA',
+        )
+    return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
+
+
+_FACTORED, _INIT = {"r", "alpha", "rank_pattern", "alpha_pattern"}, {"init_weights"}
+_KINDS = (
+    LoRAKind(
+        *("LORA", "LoraConfig", "LoRA"),
+        {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_parameters"},
+        {"init_lora_weights", "use_dora"},
+        "lora_A",
+        "linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without dropout, whose initial values "
+        "do not depend on the base's weights",
+        is_mixed=False,
+    ),
+    PrefixKind(
+        *("PREFIX_TUNING", "PrefixTuningConfig", "a prefix"),
+        {"num_virtual_tokens", *_BASE_SIZES},
+        {"init_weights", "encoder_hidden_size"},  # the latter has no effect without a projection
+        _ENCODER,
+        "a causal language model, without prefix_projection",
+        is_mixed=False,
+    ),
+    AdapterKind("IA3", "IA3Config", "IA3", {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"),
+    AdapterKind("LOHA", "LoHaConfig", "LoHa", _FACTORED, _INIT, "hada_w1_a", is_mixed=False),
+    AdapterKind(
+        *("LOKR", "LoKrConfig", "LoKr"),
+        {*_FACTORED, "decompose_both", "decompose_factor", "use_effective_conv2d"},
+        _INIT,
+        "lokr_w1",
+    ),
+    AdapterKind("HRA", "HRAConfig", "HRA", {"r", "apply_GS"}, _INIT, "hra_u"),
+    AdapterKind("MISS", "MissConfig", "Miss", {"r", "mini_r"}, _INIT, "miss_block"),
+)
+KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +514,7 @@ class Adapter:
 class ChosenConfig(NamedTuple):
     """An adapter's config, its kind, and the file of its values."""
 
+    adapter: Adapter
     kind: AdapterKind
     config: Any  # peft's config
     weights: Path | None  # file of its values; None: it is new
@@ -105,10 +527,10 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     if isinstance(config, (str, Path)):
         path = Path(config)
         if path.is_dir():
-            weights = path / WEIGHTS_FILE
-            for file in (weights, path / CONFIG_FILE):
-                require_own_file(file, path)
-        config = _read_config(peft, path / CONFIG_FILE if path.is_dir() else path)
+            weights, path = path / WEIGHTS_FILE, path / CONFIG_FILE
+            for file in (weights, path):
+                require_own_file(file, path.parent)
+        config = _read_config(peft, path)
     name = str(getattr(config, "peft_type", type(config).__name__)).removeprefix("PeftType.")
     kind = KINDS.get(name)
     if kind is None or not isinstance(config, getattr(peft, kind.config_class)):
@@ -124,19 +546,20 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
         raise OptionError(
             f"adapter.{unused_options[0]}",
             found=str(plain[unused_options[0]])[:80],
-            expected=kind.accepted,
+            expected=f"{kind.title} of {kind.accepted}",
             remedy="leave it out",
         )
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = adapter.base
-    return ChosenConfig(kind, config, weights)
+    return ChosenConfig(adapter, kind, config, weights)
 
 
-def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, base: OpenBase) -> OpenedAdapter:
-    """Insert peft's modules into a skeleton. Their parameters are on the meta device."""
-    kind, config, weights = chosen
+def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, is_mixed: bool) -> OpenedAdapter:
+    """Insert peft's modules into a skeleton, in mixed or exact precision. Their parameters are on the meta device."""
+    adapter, kind, config, weights = chosen
+    dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
     try:
-        inserted = kind.insert(skeleton, config)
+        wrapper = kind.insert(skeleton, config, adapter.seed)
     except OptionError as error:
         if weights is None:
             raise
@@ -147,18 +570,10 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
             remedy="use the base that the adapter was made for",
         ) from error
     tensors = {  # a module's copy has the dtype of the module, as in peft
-        name: torch.empty(parameter.shape, dtype=parameter.dtype if SAVED in name else torch.float32, device="meta")
-        for name, parameter in skeleton.named_parameters()
-        if name in inserted.parameters
+        name: torch.empty(value.shape, dtype=dtypes[base_form(name)] if SAVED in name else torch.float32, device="meta")
+        for name, value in _added(skeleton)
     }
-    if weights is None:
-        values = kind.first_values(skeleton, config, adapter.seed, base)
-        copies = [name for name in tensors if SAVED in name]
-        values = partial(_with_copies, values, tensors, copies, base) if copies else values
-    else:
-        values = partial(dict, read_values(weights, inserted.parameters, tensors))
-    for name, tensor in tensors.items():
-        put_value(skeleton, name, tensor)
+    names = {name: kind.file_name(name) for name in tensors}
     trained = frozenset(name for name in tensors if not any(part in name for part in adapter.frozen))
     unmatched = [part for part in adapter.frozen if not any(part in name for name in tensors)]
     if not trained or unmatched:
@@ -168,15 +583,40 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
             expected=f"parts of the names of some of them, such as {kind.part_of_names}",
             remedy="leave it out to train all",
         )
-    return OpenedAdapter(kind, config, inserted, tensors, trained, values, where=str(weights or "the new adapter"))
+    not_mixed = kind.not_stacked(config) if is_mixed and not kind.is_mixed else None
+    if not_mixed is not None:
+        found, remedy = f"mixed with {not_mixed}", "leave it out, or use LoRA of linear layers"
+        raise OptionError("precision", found=found, expected="exact precision", remedy=remedy)
+    if weights is None:
+        drawn = kind.first_values(skeleton, config, adapter.seed, base)
+        values = partial(
+            _with_copies, drawn, {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}, base
+        )
+    else:
+        values = partial(dict, read_values(weights, names, tensors))
+    for name, tensor in tensors.items():
+        put_value(skeleton, name, tensor)
+    return OpenedAdapter(
+        config=config,
+        title=kind.title,
+        decisive=kind.decisive,
+        not_stacked=kind.not_stacked(config),
+        parameters=names,
+        tensors=tensors,
+        trained=trained,
+        values=values,
+        where=str(weights or "the new adapter"),
+        forward_bytes=kind.forward_bytes(skeleton, config),
+        wrapper=wrapper,
+    )
 
 
-def _with_copies(
-    values: FirstValues, tensors: Mapping[str, torch.Tensor], copies: Sequence[str], base: OpenBase
-) -> Mapping[str, torch.Tensor]:
-    """Initial values of an adapter. Copies of whole modules start with the base's values."""
-    read = base_values(base(), map(base_form, copies))
-    started = {name: value.to(tensors[name].dtype) for name, (_, value) in zip(copies, read, strict=True)}
+def _with_copies(values: FirstValues, copies: Mapping[str, torch.dtype], base: OpenBase) -> Mapping[str, torch.Tensor]:
+    """Initial values of an adapter. Copies of whole modules, of these dtypes, start with the base's values."""
+    if not copies:
+        return values()
+    read = _base_values(base(), map(base_form, copies))
+    started = {name: value.to(copies[name]) for name, (_, value) in zip(copies, read, strict=True)}
     return {**values(), **started}
 
 

@@ -7,29 +7,29 @@ or crash. So it runs in a child process whose limits follow from the file's size
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
-from zo2adapters.models.model_directory import portable_companions, remote_code_note
+from zo2adapters.models.checkpoint import portable_companions, remote_code_note
 from zo2core.checkpoint.shards import (
     new_directory,
+    parse_index,
     require_own_file,
     require_unused,
     shard_names,
     write_companions,
     write_index,
 )
-from zo2core.errors import CheckpointError, reason
+from zo2core.errors import CheckpointError, system_errors_as
 from zo2core.io.durable import open_regular
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
 
 _READER_SCRIPT = Path(__file__).with_name("unpickling.py")
-_MAX_INDEX_BYTES = 100_000_000
+_REMEDY = "get the checkpoint's files again"
 
 # Limits of the child: each gigabyte of weights takes about a second and two gigabytes of memory.
 SECONDS = 30.0  # CPU seconds for any file
@@ -82,47 +82,22 @@ def new_reader() -> LimitedProcess:
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
     """The tensors that the index expects in each shard, by the shard's file name; a single file has no index."""
-    index_path = directory / INDEX_FILE
-    if index_path.exists():
-        require_own_file(index_path, directory)
-        shards = _read_index(index_path)
-        for shard in shards:
-            require_own_file(directory / shard, directory)
-        return shards
-    if (directory / SINGLE_FILE).exists():
-        require_own_file(directory / SINGLE_FILE, directory)
-        return {SINGLE_FILE: []}
-    found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
-    if any(directory.glob("*.safetensors")):
-        found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
-    raise CheckpointError(directory, found=found, expected=f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
-
-
-def _read_index(path: Path) -> dict[str, list[str]]:
-    try:
-        with open_regular(path) as file:
-            raw = file.read(_MAX_INDEX_BYTES + 1)
-        if len(raw) > _MAX_INDEX_BYTES:
-            raise _malformed(path, f"more than {_MAX_INDEX_BYTES} bytes", "a JSON object with a weight_map")
-        pairs = list(json.loads(raw)["weight_map"].items())
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     shards: dict[str, list[str]] = {}
-    for name, shard in sorted(pairs, key=str):
-        # Printable: a name with NUL or a lone surrogate cannot be opened.
-        is_file_name = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
-        if not is_file_name or not shard.endswith(".bin"):
-            raise CheckpointError(
-                f"{path}: {name}",
-                found=f"shard {str(shard)[:200]!r}",
-                expected="the name of a .bin file in the index's own directory",
-                remedy="do not use this checkpoint unless you know why its index points elsewhere",
-            )
-        shards.setdefault(shard, []).append(name)
-    if not shards:
-        raise _malformed(path, "an empty weight_map", "the model's tensors")
+    if (directory / INDEX_FILE).exists():
+        require_own_file(directory / INDEX_FILE, directory)
+        for name, shard in sorted(parse_index(directory / INDEX_FILE, suffix=".bin").items()):
+            shards.setdefault(shard, []).append(name)
+        if not shards:
+            raise _malformed(directory / INDEX_FILE, "an empty weight_map", "the model's tensors")
+    elif (directory / SINGLE_FILE).exists():
+        shards[SINGLE_FILE] = []
+    else:
+        found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
+        if any(directory.glob("*.safetensors")):
+            found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
+        raise CheckpointError(directory, found=found, expected=f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
+    for shard in shards:
+        require_own_file(directory / shard, directory)
     return dict(sorted(shards.items()))
 
 
@@ -130,11 +105,8 @@ def _convert_shard(
     reader: LimitedProcess, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
 ) -> dict[str, int]:
     """Convert one file in the child process. Returns the bytes of each tensor written."""
-    try:
-        with open_regular(source) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise _unreadable(source, error) from error
+    with system_errors_as(CheckpointError, source, expected="a readable file", remedy=_REMEDY), open_regular(source) as file:
+        nbytes = os.fstat(file.fileno()).st_size
     request = {"source": str(source), "target": str(target), "shard": shard, "assigned": assigned}
     try:
         seconds, memory = SECONDS + SECONDS_PER_BYTE * nbytes, MEMORY + MEMORY_PER_BYTE * nbytes
@@ -153,10 +125,5 @@ def _convert_shard(
     return dict(result["sizes"])
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    found = reason(error)
-    return CheckpointError(path, found=found, expected="a readable file", remedy="get the checkpoint's files again")
-
-
 def _malformed(where: object, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(where, found=found, expected=expected, remedy="get the checkpoint's files again")
+    return CheckpointError(where, found=found, expected=expected, remedy=_REMEDY)

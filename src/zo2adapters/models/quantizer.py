@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.checkpoint import json_object, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.model_directory import json_object
 from zo2adapters.models.quantized import INT8_FORMAT, MATRIX, NF4_STATE, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint.shards import require_unused, write_checkpoint
@@ -92,9 +91,11 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
             if spec.encoding is not None:
                 found, remedy = f"{spec.name} in {spec.encoding.name}", "use it as it is, or quantise the original"
                 raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
-            parts = model.saved_form.parts_of(spec)
-            is_stack = len(spec.shape) == 3 and (len(parts) > 1 or _is_of_experts(model, spec.name))
-            if layout.resident or not (is_stack or _is_linear(model, spec.name)):
+            (_, module, leaf), *_ = model.places_of(spec.name)
+            parts, is_linear = model.saved_form.parts_of(spec), leaf == "weight" and type(module) is nn.Linear
+            is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__  # a matrix for each
+            is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
+            if layout.resident or not (is_stack or is_linear):
                 continue
             columns = spec.shape[-1]
             if is_stack and parts == (SavedPart(parts[0].tensor, spec.shape, 0, spec.numel),):
@@ -197,15 +198,3 @@ def _description(encoding: MatrixEncoding, dtype: str) -> dict[str, Any]:
         "bnb_4bit_quant_storage": "uint8",
     }
     return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else nf4)}
-
-
-def _is_linear(model: HFBlockModel, name: str) -> bool:
-    """Whether a parameter is the matrix of an ``nn.Linear``."""
-    (_, module, leaf), *_ = model.places_of(name)
-    return leaf == "weight" and type(module) is nn.Linear
-
-
-def _is_of_experts(model: HFBlockModel, name: str) -> bool:
-    """Whether a parameter has a matrix for each expert of a mixture."""
-    (_, module, _), *_ = model.places_of(name)
-    return ".experts." in name or "Experts" in type(module).__name__

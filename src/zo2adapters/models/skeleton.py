@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from zo2adapters.models.heads import CAUSAL_LM, Head
+from zo2adapters.models.batches import CAUSAL_LM, Head
 from zo2core.errors import UnsupportedModelError
 
 

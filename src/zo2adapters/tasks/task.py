@@ -20,9 +20,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.batches import pack
-from zo2adapters.models.called_forward import CalledForward
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.model_directory import end_token_ids
+from zo2adapters.models.checkpoint import end_token_ids
+from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.tasks import objectives
 from zo2adapters.tasks.generation import Generation, Sampling, generate, sampling_of
 from zo2adapters.tasks.objectives import CandidateScores, Scored, in_order, is_own_shard, sharded_forwards

@@ -18,8 +18,8 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
+from zo2adapters.models.checkpoint import companion_files
 from zo2adapters.models.gguf_model import gguf_tokenizer
-from zo2adapters.models.model_directory import companion_files
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.row_source import row_error
 from zo2core import ZO2Error

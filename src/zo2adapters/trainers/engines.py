@@ -12,7 +12,7 @@ import torch
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, TrainedState, TrainOptions

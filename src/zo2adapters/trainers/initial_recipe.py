@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
+from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.row_reader import RowReader

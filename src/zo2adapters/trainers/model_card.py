@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from zo2adapters.models.model_directory import PROMPT
+from zo2adapters.models.checkpoint import PROMPT
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_reader import with_labels
 from zo2adapters.trainers.metrics import best_step, criteria_of, row_of

@@ -14,9 +14,9 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.registry import MODEL_LOSS, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_reader import RowReader

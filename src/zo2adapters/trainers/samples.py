@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.model_directory import end_token_ids
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow
 from zo2adapters.trainers.run_directory import read_samples

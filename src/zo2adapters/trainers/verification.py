@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from zo2adapters.models.batches import head_of
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.gguf_model import load_whole
-from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.peft_adapter import Adapter
-from zo2adapters.models.peft_kinds import PeftBlockModel
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.row_reader import classifies, padding_of, rates_once
 from zo2adapters.trainers.engines import require_finite_base

@@ -155,7 +155,7 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         remedy = "pass a directory with a model in the Hugging Face layout"
         raise malformed(directory, "no safetensors weights", f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
     require_own_file(index_path, directory)
-    weight_map = _parse_index(index_path)
+    weight_map = parse_index(index_path)
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         require_own_file(directory / shard, directory)
@@ -168,7 +168,8 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _parse_index(path: Path) -> dict[str, str]:
+def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
+    """Read an index: the shard of each tensor, a file with this suffix in the index's own directory."""
     try:
         with open_regular(path) as file:
             raw = file.read(_MAX_INDEX + 1)
@@ -184,8 +185,8 @@ def _parse_index(path: Path) -> dict[str, str]:
     for name, shard in pairs:
         # Printable: no NUL and no lone surrogate, with which a file cannot be opened.
         plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
-        if not plain or shard in {"", ".", ".."}:
-            expected = "the name of a file in the index's own directory"
+        if not plain or shard in {"", ".", ".."} or not shard.endswith(suffix):
+            expected = f"the name of a file{suffix and f' *{suffix}'} in the index's own directory"
             remedy = "do not use this checkpoint unless you know why its index points elsewhere"
             raise malformed(f"{path}: {name}", f"shard {str(shard)[:200]!r}", expected, remedy=remedy)
     return dict(pairs)

@@ -105,9 +105,9 @@ def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torc
     return (summed / sum(tokens)).to(losses[0].dtype)
 
 
-def rows_of(batch: Batch, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Select a range of a batch's rows. Tensors that all rows share are kept whole."""
-    count = len(batch["labels"])
+def rows_of(batch: Batch, start: int, stop: int, counted_in: str = "labels") -> dict[str, torch.Tensor]:
+    """Select a range of a batch's rows, as many as this entry has. Tensors that all rows share are kept whole."""
+    count = len(batch[counted_in])
     return {key: value[start:stop] if value.dim() > 0 and len(value) == count else value for key, value in batch.items()}
 
 

@@ -1,0 +1,282 @@
+"""Hugging Face models with an adapter of peft. Exports are the adapter, in peft's files.
+
+A prefix is trained keys and values of virtual tokens, which every layer's attention sees before those of the row. Other
+adapters are modules around layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+from torch import nn
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from zo2adapters.models.batches import is_packed
+from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
+from zo2adapters.models.hf import Activations, HFBlockModel, HFHeadModel
+from zo2adapters.models.skeleton import LayerCall, LayerCalls
+from zo2core import Batch, ParameterSpec
+from zo2core.checkpoint.shards import new_directory, write_companions
+from zo2core.errors import UnsupportedModelError
+from zo2core.kernels.encoding import decoded
+from zo2core.protocols import TensorReader
+
+ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
+SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
+_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")  # part of the names of a wrapped module's parameters
+
+FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # returns initial values by parameter, in its dtype
+
+
+def base_form(name: str) -> str:
+    """The name in the base of a parameter of the model with an adapter; a trained copy has the name of its original."""
+    return _WRAPPED.sub(".", name).replace(SAVED, ".")
+
+
+def read_weight(weights: TensorReader, spec: ParameterSpec) -> torch.Tensor:
+    """Read a parameter of the base, decoded, in its shape."""
+    stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
+    weights.read_into(spec.name, stored)
+    return (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
+
+
+def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set the parameter of this name to a tensor."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._parameters[leaf] = nn.Parameter(value)
+
+
+def write_adapter(
+    directory: Path,
+    config: Mapping[str, Any],
+    values: dict[str, torch.Tensor],
+    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+) -> None:
+    """Write an adapter."""
+    with new_directory(directory) as partial:
+        (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_companions(partial, files)
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Peft's config as JSON values, as peft saves it."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=_listed))
+    return {**values, "inference_mode": True}
+
+
+def _listed(value: object) -> object:
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """An adapter in a skeleton, with its initial values."""
+
+    config: Any  # peft's config
+    title: str  # name of its kind in messages
+    decisive: Set[str]  # options that change the forward, part of a run's description
+    not_stacked: str | None  # name of these adapters in the error that refuses low-rank perturbations; None: supported
+    parameters: Mapping[str, str]  # names in peft's files, by names in the skeleton
+    tensors: Mapping[str, torch.Tensor]  # its parameters by name, on the meta device
+    trained: frozenset[str]  # names of the trained parameters
+    values: FirstValues
+    where: str  # name of the adapter in messages
+    forward_bytes: int  # memory that a layer's forward needs in addition to the base's
+    wrapper: Any  # peft's model around the skeleton, if the adapter only works through it; else None
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of its parameters."""
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+
+class PeftBlockModel(HFBlockModel):
+    """A Hugging Face model with an adapter of peft."""
+
+    def __init__(self, *arguments: Any, adapter: OpenedAdapter, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.adapter = adapter
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """The values that determine the forward, including the adapter's config."""
+        plain = plain_config(self.adapter.config)
+        decisive = {key: plain[key] for key in sorted(self.adapter.decisive & plain.keys())}
+        for key in ("modules_to_save", "target_parameters"):  # earlier runs have no entry
+            if not decisive.get(key):
+                decisive.pop(key, None)
+        return {**super().description, "adapter": decisive}
+
+    @property
+    def exported_parameters(self) -> frozenset[str]:
+        """The adapter's parameters."""
+        return frozenset(self.adapter.parameters)
+
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
+        """Write the adapter's config and its tensors among these as peft does, the base's tokenizer, and further files."""
+        names = self.adapter.parameters
+        saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
+        write_adapter(directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files})
+
+    def require_stackable(self) -> None:
+        """Patch the modules for low-rank perturbations. See the contract."""
+        title = self.adapter.not_stacked or ("modules_to_save" if self.adapter.config.modules_to_save else None)
+        if title is not None:
+            raise UnsupportedModelError(
+                "adapter",
+                found=f"{title} with low-rank perturbations",
+                expected="LoRA, whose matrices are linear layers",
+                remedy="leave --rank out, or use DensePerturbation()",
+            )
+        super().require_stackable()
+
+    def adapter_bytes(self, rows: int, streams: int) -> int:
+        """Expected bytes of memory that the adapter adds to a sweep of the base."""
+        return self.adapter.forward_bytes
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Estimate the bytes by formula. See the contract."""
+        return super().forward_bytes(batch) + self.adapter.forward_bytes
+
+
+class PeftHeadModel(PeftBlockModel, HFHeadModel):
+    """A Hugging Face model with another head than a causal language model's, and an adapter."""
+
+
+# Copies of all rows' keys and values while peft makes a cache, in units of the base's dtype: float32 counts as two.
+_COPIES = 4
+
+
+class LayerPrefix(NamedTuple):
+    """The prefix of one layer, which all rows share."""
+
+    keys: torch.Tensor  # (1, heads, virtual tokens, head size), in the base's dtype
+    values: torch.Tensor  # the same
+
+
+class PrefixBlockModel(PeftBlockModel):
+    """A Hugging Face model with a prefix of peft.
+
+    Peft's model calls Hugging Face's forward with the prefix as a cache, and with a mask that starts with ones for the
+    prefix. Attention appends the row's keys to the cache. Therefore a batch holds each layer's keys and values as tensors,
+    and each call of a layer gets a new cache made from them.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._wrapper = self._called = self.adapter.wrapper
+        self.virtual_tokens = int(self.adapter.config.num_virtual_tokens)
+        if self.longest_row is not None:
+            self.longest_row -= self.virtual_tokens  # which have positions, too
+
+    def _prepared(self, batch: Batch) -> Batch:
+        if is_packed(batch):
+            raise UnsupportedModelError(
+                "prefix",
+                found="several sequences in a row, of which only the first would have the prefix",
+                expected="one sequence per row",
+                remedy="pad the rows: pass an attention_mask, and leave --pack out",
+            )
+        return super()._prepared(batch)
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run HF's forward up to the first layer, and keep each layer's prefix. See the contract."""
+        activations = super().embed(batch)
+        calls = (_with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer()))
+        return activations._replace(calls=LayerCalls.of(calls))
+
+    def prologue(self, **inputs: Any) -> Activations:
+        """Run HF's forward up to the first layer. A cache of the caller gets the prefix as its first entries."""
+        cache = inputs.get("past_key_values")
+        if cache is None:
+            return super().prologue(**inputs)
+        rows = len(inputs["input_ids"])
+        if cache.get_seq_length() == 0:
+            for index, layer in enumerate(self._wrapper.get_prompt(rows).layers):
+                cache.update(layer.keys, layer.values, index)
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        if mask is not None:
+            inputs["attention_mask"] = torch.cat([mask.new_ones(rows, self.virtual_tokens), mask], dim=1)
+        if positions is not None:
+            inputs["position_ids"] = positions + self.virtual_tokens
+        with self._unwrapped():
+            return super().prologue(**inputs)
+
+    def _arguments(self, index: int, activations: Activations) -> LayerCall:
+        """The recorded arguments, with a new cache."""
+        return _with_cache(activations.calls.layer(index), index, len(self.by_token(activations.hidden)))
+
+    def adapter_bytes(self, rows: int, streams: int) -> int:
+        """Bytes of the cache of all rows while it is made, and of each evaluation's prefix. See the base class."""
+        all_rows, prefix = (cache_bytes(self.config, count, self.virtual_tokens) for count in (rows, 1))
+        return _COPIES * all_rows + streams * prefix
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Estimate the bytes by formula. See the contract."""
+        making = cache_bytes(self.config, len(batch["input_ids"]), self.virtual_tokens)
+        return max(super().forward_bytes(batch), _COPIES * making)
+
+    def held_bytes(self, batch: Batch) -> int:
+        """Estimate the bytes by formula. See the contract."""
+        prefix, rows = cache_bytes(self.config, 1, self.virtual_tokens), len(batch["input_ids"])
+        # The positions of the prefix are removed by a view, which keeps their memory.
+        return super().held_bytes(batch) + prefix + rows * self.virtual_tokens * POSITION_BYTES
+
+
+class _OtherLayer:
+    """Placeholder for the earlier layers in a layer's cache."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = f"a read of another layer's keys ({name})"
+        raise _unfit("a layer's attention", found, "layers that each attend to their own keys, for a prefix")
+
+
+def _unfit(where: str, found: str, expected: str) -> UnsupportedModelError:
+    return UnsupportedModelError(where, found=found, expected=expected, remedy="train LoRA, or all weights")
+
+
+def _with_prefix(call: LayerCall, index: int) -> LayerCall:
+    """A layer's arguments with its prefix in place of the cache of all layers."""
+    args, kwargs = call
+    if not any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+        found = "a call without a cache of keys and values"
+        raise _unfit(f"layer {index}", found, "layers that are called with a cache, for a prefix")
+
+    def of_layer(cache: Any) -> LayerPrefix:
+        own = cache.layers[index]
+        return LayerPrefix(own.keys[:1].clone(), own.values[:1].clone())
+
+    return _replaced(Cache, of_layer, call)
+
+
+def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
+    """A layer's arguments with a new cache that starts with its prefix, for this number of rows."""
+
+    def of_layer(prefix: LayerPrefix) -> DynamicCache:
+        layer: Any = DynamicLayer  # its constructor is untyped
+        own, cache = layer(), DynamicCache()
+        own.update(*(tensor.expand(rows, -1, -1, -1) for tensor in prefix))
+        others: list[Any] = [_OtherLayer() for _ in range(index)]
+        cache.layers = [*others, own]
+        return cache
+
+    return _replaced(LayerPrefix, of_layer, call)
+
+
+def _replaced(kind: type, change: Callable[[Any], Any], call: LayerCall) -> LayerCall:
+    """A layer's arguments, with those of one type changed."""
+    args, kwargs = call
+    changed = {key: change(value) if isinstance(value, kind) else value for key, value in kwargs.items()}
+    return tuple(change(value) if isinstance(value, kind) else value for value in args), changed
