@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from zo2adapters.commands.report import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.task import f1_of_words, normalized, standard_error
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import FirstOrder
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import RunModelOptions, TrainOptions
 from zo2core import Journal
 
 TEXTS = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[2:8]]

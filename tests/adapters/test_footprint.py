@@ -24,10 +24,13 @@ from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
 from zo2adapters.tasks.objectives import LogLikelihood
-from zo2adapters.trainers.engines import reserved_bytes
+from zo2adapters.trainers.methods import StepMemory, method_of
+from zo2adapters.trainers.optimization import FirstOrder
+from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import Distribution, Engine, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.optimizers import make_block_update
+from zo2core.names import OptimizerName
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 SHAPES: dict[str, PretrainedConfig] = {
@@ -104,6 +107,13 @@ def test_pieces_of_a_batch_are_counted_one_by_one() -> None:
     assert activation_bytes(config, 5, 12, streams=3, micro_rows=4) == 3 * held + forward_bytes(config, 4, 12)
 
 
+def reserved_bytes(model: HFBlockModel, micro_rows: int | None, method: OptimizerName = "lomo") -> StepMemory:
+    """What a first-order step of four rows of eight tokens reserves."""
+    given: Any = {"first_order": FirstOrder(method=method), "batching": Batching(micro_batch_size=micro_rows)}
+    options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
+    return method_of(options).reserved_bytes(model, BatchShape.whole(4, 8))
+
+
 def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(tmp_path: Path) -> None:
     opened = [
         open_checkpoint(save_model(tmp_path / str(tied), small_config("llama", tie_word_embeddings=tied)))
@@ -111,18 +121,17 @@ def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(t
     ]
     embedding = opened[0].layouts[0].nbytes
     for micro_rows, micro_batches in ((None, 1), (4, 1), (2, 2), (3, 2)):
-        tied, untied = (reserved_bytes(model, 4, 8, micro_rows) for model in opened)
+        tied, untied = (reserved_bytes(model, micro_rows) for model in opened)
         assert (tied[0] - untied[0], tied[1] - untied[1]) == (micro_batches * embedding, micro_batches * embedding)
 
 
 def test_in_the_turn_of_a_block_tied_weights_have_no_gradients(tmp_path: Path) -> None:
     """Only an embedding whose turn takes more than that of any block needs memory beside it."""
-    update = make_block_update("badam", weight_decay=0.0)
     sizes: list[list[int]] = []
     for vocabulary in (64, 4096):
         config = small_config("llama", tie_word_embeddings=True, vocab_size=vocabulary, intermediate_size=256)
         model = open_checkpoint(save_model(tmp_path / str(vocabulary), config))
-        sizes.append([reserved_bytes(model, 4, 8, 1, given)[1] for given in (None, update)])
+        sizes.append([reserved_bytes(model, 1, method).least for method in ("lomo", "badam")])
     embedding = model.layouts[0].nbytes
     (small, small_in_turns), (large, large_in_turns) = sizes
     assert small_in_turns < small

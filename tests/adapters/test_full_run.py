@@ -145,14 +145,13 @@ def test_plan_counts_gradients_states_and_snapshots(here: Path, method: Optimize
 
 
 def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zo2adapters.trainers.engines import Opening
     from zo2adapters.trainers.methods import GradientRun
 
     class Pair:
         size = 2
 
-    def engine(self: GradientRun, opening: Opening, real: Any = GradientRun.engine) -> Any:
-        return real(self, Opening(**{**vars(opening), "workers": Pair()}))
+    def engine(self: GradientRun, *arguments: Any, real: Any = GradientRun.engine, **given: Any) -> Any:
+        return real(self, *arguments, **{**given, "workers": Pair()})
 
     monkeypatch.setattr(GradientRun, "engine", engine)
     told = refusal(*train("run"))

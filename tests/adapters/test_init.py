@@ -20,7 +20,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.commands.options import option_names
 from zo2adapters.commands.train import Train
 from zo2adapters.tasks.row_options import RowOptions, Survey, survey
-from zo2adapters.trainers.initial_recipe import Choice, InitialRecipe
+from zo2adapters.trainers.initial_recipe import InitialRecipe
 from zo2adapters.trainers.probes import hands_over_tensors
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, plan_of
@@ -359,8 +359,7 @@ def test_columns_of_conversations_and_numbers_are_found(tmp_path: Path) -> None:
 
 def test_values_of_any_text_survive_the_file() -> None:
     template = '{text}\\nIt\'s "#: - yes":'
-    recipe = InitialRecipe(
-        choices=[Choice("prompt_template", template, "Why."), Choice(None, None, "Only this.")], summary=""
-    )
+    reasons = {"prompt_template": "Why.", "method": "Only this."}
+    recipe = InitialRecipe(values={"prompt_template": template}, reasons=reasons, summary="")
     assert yaml.safe_load(recipe.text()) == {"prompt_template": template}
     assert recipe.text().startswith("# Why.\nprompt_template: ")

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.model_card import model_card
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import RunModelOptions
 from zo2core import Journal
 
 

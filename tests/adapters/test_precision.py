@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from zo2adapters import Architecture, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.architecture import faster_half
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import RunModelOptions, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import OptionError

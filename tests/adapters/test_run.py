@@ -21,11 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers import run_directory
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
-from zo2adapters.trainers.options import Batching, Storage, TrainOptions
-from zo2adapters.trainers.provenance import provenance
-from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
+from zo2adapters.trainers.run_directory import RunDirectory, provenance
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import device_kinds
 from zo2core import Journal, ZO2Error

@@ -24,10 +24,9 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, lea
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan
-from zo2adapters.trainers.engines import step_memory
-from zo2adapters.trainers.methods import GradientRun
+from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import FirstOrder, Noise, Optimization
-from zo2adapters.trainers.options import Batching, Storage, TrainOptions, evaluations_due
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.probes import measured_forward_seconds
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, Transfers, duration, plan_of, plan_run
@@ -192,8 +191,9 @@ def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, c
 @pytest.mark.parametrize(("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)])
 def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: int | None) -> None:
     due = [at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)]
-    for version in range(steps + 2):
-        assert evaluations_due(steps, every, version=version) == sum(at >= version for at in due)
+    run: Any = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run"), "steps": steps, "evaluate_every": every}
+    assert TrainOptions(**run, evaluation=Path("rows.jsonl")).evaluation_steps == due
+    assert not TrainOptions(**run).evaluation_steps
 
 
 @pytest.fixture
@@ -419,21 +419,26 @@ def test_what_cannot_be_planned_is_refused(
         planned_for_gpu(open_checkpoint(base), **options)
 
 
+def reserved(model: HFBlockModel, optimization: Optimization) -> StepMemory:
+    """What a run of four rows of eight tokens reserves."""
+    options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), optimization=optimization)
+    return method_of(options).reserved_bytes(model, RowShapes.of_length(Batching(batch_size=4), 8).longest)
+
+
 @pytest.mark.parametrize(
     "optimization",
     [Optimization(rank=4, queries=2, stack=2), Optimization(rank=4, per_row=True), Optimization(per_row=True)],
 )
 def test_a_plan_reserves_what_the_run_reserves(optimization: Optimization, base: Path) -> None:
     model = open_checkpoint(base, precision="exact")
-    needed = step_memory(model, RowShapes.of_length(Batching(batch_size=4), 8).longest, optimization, None)
+    needed = reserved(model, optimization)
     assert planned_for_gpu(model, optimization, rows=4).device_plan.activation_bytes == needed.nbytes
 
 
 def test_the_least_memory_counts_logits_in_chunks_where_the_loss_is_computed_in_chunks(tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config("llama", vocab_size=1000))
     whole, chunked = open_checkpoint(base), open_checkpoint(base, loss_chunk=1)
-    longest = RowShapes.of_length(Batching(batch_size=4), 8).longest
-    least = [step_memory(model, longest, Optimization(), None).least for model in (whole, chunked)]
+    least = [reserved(model, Optimization()).least for model in (whole, chunked)]
     assert least == [least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)]
     assert least[1] < least[0]
 
@@ -488,9 +493,9 @@ def test_the_first_line_counts_graphs(here: Path, monkeypatch: pytest.MonkeyPatc
     told: list[HostPlan] = []
     storage = GradientRun.storage
 
-    def noted(self: GradientRun, engine: Any, host: HostPlan, model: Any) -> str:
+    def noted(self: GradientRun, model: Any, host: HostPlan, *rest: Any) -> str:
         told.append(host)
-        return storage(self, engine, host, model)
+        return storage(self, model, host, *rest)
 
     monkeypatch.setattr(GradientRun, "storage", noted)
     lines(*FIRST_ORDER)

@@ -19,9 +19,8 @@ from strikes import strike
 from zo2adapters.commands import train
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.trainers import tuning
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import FirstOrder, Optimization
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.options import RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, tune
 from zo2core import Engine, SharedBase

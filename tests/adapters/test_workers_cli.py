@@ -157,9 +157,9 @@ def test_the_first_worker_alone_reports_to_a_tracker(tmp_path: Path, monkeypatch
     opened: list[tuple[str, Path]] = []
 
     class Noted(LiveMetrics):
-        def __init__(self, tracker: TrackerName, directory: Path, *arguments: Any) -> None:
-            opened.append((tracker, directory))
-            super().__init__("none", directory, *arguments)
+        def __init__(self, tracker: TrackerName, folder: Path, *arguments: Any) -> None:
+            opened.append((tracker, folder))
+            super().__init__("none", folder, *arguments)
 
     monkeypatch.setattr("zo2adapters.trainers.trainer.LiveMetrics", Noted)
 

@@ -44,10 +44,10 @@ def test_a_journal_of_ones_own_noise_needs_it_again(tmp_path: Path) -> None:
 
 def test_exact_mezo_is_its_noise_and_its_walk_whatever_else_is_said() -> None:
     exact = Optimization(exact_mezo=True, noise=Noise.GAUSSIAN)
-    assert exact.generator([]) is None
+    assert exact.generator() is None
     assert exact.estimator_of(1).perturb_in_place
     plain = Optimization()
-    assert isinstance(plain.generator([]), PhiloxNoise)
+    assert isinstance(plain.generator(), PhiloxNoise)
     assert not plain.estimator_of(1).perturb_in_place
-    assert Optimization(noise=Noise.MEZO).generator([]) is None
+    assert Optimization(noise=Noise.MEZO).generator() is None
     assert SequentialNoise([]).name == "torch-cpu-sequential"

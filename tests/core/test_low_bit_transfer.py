@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.architecture import TRANSFER_DTYPES
-from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import RunModelOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     Distribution,

@@ -25,6 +25,7 @@ from profiles import LONG, short_first
 from runs import outcome
 from strikes import (
     JOURNAL,
+    METRICS,
     PHASES,
     SNAPSHOTS,
     STEP,
@@ -54,7 +55,7 @@ PROBES = 4  # of them, by which the plan of a run measures the optimizer, before
 SNAPSHOT_PLACES: Mapping[str, Place] = {
     "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
     "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
-    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
+    "before a row of metrics": (METRICS, "", "write_row", 6, "before"),
     "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
     "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
     "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
@@ -82,7 +83,7 @@ COMMIT_PLACES: Mapping[str, Place] = {
     "all blocks are durable, and not named": (RECORDS, "RecordFile", "append", 8, "before"),
     "the commit is durable": (SLOTS, "Generations", "commit", 3, "after"),
     "between two updates": (*TORCH_UPDATE, PROBES + 7, "before"),
-    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
+    "before a row of metrics": (METRICS, "", "write_row", 6, "before"),
     "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
 }
 REWARD_PLACES: Mapping[str, Place] = {
@@ -417,10 +418,10 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs:
 @pytest.mark.parametrize(
     ("kind", "place", "told"),
     [
-        ("adapter", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its adapter"),
-        pytest.param("adamw", (TRAINER, "", "write_row", 8), "from the snapshot of step 4, or to get its model", marks=LONG),
+        ("adapter", (METRICS, "", "write_row", 8), "from the snapshot of step 4, or to get its adapter"),
+        pytest.param("adamw", (METRICS, "", "write_row", 8), "from the snapshot of step 4, or to get its model", marks=LONG),
         pytest.param("adamw", (*TORCH_UPDATE, PROBES + 18), "from the snapshot of step 4, or to get its model", marks=LONG),
-        ("adamw, streamed", (TRAINER, "", "write_row", 5), "the run goes on from the commit of step "),
+        ("adamw, streamed", (METRICS, "", "write_row", 5), "the run goes on from the commit of step "),
     ],
 )
 def test_an_interrupted_run_says_from_where_it_goes_on(

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, Any, NoReturn
 
-TRAINER, JOURNAL, SNAPSHOTS = "zo2adapters.trainers.trainer", "zo2core.journal", "zo2core.checkpoint.snapshots"
+TRAINER, METRICS = "zo2adapters.trainers.trainer", "zo2adapters.trainers.metrics"
+JOURNAL, SNAPSHOTS = "zo2core.journal", "zo2core.checkpoint.snapshots"
 WRITES = ("pwrite", "fsync", "fdatasync", "ftruncate", "replace", "rename", "mkdir")  # of os: what changes files
 PAUSE = 0.001  # seconds after each of them, where the clock kills: so it hits files more often than the arithmetic
 PAGE = 4096
@@ -112,8 +113,8 @@ def die_at_write(at: int | None = None, file: str | None = None, *, pauses: bool
         return struck
 
     write_half = _half_of(os.pwrite)
-    trainer: Any = importlib.import_module(TRAINER)
-    trainer.write_row = wrap(trainer.write_row, _half_row)
+    metrics: Any = importlib.import_module(METRICS)
+    metrics.write_row = wrap(metrics.write_row, _half_row)
     for name in WRITES:
         setattr(os, name, wrap(getattr(os, name), write_half if name == "pwrite" else None))
 

@@ -19,10 +19,9 @@ from unittest import mock
 from measuring import alternate, require_equal, seconds_of, times_faster
 
 from zo2adapters.trainers import tuning
-from zo2adapters.trainers.engines import can_share
-from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.methods import can_share
 from zo2adapters.trainers.optimization import FirstOrder, Optimization
-from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.options import Batching, RunModelOptions, TrainOptions
 
 SIDES = {"together": can_share, "apart": lambda options: False}
 
@@ -43,7 +42,6 @@ def tuned(options: TrainOptions, side: str, forwards: int) -> list[tuple[float, 
         tuning.tune(
             replace(options, output=Path(folder, "tuned")),
             forwards=forwards,
-            continues=False,
             after_round=lambda trials: rankings.append([(trial.lr, trial.steps, trial.loss) for trial in trials]),
         )
     return rankings[-1]

@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
-from zo2adapters.trainers.metrics import best_step, criteria_of
-from zo2adapters.trainers.model_options import AdapterOptions, DtypeName, RunModelOptions, precision_of_run
-from zo2adapters.trainers.options import Resources, TrainOptions
+from zo2adapters.trainers.metrics import best_step
+from zo2adapters.trainers.options import (
+    AdapterOptions,
+    DtypeName,
+    Resources,
+    RunModelOptions,
+    TrainOptions,
+    precision_of_run,
+)
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core.errors import JournalError, OptionError
-from zo2core.ranges import shown
+from zo2core.ranges import counted, shown
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -109,7 +115,7 @@ class AtStep(Command):
     @property
     def reads_base_only(self) -> bool:
         """Whether the model is the base, with an adapter or low-rank changes or without, so that passes can be shared."""
-        from zo2adapters.trainers.engines import can_share
+        from zo2adapters.trainers.methods import can_share
 
         if self.saved is not None:
             return can_share(self.saved)
@@ -223,7 +229,7 @@ class AtStep(Command):
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
         """Build a runner from a first-order run's snapshot of the step."""
-        from zo2adapters.trainers.engines import parameters_at
+        from zo2adapters.trainers.methods import parameters_at
         from zo2core import AtSnapshot, Engine
         from zo2core.checkpoint.snapshots import Snapshots
 
@@ -249,10 +255,10 @@ def _step_of_run(run: Path, journal: Journal, *, keeps_best: bool) -> tuple[int,
     from zo2core.checkpoint.snapshots import Snapshots
 
     last = journal.version
-    losses = criteria_of({step: results for step, results in journal.evaluations.items() if step <= last})
-    best = best_step(losses) if losses and keeps_best else None
+    evaluations = {step: results for step, results in journal.evaluations.items() if step <= last}
+    best = best_step(evaluations) if keeps_best else None
     if best is not None:
-        return best, f"best of {len(losses)} evaluation{'' if len(losses) == 1 else 's'}"
+        return best, f"best of {counted(len(evaluations), 'evaluation')}"
     if journal.is_replayable:
         return last, None
     steps = [step for step in Snapshots(run, journal.chain, journal.require_version).steps if step <= last]
@@ -263,7 +269,7 @@ def _step_of_run(run: Path, journal: Journal, *, keeps_best: bool) -> tuple[int,
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     """Compare the whole base with the digests in a journal."""
-    from zo2adapters.trainers.engines import verify_with_progress
+    from zo2adapters.trainers.progress_bar import verify_with_progress
 
     if path is None:
         expected = "--run or --journal, which has the digests"

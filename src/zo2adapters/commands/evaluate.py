@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.trainers.model_options import RunModelOptions, precision_of_run
 from zo2adapters.trainers.option_table import require_valid
-from zo2adapters.trainers.options import Batching, Resources, RunOptions
+from zo2adapters.trainers.options import Batching, Resources, RunModelOptions, RunOptions, precision_of_run
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first, torchrun_rank
 from zo2core.errors import NonFiniteLossError, OptionError
@@ -190,7 +189,7 @@ def _value(measure: Measure, value: float) -> str:
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
     """Refuse a loss that is not finite, and report whether the base's own weights are the cause."""
-    from zo2adapters.trainers.engines import require_finite_base
+    from zo2adapters.trainers.methods import require_finite_base
 
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
-from zo2adapters.trainers.model_options import DtypeName
+from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core.errors import OptionError, OutputError
 from zo2core.ranges import counted

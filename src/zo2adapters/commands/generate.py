@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
-from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
-from zo2adapters.trainers.options import Batching, Resources
+from zo2adapters.trainers.options import Batching, ModelOptions, Resources, RunModelOptions
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core.errors import DataError, NonFiniteLossError, OptionError
 from zo2core.ranges import counted, require_whole
@@ -55,7 +54,7 @@ class SamplingOptions:
 class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.engines")
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.methods")
     first_options: ClassVar = "run_directory model adapter prompt at others max_new_tokens temperature top_p memory"
 
     prompt: tuple[str, ...]
@@ -117,7 +116,7 @@ def _generated(
     from zo2adapters.models.checkpoint import end_token_ids
     from zo2adapters.tasks.generation import generate
     from zo2adapters.tasks.tokenizer import pad_token_id
-    from zo2adapters.trainers.engines import require_finite_base
+    from zo2adapters.trainers.methods import require_finite_base
 
     ends, pad = end_token_ids(model, tokenizer), pad_token_id(tokenizer)
     given: Any = {"sampling": sampling, "eos_token_ids": ends, "pad_token_id": pad}
@@ -139,7 +138,7 @@ def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
 class Chat(Command):
     """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.engines")
+    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.methods")
     first_options: ClassVar = "run_directory model adapters at max_new_tokens temperature top_p sequence_length memory"
 
     run_directory: Annotated[Path | None, POSITIONAL] = None

@@ -13,8 +13,7 @@ from zo2adapters.commands.options import Command, Written
 from zo2adapters.tasks.registry import AUTO, function_file
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import require_there
-from zo2adapters.trainers.model_options import HeadName, RunModelOptions
-from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.options import HeadName, RunModelOptions, Storage, TrainOptions
 from zo2core.errors import OutputError, system_errors_as
 from zo2core.io.durable import create_file
 

@@ -323,17 +323,10 @@ def _use(uses: Sequence[dict[str, float]]) -> str:
 
 
 def _options(runs: Sequence[Run]) -> str:
-    flat = [{name: value for name, value in _leaves(used_options(run.options)) if value not in (None, [])} for run in runs]
+    flat = [{name: value for name, value in used_options(run.options).items() if value not in (None, [])} for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     rows = [[name, *(json.dumps(of_run[name]) if name in of_run else "not set" for of_run in flat)] for name in names]
     return _table(["", *(run.name for run in runs)], rows, marks=lambda row: len(set(row[1:])) > 1)
-
-
-def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for name, value in options.items():
-        pairs += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return pairs
 
 
 def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]], bool] = lambda row: False) -> str:

@@ -21,9 +21,8 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.option_table import Change, changed, flag, require_unchanged
+from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     METRICS,
@@ -395,7 +394,7 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
 
 def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
     """Train several runs that share their base, by their names, and print how they compare."""
-    from zo2adapters.trainers.engines import open_shared_base, require_shareable
+    from zo2adapters.trainers.methods import open_shared_base, require_shareable
 
     for name, options in runs.items():
         try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from zo2adapters.commands.options import Command
-from zo2adapters.trainers.model_options import AdapterOptions, ModelOptions
-from zo2adapters.trainers.optimization import StepSize, require_method
+from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
+from zo2adapters.trainers.options import AdapterOptions, ModelOptions
 from zo2core.names import OptimizerName
 from zo2core.ranges import LARGEST, counted, require_whole
 
@@ -51,7 +51,7 @@ class Verify(Command):
         size, opening = self.step_size, self.model_options
         self.adapter_options.require_valid()
         if self.method is not None:
-            require_method(self.method, self.adapter_options)
+            self.adapter_options.require_method(self.method)
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tqdm import tqdm
 
 from zo2adapters.tasks.demo_task import LABELS, pretraining_texts, question_rows, source_texts, write_rows
@@ -104,18 +104,10 @@ def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokeniz
     """Train a byte-level BPE without an EOS token: an answer is one token, and the loss of a row is that token's."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, vocabulary, min_frequency=0, special_tokens=[PAD], show_progress=False)
     # transformers does not type this constructor.
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained.to_str()), pad_token=PAD)  # type: ignore[no-untyped-call]
 
 
 def _random_model(vocabulary: int, recipe: Recipe, seed: int) -> LlamaForCausalLM:

@@ -1,43 +1,63 @@
-"""The methods of a run, zeroth-order and first-order steps: their memory, snapshots, warnings and messages."""
+"""The methods of a run, zeroth-order and first-order steps: their engine, memory, snapshots, warnings and messages."""
 
 from __future__ import annotations
 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.engines import (
-    Opening,
-    memory_policy,
-    open_engine,
-    parameters_at,
-    replayer,
-    request_of_run,
-    require_shareable,
-    reserved_bytes,
-    snapshot_bytes,
-    step_memory,
-    stored_layouts,
-    written_bytes,
-)
-from zo2adapters.trainers.metrics import best_step, criteria_of
-from zo2adapters.trainers.options import Resources, TrainedState, TrainOptions
+from zo2adapters.models.peft_model import PeftBlockModel
+from zo2adapters.tasks.generation import plan_generation
+from zo2adapters.trainers.metrics import Results, best_step
+from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_inputs import BatchShape
-from zo2core import AtSnapshot, BlockLayout, DevicePlan, Engine, HostPlan, Journal, SharedBase, StepResult, Update, ZO2Error
+from zo2adapters.trainers.worker_options import local_device, worker_trace
+from zo2core import (
+    AtSnapshot,
+    BlockUpdate,
+    DevicePlan,
+    Engine,
+    FirstOrder,
+    HostPlan,
+    Journal,
+    LossScaling,
+    MemoryPolicy,
+    SegmentKind,
+    SequentialNoise,
+    SharedBase,
+    StepResult,
+    Update,
+    Workers,
+    WriteBackPolicy,
+    ZerothOrder,
+)
+from zo2core.build import RunOptions as EngineOptions
+from zo2core.build import request_of
 from zo2core.checkpoint.snapshots import Snapshots
-from zo2core.errors import DivergenceError, OptionError
+from zo2core.errors import CheckpointError, DivergenceError, NonFiniteLossError, OptionError
 from zo2core.estimators import ESTIMATORS
 from zo2core.factors import kept_bytes_a_step
 from zo2core.guard import best_step as best_guarded_step
-from zo2core.optimizers import OPTIMIZERS
-from zo2core.planning.memory import Machine, plan
-from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, terabytes_written
+from zo2core.io.direct_file import whole_pages
+from zo2core.kernels.encoding import decoded
+from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
+from zo2core.optimizers import OPTIMIZERS, state_bytes
+from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
+from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
 from zo2core.ranges import counted, parse_size
-from zo2core.types import shown_bytes
+from zo2core.sweep.gradient_visitor import gradient_bytes
+from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 
 LARGEST_SHARE = 0.02  # cost of a snapshot, at most, as a share of the time since the last one
 
@@ -56,9 +76,7 @@ class SnapshotPolicy:
         """Whether a snapshot is due after this number of steps."""
         if self.every is not None:
             return step % self.every == 0
-        if step % self.least:
-            return False
-        return self._cost is None or self._clock() - self._taken >= interval(self._cost)
+        return step % self.least == 0 and (self._cost is None or self._clock() - self._taken >= interval(self._cost))
 
     def take(self, write: Callable[[], None]) -> None:
         """Write a snapshot, and measure its cost."""
@@ -76,174 +94,126 @@ def interval(cost: float) -> float:
     return max(RESUME_SECONDS, cost / LARGEST_SHARE)
 
 
-LEAST_APPLIED = 0.5  # share of the weights that an update should change
-LEAST_FALL = 0.1  # share of the loss by which all steps together should lower it
-JUDGED_AFTER = 20  # steps after which the step size is judged
+class StepMemory(NamedTuple):
+    """Memory for the activations and logits of a step."""
 
-_FEWEST_STEPS = 100  # shorter runs are not expected to learn, and are not judged
-
-
-def destroyed(updates: Sequence[Update]) -> str | None:
-    """Warning that the steps have destroyed the model; None if they have not.
-
-    Directions are independent and of unit variance, so each weight has moved by the root of the sum of squares. Weights are
-    below 1, so a model whose weights have moved by more than 1 is destroyed, whatever its loss.
-    """
-    moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
-    losses = [update.losses[0] for update in updates]
-    share = max(len(losses) // 10, 1)
-    first, last = fmean(losses[:share]), fmean(losses[-share:])
-    if moved <= 1 and last <= first + abs(first) + 1:
-        return None
-    changes = f"each weight moved by {moved:.2g}, and the loss went from {first:.4g} to {last:.4g}"
-    return f"{changes}: the steps were too large and destroyed the model; zo2 tune finds an --lr that does not diverge"
-
-
-def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
-    """Warning that a step's update changed fewer than half of the weights; None if it changed more, or was not measured."""
-    if result.share_applied is None or result.share_applied >= LEAST_APPLIED:
-        return None
-    name, _, back = options.model_options.transfer_dtype.partition("-")
-    remedy = f"--precision mixed:transfer={name}" if back else "--precision mixed, or --dtype float32"
-    return (
-        f"step {result.step}: the update changed {result.share_applied:.0%} of the stored weights; the "
-        f"others rounded back to their old values; keep them in float32 ({remedy}), or raise --lr"
-    )
-
-
-def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
-    """Warning that all steps of the run together can hardly lower the loss; None if they can.
-
-    To first order an update of ``lr * g`` along a direction lowers the batch's loss by ``lr * g`` times the slope there.
-    The slope is computed from the losses, since g may have been clipped or divided. An estimator that evaluates
-    one side of each direction, such as FZOO, gives no slope, and is not judged.
-    """
-    if options.steps < _FEWEST_STEPS or not ESTIMATORS[options.optimization.estimator].multi_query.is_two_sided:
-        return None
-    fall, loss = options.steps * median(map(_promised_fall, updates)), updates[0].losses[0]
-    if fall >= LEAST_FALL * abs(loss):
-        return None
-    return (
-        f"after {counted(len(updates), 'step')}: at this rate, all {options.steps} steps lower the loss of {loss:.3g} by at "
-        f"most {fall:.1g}; lr {options.optimization.rate:g} is far too small, and zo2 tune finds a better one"
-    )
-
-
-def _promised_fall(update: Update) -> float:
-    """Expected fall of the loss by an update, from the slopes between both sides of its directions."""
-    sides = zip(update.losses[::2], update.losses[1::2], update.projected_grads, strict=True)
-    return sum(update.lr * grad * (plus - minus) / (2 * update.zo_eps) for plus, minus, grad in sides)
-
-
-def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) -> DivergenceError:
-    """The error that ended a run, with commands to find a smaller learning rate and to continue with it."""
-    best = best_guarded_step(updates)
-    return DivergenceError(
-        error.where,
-        found=error.found,
-        expected=error.expected,
-        remedy=f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch size "
-        f"and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue from "
-        f"step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE",
-        best_step=best,
-    )
-
-
-_NEGLIGIBLE = 0.01  # terabytes in 1,000 steps, which wear no disk out
-
-
-def storage(host: HostPlan, device: DevicePlan | None, limits: Resources, disk_writes: str) -> str:
-    """A line that says where a run's weights are kept and what it writes."""
-    streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
-    memory = f"Memory: {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)} {_kind(limits.memory)}{streaming}."
-    if device is not None:
-        used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)} {_kind(limits.device_memory)}"
-        memory += f" Memory of {limits.device}: {used}; {device.kept} blocks stay on it."
-    return f"{memory} Disk writes: {disk_writes}."
-
-
-def _kind(limit: str) -> str:
-    """What a plan's budget is: memory that is free, or what the options allow."""
-    return "free" if limit == "auto" else "allowed"
-
-
-def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
-    """What a zeroth-order run writes of its weights."""
-    if every is not None:
-        written = terabytes_written(layouts, every)
-        what = "negligible" if written < _NEGLIGIBLE else f"each block every {every} steps"
-        return f"{what}, {_terabytes(written)}"
-    return "negligible" if options.optimization.rank is None else _period_writes(options, layouts)
-
-
-def _period_writes(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
-    """What a low-rank run writes of finished periods."""
-    if options.storage.write_back_every == "never":
-        return "no factors of finished periods, because of --write-back-every never"
-    limit = options.storage.write_limit_tb
-    most = None if limit is None else limit * 1e9
-    nbytes = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
-    what = "factors of finished periods"
-    return f"{what}, {_terabytes(nbytes / 1e9)}" if nbytes else f"no {what}, because of --write-limit-tb"
-
-
-def _terabytes(count: float) -> str:
-    return f"{shown_bytes(1e12 * count)} in 1,000 steps"
+    nbytes: int  # bytes to reserve
+    least: int  # least bytes that a device needs
 
 
 class RunMethod(ABC):
-    """How the steps of a run are taken: memory, snapshots and messages."""
+    """How the steps of a run are taken: their engine, memory, snapshots and messages."""
 
     has_gradient: bool  # whether steps differentiate the objective
     forwards: int  # cost of a step, in forward passes of its batch
     learning_rates: Sequence[float]  # candidates of ``zo2 tune`` if the user gives none
     few_learning_rates: Sequence[float]  # candidates of a run that is too short to try all of these
+    spills: bool  # whether activations without room wait elsewhere: on the disk, or of a device in host memory
+    commit_every: int | None = None  # steps between two commits of blocks that change on disk; None: none do
+    write_back: WriteBackPolicy | None = None  # of zeroth-order steps
 
     def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
         self.options, self.shared = options, shared
 
     @abstractmethod
-    def losses(self, journal: Journal) -> list[float]:
-        """The loss of each step of a journal, before its update."""
+    def steps(self) -> ZerothOrder | FirstOrder:
+        """How the engine makes the steps."""
 
     @abstractmethod
-    def reserved_bytes(self, model: HFBlockModel, longest: BatchShape) -> tuple[int, int]:
-        """Bytes to reserve for activations of the largest batch, and the least bytes that a device needs."""
+    def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+        """Expected memory of a step on the largest batch."""
 
-    def engine(self, opening: Opening) -> Any:
-        """The run's engine, at the step from which the run continues."""
-        return open_engine(self.options, opening)
+    def reserved_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+        """Memory to reserve for activations: what a step needs, or what the user gives."""
+        needed, given = self.needed_bytes(model, longest), self.options.storage.activation_memory
+        return needed if given is None else needed._replace(nbytes=parse_size(given))
+
+    def policy(self, activations: int, least: int | None = None) -> MemoryPolicy:
+        """The memory that the run may use; a shared base has the limits of its runs."""
+        storage, least = self.options.storage, least if self.spills else None
+        given: Any = {} if self.shared is not None else {"host": storage.memory, "device": storage.device_memory}
+        return MemoryPolicy(**given, activations=activations, least_activations=least)
+
+    def engine(
+        self,
+        model: HFBlockModel,
+        memory: StepMemory,
+        *,
+        provenance: Mapping[str, Any],
+        execution: Execution,
+        workers: Workers | None,
+    ) -> Engine:
+        """The run's engine, at the step from which the run continues.
+
+        Args:
+            model: The run's model.
+            memory: What is reserved for activations.
+            provenance: What the run's result depends on, as JSON values.
+            execution: How this process executes the run.
+            workers: Processes that work on the same run; None: this process works alone.
+        """
+        kept = {"journal": self.options.output / JOURNAL, "run": self.options.output if self.has_gradient else None}
+        writes = {"write_back": self.write_back, "commit_every": self.commit_every}
+        given: Any = {**kept, **writes, "provenance": provenance, "trace": worker_trace(execution.trace, workers)}
+        return self.open(model, self.steps(), *memory, workers=workers, **given)
+
+    def open(
+        self,
+        model: HFBlockModel,
+        method: ZerothOrder | FirstOrder | AtSnapshot | None,
+        activations: int,
+        least: int | None = None,
+        *,
+        workers: Workers | None = None,
+        **given: Any,
+    ) -> Engine:
+        """Open an engine on the run's device and within its limits; other engines of the model must be closed."""
+        rows, device = self.options.batching.micro_batch_size, local_device(self.options.storage.device, workers)
+        given |= {"micro_batch_size": rows, "device": device, "memory": self.policy(activations, least)}
+        return Engine(model, method, workers=workers, shared=self.shared, **given)
+
+    def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
+        """What the plan of a run that has taken no steps depends on, with so many rows in a batch."""
+        write_back = self.write_back if self.options.storage.device == "cpu" else None
+        asked = EngineOptions(
+            memory=self.policy(*memory), run=self.options.output, commit_every=self.commit_every, write_back=write_back
+        )
+        return request_of(model, self.steps(), asked)
 
     @abstractmethod
     def first_step(self, journal: Journal) -> int:
         """The earliest step from which the run may continue. Later steps of the journal are repeated."""
 
-    def storage(self, engine: Any, host: HostPlan, model: HFBlockModel) -> str:
-        """A line that says where the weights are kept and what the run writes."""
-        every = getattr(engine, "write_back_every", None)
-        return storage(host, engine.device_plan, self.options.storage, self.writes(every, model, host))
+    def storage(self, model: HFBlockModel, host: HostPlan, device: DevicePlan | None, every: int | None) -> str:
+        """A line that says where the weights are kept and what the run writes; ``every``: see ``writes``."""
+        limits = self.options.storage
+        streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
+        memory = f"Memory: {_used(host, limits.memory)}{streaming}."
+        if device is not None:
+            memory += f" Memory of {limits.device}: {_used(device, limits.device_memory)}; {device.kept} blocks stay on it."
+        return f"{memory} Disk writes: {self.writes(every, model, host)}."
 
     @abstractmethod
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """What the run writes, in words; ``every`` are the steps after which a zeroth-order run writes a block back."""
 
     @abstractmethod
-    def after_step(self, engine: Any, report: StepResult) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Do what is due after a step, and return messages, a line each."""
 
-    def snapshot_bytes(self, engine: Any) -> int:
+    def snapshot_bytes(self, engine: Engine) -> int:
         """Bytes of snapshots that this process has written."""
         return 0
 
     @abstractmethod
-    def at_step(self, engine: Any, model: HFBlockModel, activations: int, step: int) -> Engine:
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
 
-    def before_recording(self, engine: Any, loss: float) -> None:
-        """Prepare for writing the loss of an evaluation of the current step to the journal."""
+    def before_recording(self, engine: Engine, results: Results) -> None:
+        """Prepare for writing an evaluation of the current step to the journal."""
         return
 
-    def explained(self, error: ZO2Error, engine: Any) -> ZO2Error:
+    def explained(self, error: Exception, engine: Engine) -> Exception:
         """The error with which a run ends after a step raised ``error``."""
         return error
 
@@ -251,13 +221,31 @@ class RunMethod(ABC):
         """A line that says if a journal's steps have destroyed the model, else None."""
         return None
 
-    def how_to_continue(self, engine: Any) -> str:
+    def how_to_continue(self, engine: Engine) -> str:
         """Commands that continue an interrupted run, and that export its model."""
         return (
             f"stopped after {counted(engine.version, 'step')}; to continue the run, or to export the model at this step:\n"
             f"  {self.options.resume_command}\n"
             f"  zo2 export --run {self.options.output} --output DIR"
         )
+
+
+def _used(planned: HostPlan | DevicePlan, limit: str) -> str:
+    """Bytes of a plan, of what is free or of what the options allow."""
+    return f"{shown_bytes(planned.nbytes)} of {shown_bytes(planned.budget)} {'free' if limit == 'auto' else 'allowed'}"
+
+
+def _per_1000_steps(nbytes: float) -> str:
+    """What is written, from the bytes of a step."""
+    return f"{shown_bytes(1000 * nbytes)} in 1,000 steps"
+
+
+LEAST_APPLIED = 0.5  # share of the weights that an update should change
+LEAST_FALL = 0.1  # share of the loss by which all steps together should lower it
+JUDGED_AFTER = 20  # steps after which the step size is judged
+_FEWEST_STEPS = 100  # shorter runs are not expected to learn, and are not judged
+_NEGLIGIBLE = 1e7  # bytes a step, which wear no disk out
+_GENERATION_SHARE = 0.5  # of the free memory that generation may take if it needs more; the other rows then wait
 
 
 class ZerothOrderRun(RunMethod):
@@ -269,20 +257,67 @@ class ZerothOrderRun(RunMethod):
 
     def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
         super().__init__(options, shared)
-        options.estimator()  # refuses what cannot be combined
-        self.forwards = options.optimization.evaluations
+        self.estimator = options.estimator()  # refuses what cannot be combined
+        self.forwards, storage = options.optimization.evaluations, options.storage
+        self.spills = storage.device != "cpu"
+        self.write_back = WriteBackPolicy(
+            directory=options.output,
+            every=None if storage.write_back_every == "never" else storage.write_back_every,
+            snapshot_every=storage.snapshot_every,
+            terabytes_per_1000_steps=storage.write_limit_tb,
+        )
         self._warned_of_rounding = False
 
-    def losses(self, journal: Journal) -> list[float]:
-        """Those of each step's first evaluation. See the contract."""
-        return [update.losses[0] for update in journal.updates]
+    def steps(self) -> ZerothOrder:
+        """See the contract."""
+        optimization = self.options.optimization
+        noise, perturbation = optimization.generator(), optimization.perturbation
+        return ZerothOrder(self.estimator, noise=noise, perturbation=perturbation, seed=self.options.seed)
 
-    def reserved_bytes(self, model: HFBlockModel, longest: BatchShape) -> tuple[int, int]:
-        """Memory for the activations of all forwards of a step. See the contract."""
-        options, given = self.options, self.options.storage.activation_memory
-        micro_rows, generated = options.batching.micro_batch_size, options.rewards.new_tokens
-        nbytes, least = step_memory(model, longest, options.optimization, micro_rows, new_tokens=generated)
-        return nbytes if given is None else parse_size(given), least
+    def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+        """Activations of all forwards of a step, or keys and values of what is generated. See the contract."""
+        options, optimization = self.options, self.options.optimization
+        rows, tokens, micro_rows = longest.rows, round(longest.tokens), options.batching.micro_batch_size
+        streams, stacked, loss_rows = optimization.evaluations, optimization.stacked, optimization.loss_rows(rows)
+        running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
+        adapter = 0
+        if isinstance(model, PeftBlockModel):
+            adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
+        nbytes = adapter + activation_bytes(
+            model.config,
+            rows,
+            tokens,
+            streams=streams,
+            micro_rows=micro_rows,
+            loss_chunk=model.loss_chunk,
+            stacked=stacked,
+            loss_rows=loss_rows if optimization.per_row else None,
+        )
+        least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+        if (new_tokens := options.rewards.new_tokens) is not None:
+            shape = {"evaluations": streams, "rows": rows, "prompt_tokens": tokens, "new_tokens": new_tokens}
+            needed, fewest = (plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0))
+            nbytes = adapter + min(needed, max(fewest, round(_GENERATION_SHARE * free_memory())))
+            least = max(least, nbytes)  # keys and values stay on a device
+        if optimization.rank is None:
+            return StepMemory(nbytes, least)
+        columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
+            sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
+            for layout in model.layouts
+        )
+        return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
+
+    def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
+        """See the contract."""
+        optimization, device = self.options.optimization, "cpu" if self.options.storage.device == "cpu" else "cuda"
+        return replace(
+            super().request(model, memory),
+            noise=optimization.generator() or SequentialNoise(model.layouts, device),
+            perturbation=optimization.perturbation,
+            takes_steps=True,
+            perturb_in_place=bool(self.estimator.perturb_in_place),
+            directions=rows if optimization.per_row and optimization.queries == 1 else optimization.queries,
+        )
 
     def first_step(self, journal: Journal) -> int:
         """The journal's end. See the contract."""
@@ -290,29 +325,93 @@ class ZerothOrderRun(RunMethod):
 
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Blocks, or factors of finished periods. See the contract."""
-        return disk_writes(self.options, every, model.layouts)
+        storage, perturbation = self.options.storage, self.options.optimization.perturbation
+        if every is not None:
+            nbytes = 1e9 * terabytes_written(model.layouts, every)
+            what = "negligible" if nbytes < _NEGLIGIBLE else f"each block every {every} steps"
+            return f"{what}, {_per_1000_steps(nbytes)}"
+        if self.options.optimization.rank is None:
+            return "negligible"
+        if storage.write_back_every == "never":
+            return "no factors of finished periods, because of --write-back-every never"
+        limit = None if storage.write_limit_tb is None else storage.write_limit_tb * 1e9
+        nbytes, what = kept_bytes_a_step(perturbation, model.layouts, limit), "factors of finished periods"
+        return f"{what}, {_per_1000_steps(nbytes)}" if nbytes else f"no {what}, because of --write-limit-tb"
 
-    def after_step(self, engine: Any, report: StepResult) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
-        updates, rounding = engine.journal.updates, None if self._warned_of_rounding else rounded_away(report, self.options)
-        self._warned_of_rounding |= rounding is not None
-        small = too_small(updates, self.options) if len(updates) == JUDGED_AFTER else None
-        return [warning for warning in (rounding, small) if warning is not None]
+        updates, lines = engine.journal.updates, []
+        if not self._warned_of_rounding and report.share_applied is not None and report.share_applied < LEAST_APPLIED:
+            self._warned_of_rounding = True
+            name, _, back = self.options.model_options.transfer_dtype.partition("-")
+            remedy = f"--precision mixed:transfer={name}" if back else "--precision mixed, or --dtype float32"
+            lines.append(
+                f"step {report.step}: the update changed {report.share_applied:.0%} of the stored weights; the "
+                f"others rounded back to their old values; keep them in float32 ({remedy}), or raise --lr"
+            )
+        if len(updates) == JUDGED_AFTER and (small := self._too_small(updates)) is not None:
+            lines.append(small)
+        return lines
 
-    def at_step(self, engine: Any, model: HFBlockModel, activations: int, step: int) -> Engine:
+    def _too_small(self, updates: Sequence[Update]) -> str | None:
+        """Warning that all steps of the run together can hardly lower the loss; None if they can.
+
+        To first order an update of ``lr * g`` along a direction lowers the batch's loss by ``lr * g`` times the slope there.
+        The slope is computed from the losses, since g may have been clipped or divided. An estimator that evaluates
+        one side of each direction, such as FZOO, gives no slope, and is not judged.
+        """
+        steps, optimization = self.options.steps, self.options.optimization
+        if steps < _FEWEST_STEPS or not ESTIMATORS[optimization.estimator].multi_query.is_two_sided:
+            return None
+
+        def fall(update: Update) -> float:
+            sides = zip(update.losses[::2], update.losses[1::2], update.projected_grads, strict=True)
+            return sum(update.lr * grad * (plus - minus) / (2 * update.zo_eps) for plus, minus, grad in sides)
+
+        expected, loss = steps * median(map(fall, updates)), updates[0].losses[0]
+        if expected >= LEAST_FALL * abs(loss):
+            return None
+        return (
+            f"after {counted(len(updates), 'step')}: at this rate, all {steps} steps lower the loss of {loss:.3g} by at "
+            f"most {expected:.1g}; lr {optimization.rate:g} is far too small, and zo2 tune finds a better one"
+        )
+
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The base with the updates up to the step, since later updates cannot be undone. See the contract."""
-        until = engine.journal.until(step)
-        return replayer(self.options, model, activations, None, journal=until, shared=self.shared)
+        return self.open(model, None, activations, journal=engine.journal.until(step))
 
-    def explained(self, error: ZO2Error, engine: Any) -> ZO2Error:
-        """The error with commands to continue from the best step; unchanged without a guard. See the contract."""
-        if isinstance(error, DivergenceError) or (self.options.optimization.guard and engine.version):
-            return diverged(error, engine.journal.updates, self.options)
-        return error
+    def explained(self, error: Exception, engine: Engine) -> Exception:
+        """With commands to find a smaller rate and go on from the best step; unchanged without a guard. See the contract."""
+        options, updates = self.options, engine.journal.updates
+        is_guarded = options.optimization.guard and engine.version > 0
+        if not isinstance(error, (DivergenceError, NonFiniteLossError) if is_guarded else DivergenceError):
+            return error
+        best = best_guarded_step(updates)
+        return DivergenceError(
+            error.where,
+            found=error.found,
+            expected=error.expected,
+            remedy=f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch "
+            f"size and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue "
+            f"from step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE",
+            best_step=best,
+        )
 
     def verdict(self, journal: Journal) -> str | None:
-        """A warning if the weights have moved too far. See the contract."""
-        return destroyed(journal.updates)
+        """See the contract.
+
+        Directions are independent and of unit variance, so each weight has moved by the root of the sum of squares. Weights
+        are below 1, so a model whose weights have moved by more than 1 is destroyed, whatever its loss.
+        """
+        updates = journal.updates
+        moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
+        losses = [update.losses[0] for update in updates]
+        share = max(len(losses) // 10, 1)
+        first, last = fmean(losses[:share]), fmean(losses[-share:])
+        if moved <= 1 and last <= first + abs(first) + 1:
+            return None
+        changes = f"each weight moved by {moved:.2g}, and the loss went from {first:.4g} to {last:.4g}"
+        return f"{changes}: the steps were too large and destroyed the model; zo2 tune finds an --lr that does not diverge"
 
 
 # Forward passes that a step costs: one, one more on the way back, and gradients of inputs, which cost another one; those
@@ -327,48 +426,76 @@ _ADAPTER_RATES, _FEW_ADAPTER_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (3e-4, 1e-3
 
 
 class GradientRun(RunMethod):
-    """First-order steps. See ``RunMethod``."""
+    """First-order steps: of an adapter, or of all parameters in memory or in blocks on disk. See ``RunMethod``."""
 
     has_gradient = True
 
     def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
         super().__init__(options, shared)
-        method = options.first_order.method
-        assert method is not None, "it is what chose this class"
+        first_order, every = options.first_order, options.storage.snapshot_every
+        assert first_order.method is not None, "it is what chose this class"
         options.learning_rate()  # refuses a warm-up that is too long
-        self._streams = options.state is TrainedState.DISK
-        self._policy = SnapshotPolicy(options.storage.snapshot_every, time.perf_counter)
-        if options.state is TrainedState.ADAPTER:
+        self.of_adapter = options.model_options.trains_adapter
+        self.streams = first_order.stream_blocks and not self.of_adapter
+        self.spills, self.commit_every = not self.streams, (every or 1) if self.streams else None
+        self._policy = SnapshotPolicy(every, time.perf_counter)
+        if self.of_adapter:
             self.learning_rates, self.few_learning_rates = _ADAPTER_RATES, _FEW_ADAPTER_RATES
-            self.forwards, self._snapshot_of, self._exported = ADAPTER_FORWARDS, "adapter and optimizer", "adapter"
+            self.forwards = ADAPTER_FORWARDS
         else:
-            self.learning_rates = OPTIMIZERS[method].learning_rates
+            self.learning_rates = OPTIMIZERS[first_order.method].learning_rates
             self.few_learning_rates = self.learning_rates[1:-1]
-            self.forwards = FULL_FORWARDS * (2 if options.first_order.measures_gradients else 1)
-            self._snapshot_of, self._exported = "weights and optimizer", "model"
+            self.forwards = FULL_FORWARDS * (2 if first_order.measures_gradients else 1)
 
-    def losses(self, journal: Journal) -> list[float]:
-        """The losses of the journal's commits. See the contract."""
-        return [commit.loss for commit in journal.commits]
+    @cached_property
+    def update(self) -> BlockUpdate | None:
+        """The optimizer of all parameters; None: an adapter is trained."""
+        options = self.options
+        decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
+        return None if self.of_adapter else options.first_order.block_update(weight_decay=decay, seed=seed)
 
-    def reserved_bytes(self, model: HFBlockModel, longest: BatchShape) -> tuple[int, int]:
-        """Memory for the input of each block, and for one segment's graph. See the contract."""
-        options, given = self.options, self.options.storage.activation_memory
-        update = None if options.state is TrainedState.ADAPTER else options.update()
-        micro_rows = options.batching.micro_batch_size
-        kept, least = reserved_bytes(model, longest.rows, round(longest.tokens), micro_rows, update)
-        return kept if given is None else parse_size(given), least
+    def steps(self) -> FirstOrder:
+        """See the contract."""
+        asked, rate, lr = self.options.first_order, self.options.learning_rate(), self.options.optimization.rate
+        if self.update is not None:
+            scaling = LossScaling() if asked.loss_scaling else None
+            return FirstOrder(
+                self.update, lr=rate, clip=asked.max_grad_norm, clip_value=asked.max_grad_value, scaling=scaling
+            )
+        assert asked.method is not None, "it is what chose this class"
+        optimizer = OPTIMIZERS[asked.method].of_adapter
+        assert optimizer is not None, "other methods were refused with an adapter"
+        given = {"lr": lr, "weight_decay": self.options.optimization.weight_decay, **asked.optimizer_options}
+        recorded = {"name": asked.method, **given, "max_grad_norm": asked.max_grad_norm}
+        return FirstOrder(partial(optimizer, **given), lr=rate, clip=asked.max_grad_norm, options=recorded)
 
-    def engine(self, opening: Opening) -> Any:
+    def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+        """The inputs of blocks, one segment's graph, and what adapter or tied weights take. See the contract."""
+        rows, tokens, given = longest.rows, round(longest.tokens), self.options.batching.micro_batch_size
+        micro_rows = rows if given is None else min(rows, given)
+        blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
+        if isinstance(model, PeftBlockModel):
+            beside = model.adapter_bytes(micro_rows, 1)
+        else:  # gradients of tied weights, one for each micro-batch, wait for the last segment that uses the weights
+            tied, _ = divide_tied(model.layouts)
+            beside = -(-rows // micro_rows) * packed_bytes(tied)
+            if self.update is not None and self.update.turn is not None:  # in another segment's turn they have no gradient
+                most, first = (sum(trained_bytes(self.update, part)) for part in (model.layouts, model.layouts[:1]))
+                beside = max(beside + first - most, 0)
+        held = expected_held_bytes(model.config, rows, tokens)
+        running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
+        return StepMemory(gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside)
+
+    def engine(self, model: HFBlockModel, memory: StepMemory, *, workers: Workers | None, **given: Any) -> Engine:
         """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
-        if self.options.state is not TrainedState.ADAPTER:
-            self._require_alone(opening)
-        if self._streams:
-            self._require_few_writes(opening)
-        elif self.options.state is TrainedState.MEMORY:
-            self._policy.least = self._least_interval(opening.model)
-        engine: Any = open_engine(self.options, opening)
-        best = None if self._streams else self._best(engine)
+        if self.update is not None:
+            self._require_alone(workers)
+            if self.streams:
+                self._require_few_writes(model, memory)
+            else:
+                self._policy.least = self._least_interval(model)
+        engine = super().engine(model, memory, workers=workers, **given)
+        best = None if self.streams else self._best(engine)
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
             engine.close()
             found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
@@ -377,125 +504,195 @@ class GradientRun(RunMethod):
 
     def first_step(self, journal: Journal) -> int:
         """The first snapshot's, as a later one may prove damaged; 0 where only open files say what was committed."""
-        if self._streams:
+        if self.streams:
             return 0
         return min(Snapshots(self.options.output, journal.chain, journal.require_version).steps, default=0)
 
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Snapshots and how often they are taken, or blocks that change. See the contract."""
-        if not self._streams:
-            every, adapter = self._policy.every, self.options.state is TrainedState.ADAPTER
-            size = shown_bytes(snapshot_bytes(model, None if adapter else self.options.update()))
+        if not self.streams:
+            every, what = self._policy.every, "adapter" if self.of_adapter else "weights"
             often = "at most one a minute" if every is None else f"one every {every} steps"
-            return f"snapshots of {self._snapshot_of}, {size} each, {often}"
-        turn, every = self.options.update().turn, self.options.commit_every
+            return f"snapshots of {what} and optimizer, {shown_bytes(self.snapshot_size(model))} each, {often}"
+        assert self.update is not None, "blocks of all parameters stream"
+        turn, every = self.update.turn, self.commit_every
         what = f"changed blocks with their states, a commit every {'step' if every == 1 else f'{every} steps'}"
         what = what if turn is None else f"one block every {turn} steps"
-        return f"{what}, {shown_bytes(1000 * self._written(model, host))} in 1,000 steps"
+        return f"{what}, {_per_1000_steps(self.written(model, host.buckets))}"
 
-    def after_step(self, engine: Any, report: StepResult) -> list[str]:
+    def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
-        step = engine.version
-        if self._streams:
-            if step == self.options.steps:
+        step, is_last = engine.version, engine.version == self.options.steps
+        if self.streams:
+            if is_last:
                 engine.commit()
             return []
         is_due = engine.workers.all_gather(self._policy.is_due(step))[0]  # clocks differ between workers
-        if step == self.options.steps or step == self._best(engine) or is_due:
+        if is_last or is_due or step == self._best(engine):
             self._take_snapshot(engine)
         return []
 
-    def snapshot_bytes(self, engine: Any) -> int:
+    def snapshot_bytes(self, engine: Engine) -> int:
         """Bytes of snapshots that this process has written. See the contract."""
-        return 0 if self._streams else int(engine.snapshots.written)
+        return 0 if self.streams else int(engine.snapshots.written)
 
-    def before_recording(self, engine: Any, loss: float) -> None:
+    def before_recording(self, engine: Engine, results: Results) -> None:
         """Take a snapshot of what is now the best step. See the contract."""
-        losses = {**criteria_of(engine.journal.evaluations), engine.version: loss}
-        if not self._streams and self.options.keep_best and best_step(losses) == engine.version:
+        evaluations = {**engine.journal.evaluations, engine.version: results}
+        if not self.streams and self.options.keep_best and best_step(evaluations) == engine.version:
             self._take_snapshot(engine)
 
-    def at_step(self, engine: Any, model: HFBlockModel, activations: int, step: int) -> Engine:
+    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The parameters of the step's snapshot. See the contract."""
-        if self._streams:
+        if self.streams:
             raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
-        at, most = AtSnapshot(step, parameters_at(engine.snapshots, step)), min(activations, engine.activation_bytes)
-        return replayer(self.options, model, most, None, at=at, shared=self.shared)
+        at = AtSnapshot(step, parameters_at(engine.snapshots, step))
+        return self.open(model, at, min(activations, engine.activation_bytes))
 
-    def how_to_continue(self, engine: Any) -> str:
+    def how_to_continue(self, engine: Engine) -> str:
         """From which snapshot or commit. See the contract."""
         stopped, resume = f"stopped after {counted(engine.version, 'step')};", self.options.resume_command
-        if self._streams:
+        if self.streams:
             return f"{stopped} the run goes on from the commit of step {engine.committed}:\n  {resume}"
-        last = engine.snapshots.last or 0
+        last, exported = engine.snapshots.last or 0, "adapter" if self.of_adapter else "model"
         export = f"zo2 export --run {self.options.output} --at {last} --output DIR"
-        return (
-            f"{stopped} to go on from the snapshot of step {last}, or to get its {self._exported}:\n  {resume}\n  {export}"
-        )
+        return f"{stopped} to go on from the snapshot of step {last}, or to get its {exported}:\n  {resume}\n  {export}"
 
-    def _best(self, engine: Any) -> int | None:
+    def snapshot_size(self, model: HFBlockModel) -> int:
+        """Largest size of a snapshot: what is trained, without its gradients, and the optimizer's state."""
+        if self.update is None:
+            return (TRAINED_COPIES - 1) * sum(spec.nbytes for spec in trained(model.layouts))
+        return sum(layout.nbytes for layout in model.layouts) + state_bytes(self.update, model.layouts)
+
+    def written(self, model: HFBlockModel, buckets: int | None) -> float:
+        """Bytes that a step of a run over blocks that change on disk writes on average."""
+        assert self.update is not None, "blocks of all parameters stream"
+        assert self.commit_every is not None, "they are committed"
+        layouts = self.request(model, StepMemory(1, 1)).on_disk
+        sizes = [whole_pages(layout.nbytes) for layout in layouts if layout.parameters]
+        if self.update.turn is not None:
+            return sum(sizes) / len(sizes) / self.update.turn
+        if self.commit_every == 1:
+            return sum(sizes)
+        blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
+        seldom = sum(sizes) - sum(blocks) + sum(blocks[: kept_blocks(buckets or 0, self.commit_every)])
+        return sum(sizes) - seldom + seldom / self.commit_every
+
+    def _best(self, engine: Engine) -> int | None:
         """The best step so far, if it is to be exported."""
-        return best_step(criteria_of(engine.journal.evaluations)) if self.options.keep_best else None
+        return best_step(engine.journal.evaluations) if self.options.keep_best else None
 
-    def _take_snapshot(self, engine: Any) -> None:
+    def _take_snapshot(self, engine: Engine) -> None:
         if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
             return
         best = self._best(engine)
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _require_alone(self, opening: Opening) -> None:
-        if opening.workers is not None:
+    def _require_alone(self, workers: Workers | None) -> None:
+        if workers is not None:
             raise OptionError(
                 "method",
-                found=f"{self.options.first_order.method} of all parameters, and {opening.workers.size} workers",
+                found=f"{self.options.first_order.method} of all parameters, and {workers.size} workers",
                 expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
                 remedy="start it without torchrun, or train an adapter with --lora-rank 8",
             )
 
     def _least_interval(self, model: HFBlockModel) -> int:
         """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes."""
-        stored = self.options.storage
-        if stored.write_limit_tb is None:
+        limit, every = self.options.storage.write_limit_tb, self._policy.every
+        if limit is None:
             return 1
-        nbytes = snapshot_bytes(model, self.options.update())
-        least = math.ceil(nbytes / (stored.write_limit_tb * 1e9))
-        if stored.snapshot_every is not None and stored.snapshot_every < least:
-            found = f"{stored.snapshot_every}: {nbytes / stored.snapshot_every / 1e9:.3g} TB in 1,000 steps"
-            expected = f"at least {least}, for the {stored.write_limit_tb:g} TB of --write-limit-tb"
+        nbytes = self.snapshot_size(model)
+        least = math.ceil(nbytes / (limit * 1e9))
+        if every is not None and every < least:
+            found = f"{every}: {nbytes / every / 1e9:.3g} TB in 1,000 steps"
+            expected = f"at least {least}, for the {limit:g} TB of --write-limit-tb"
             raise OptionError("snapshot_every", found=found, expected=expected, remedy="raise one of the two")
         return least
 
-    def _require_few_writes(self, opening: Opening) -> None:
+    def _require_few_writes(self, model: HFBlockModel, memory: StepMemory) -> None:
         """Refuse a run that writes more than a disk bears, unless the user allows it."""
-        model, given = opening.model, self.options.storage.write_limit_tb
+        given, steps = self.options.storage.write_limit_tb, self.options.steps
         limit = WRITE_BUDGET_TB if given is None else given
-        memory = memory_policy(self.options, opening.activations)
-        request = request_of_run(self.options, model, BatchShape.whole(1, 2), memory)
-        nbytes = self._written(model, plan(request, Machine(), MeasuredSpeeds(model.weights)).host_plan)
+        host = plan(self.request(model, memory), Machine(), MeasuredSpeeds(model.weights)).host_plan
+        nbytes = self.written(model, host.buckets)
         if 1000 * nbytes > limit * 1e12:
-            turns = self.options.update().turn is not None
+            turns = self.update is not None and self.update.turn is not None
             remedy = "switch_every of --method" if turns else "--snapshot-every, where memory has room for blocks"
             raise OptionError(
                 "write_limit_tb",
                 found=f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "
-                f"{shown_bytes(1000 * nbytes)} in 1,000 steps, {shown_bytes(self.options.steps * nbytes)} in its "
-                f"{self.options.steps}",
+                f"{_per_1000_steps(nbytes)}, {shown_bytes(steps * nbytes)} in its {steps}",
                 expected="a limit that the run keeps to: writing wears disks out",
                 remedy=f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}",
             )
-
-    def _written(self, model: HFBlockModel, host: HostPlan) -> float:
-        options = self.options
-        return written_bytes(stored_layouts(options, model), options.update(), host.buckets or 0, options.commit_every)
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         expected = f"{expected} with --method {self.options.first_order.method}"
         return OptionError(option, found=found, expected=expected, remedy="leave it out")
 
 
-def method_of(options: TrainOptions, shared: SharedBase | None = None) -> RunMethod:
+def method_of(options: TrainOptions, shared: SharedBase | None = None) -> ZerothOrderRun | GradientRun:
     """The method that the options name; zeroth-order steps by default. A rate of auto stands for any rate."""
     if shared is not None:
         require_shareable(options)
     options = options.with_rate(1.0) if options.optimization.lr == "auto" else options
     return (ZerothOrderRun if options.first_order.method is None else GradientRun)(options, shared)
+
+
+def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor] | None:
+    """The trained parameters after so many steps, by name; None at step 0, where they are those that the run began with."""
+    if step == 0:
+        return None
+    parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state.get("parameters", {})  # refused if incomplete
+    return parameters
+
+
+def can_share(options: TrainOptions) -> bool:
+    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any method."""
+    reads = options.optimization.rank is not None or options.model_options.trains_adapter
+    return reads and not options.takes_labels
+
+
+def require_shareable(options: TrainOptions) -> None:
+    """Refuse a run that changes its base, or that has a new head."""
+    if not can_share(options):
+        found = f"--head {options.model_options.head}" if options.takes_labels else "a run that trains all weights"
+        expected = "runs of a causal language model that only read its weights"
+        raise OptionError("runs", found=found, expected=expected, remedy="pass --rank 8 or --lora-rank 8, or train it alone")
+
+
+def shared_base_model(options: TrainOptions) -> HFBlockModel:
+    """Open the model of a base, without an adapter."""
+    base = replace(options.model_options.without_adapter(), precision=options.precision_asked())
+    return base.opened(resolve_directory(options.model), seed=options.seed)
+
+
+def open_shared_base(options: TrainOptions) -> SharedBase:
+    """Open the base of runs with these options. See ``shared_base_model``."""
+    require_shareable(options)
+    storage = options.storage
+    memory = MemoryPolicy(host=storage.memory, device=storage.device_memory)
+    return SharedBase(shared_base_model(options), device=storage.device, memory=memory)
+
+
+_CHUNK = 1 << 20  # elements read at once
+
+
+def require_finite_base(model: HFBlockModel, where: object) -> None:
+    """Refuse a checkpoint with a weight that is not finite. Called when a loss is not finite, to find the cause."""
+    for spec in (spec for layout in model.layouts for spec in layout.parameters):
+        length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # encoded parameters are read whole
+        for start in range(0, spec.stored_numel, length):
+            values = torch.empty(min(length, spec.stored_numel - start), dtype=spec.stored_dtype)
+            model.weights.read_into(spec.name, values, start)
+            values = values if spec.encoding is None else decoded(spec, values)
+            non_finite = (~values.isfinite()).nonzero()
+            if len(non_finite):
+                index = int(non_finite[0])
+                raise CheckpointError(
+                    f"{where}: {spec.name}",
+                    found=f"{values[index].item()} at element {start + index}",
+                    expected="finite weights in the checkpoint",
+                    remedy="download the checkpoint again, or choose a dtype with a larger range",
+                )

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ from zo2adapters.trainers.allocator import peak_memory
 from zo2core.errors import OutputError, reason
 
 if TYPE_CHECKING:
-    from zo2adapters.trainers.options import TrackerName, TrainOptions
+    from zo2adapters.trainers.options import TrackerName
     from zo2core import Batch, Journal, StepResult, Update
     from zo2core.types import Commit
 
@@ -54,11 +55,6 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
     return MetricsRows(aligned, _steps_seen([row for row in rows if "loss" in row], known))
 
 
-def trial_rows(trials: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of short runs with which the learning rate was chosen. See ``read_trials``."""
-    return [{f"trial_{name}": value for name, value in trial.items()} for trial in trials]
-
-
 def row_of(update: Update | Commit) -> dict[str, Any]:
     """The row of a step as far as the journal has it, without speed and memory."""
     from zo2core.types import Commit
@@ -72,6 +68,11 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
         "projected_grads": list(update.projected_grads),
         "lr": update.lr,
     }
+
+
+def losses_of(journal: Journal) -> list[float]:
+    """The loss of each step of a journal, before its update."""
+    return [row_of(step)["loss"] for step in journal.steps]
 
 
 def _steps_seen(rows: Sequence[Row], known: Sequence[Row]) -> int:
@@ -138,21 +139,6 @@ def progress(record: dict[str, Any]) -> str:
     return f"{number}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"
 
 
-def write_row(file: IO[bytes], record: Row) -> None:
-    """Append a row to the file."""
-    line = json.dumps(record).encode() + b"\n"
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError as error:
-        raise OutputError(
-            file.name,
-            found=reason(error),
-            expected="a file that can be written",
-            remedy="free space and resume the run; the journal is whole, so no step is lost",
-        ) from error
-
-
 Results = Mapping[str, float]  # results of one evaluation by name, among them the one that ``criterion`` takes
 
 PREFIX = "evaluation_"  # prefix of a result's name in a row of metrics
@@ -160,16 +146,11 @@ _SHARES = ("accuracy", "f1", "exact_match")  # results that are shares of the ro
 _SECONDS = f"{PREFIX}seconds"  # of a row of metrics: how long the evaluation took
 
 
-def is_due(options: TrainOptions, step: int) -> bool:
-    """Whether the run is evaluated after this number of steps."""
-    every = options.evaluate_every
-    return options.evaluates and (step in (0, options.steps) or (every is not None and step % every == 0))
-
-
-def best_step(losses: Mapping[int, float]) -> int | None:
-    """Step with the smallest loss, the earliest of equal ones; None if no loss is a number."""
-    comparable = {step: loss for step, loss in losses.items() if not math.isnan(loss)}
-    return min(comparable, key=lambda step: (comparable[step], step), default=None)
+def best_step(evaluations: Mapping[int, Results]) -> int | None:
+    """Step with the best evaluation, the earliest of equal ones; None if there is none with a number."""
+    losses = {step: criterion(results) for step, results in evaluations.items()}
+    comparable = [(loss, step) for step, loss in losses.items() if not math.isnan(loss)]
+    return min(comparable)[1] if comparable else None
 
 
 def criterion(results: Results) -> float:
@@ -182,11 +163,6 @@ def criterion(results: Results) -> float:
         if name in results:
             return results[name]
     return 1 - results.get("f1", math.nan)
-
-
-def criteria_of(evaluations: Mapping[int, Results]) -> dict[int, float]:
-    """The criterion of each evaluation, by step."""
-    return {step: criterion(results) for step, results in evaluations.items()}
 
 
 def results_of_row(row: Mapping[str, Any]) -> Results:
@@ -211,36 +187,41 @@ def shown_results(results: Results) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
 
 
-class LiveMetrics:
-    """Reports the rows of ``metrics.jsonl`` to a tracker as they are written."""
+def write_row(file: IO[bytes], record: Row) -> None:
+    """Append a row to the file."""
+    line = json.dumps(record).encode() + b"\n"
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        remedy = "free space and resume the run; the journal is whole, so no step is lost"
+        raise OutputError(file.name, found=reason(error), expected="a file that can be written", remedy=remedy) from error
 
-    def __init__(self, tracker: TrackerName, directory: Path, options: Mapping[str, Any]) -> None:
-        self._writer: Any = None
-        self._run: Any = None
+
+class LiveMetrics:
+    """Writes the rows of ``metrics.jsonl``, and reports them to a tracker."""
+
+    def __init__(self, tracker: TrackerName, folder: Path, file: IO[bytes], options: Mapping[str, Any]) -> None:
+        self._opened, self._file = ExitStack(), file
+        self._report: Callable[[int, Mapping[str, float]], object] = lambda step, numbers: None
         if tracker == "tensorboard":
             module = optional_package("torch.utils.tensorboard", install="tensorboard")
-            self._writer = module.SummaryWriter(log_dir=str(directory / "tensorboard"))
+            writer = self._opened.enter_context(closing(module.SummaryWriter(log_dir=str(folder / "tensorboard"))))
+            self._report = lambda step, numbers: [writer.add_scalar(key, value, step) for key, value in numbers.items()]
         elif tracker == "wandb":
-            self._run = optional_package("wandb", install="wandb").init(
-                project="zo2", name=directory.name, dir=str(directory), config=dict(options)
-            )
+            wandb = optional_package("wandb", install="wandb")
+            run = wandb.init(project="zo2", name=folder.name, dir=str(folder), config=dict(options))
+            self._opened.callback(run.finish)
+            self._report = lambda step, numbers: run.log({"step": step, **numbers})
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Report the row of a step or of an evaluation."""
-        numbers = {key: value for key, value in row.items() if key != "step" and _is_number(value)}
-        if self._writer is not None:
-            for key, value in numbers.items():
-                self._writer.add_scalar(key, value, row["step"])
-        if self._run is not None:
-            self._run.log({"step": row["step"], **numbers})
+    def row(self, row: Row) -> None:
+        """Append the row of a step or of an evaluation, and report it."""
+        write_row(self._file, row)
+        self._report(row["step"], {key: value for key, value in row.items() if key != "step" and _is_number(value)})
 
     def close(self) -> None:
         """Close the tracker. May be called twice."""
-        writer, run, self._writer, self._run = self._writer, self._run, None, None
-        if writer is not None:
-            writer.close()
-        if run is not None:
-            run.finish()
+        self._opened.close()
 
 
 def _is_number(value: object) -> bool:

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCardData
 from zo2adapters.models.checkpoint import PROMPT
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_reader import with_labels
-from zo2adapters.trainers.metrics import best_step, criteria_of, row_of
+from zo2adapters.trainers.metrics import best_step, losses_of
 from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
@@ -49,7 +49,6 @@ def model_card(
     """Write the card of a model that a run has trained."""
     header = {} if journal.header is None else journal.header
     name, causal = _called(base), head == "causal-lm"
-    hub_data = None if data is None or Path(data).exists() else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", data)
     first_order = any(isinstance(step, Commit) for step in journal.steps)
     lines = [*_summary(header, version, name, is_adapter=is_adapter, first_order=first_order)]
     if is_merged and version:
@@ -64,16 +63,14 @@ def model_card(
     if is_described:
         lines += ["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"]
     kinds = ["first-order" if first_order else "zeroth-order"] if version else []
-    return _card(
-        f"{name}, fine-tuned" if version else name,
-        lines,
-        base=base,
-        causal=causal,
-        is_adapter=is_adapter,
-        relation="adapter" if is_adapter else "finetune" if version else None,
-        datasets=None if hub_data is None or not version else [hub_data[1]],
-        tags=[*kinds, *(["lora"] if is_adapter or is_merged else [])],
-    )
+    is_local = not version or data is None or Path(data).exists()
+    hub_data = None if is_local else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", str(data))
+    datasets = None if hub_data is None else [hub_data[1]]
+    relation = "adapter" if is_adapter else "finetune" if version else None
+    title = f"{name}, fine-tuned" if version else name
+    entries: Any = {"library_name": "peft" if is_adapter else "transformers", "datasets": datasets}
+    tags = [*kinds, *(["lora"] if is_adapter or is_merged else [])]
+    return _card(title, lines, base=base, causal=causal, relation=relation, tags=tags, **entries)
 
 
 def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
@@ -87,32 +84,17 @@ def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm
         *_HOW,
         *_loading(name, causal=causal, is_adapter=False),
     ]
-    title = f"{name} with a merged adapter"
-    return _card(title, lines, base=base, causal=causal, is_adapter=False, relation="finetune", datasets=None, tags=["lora"])
+    return _card(f"{name} with a merged adapter", lines, base=base, causal=causal, relation="finetune", tags=["lora"])
 
 
 def _card(
-    title: str,
-    lines: Sequence[str],
-    *,
-    base: str,
-    causal: bool,
-    is_adapter: bool,
-    relation: str | None,
-    datasets: Sequence[str] | None,
-    tags: Sequence[str],
+    title: str, lines: Sequence[str], *, base: str, causal: bool, relation: str | None, tags: Sequence[str], **entries: Any
 ) -> bytes:
-    """A card with the header that the hub reads."""
-    hub_id = _hub_id(base)
-    entries: dict[str, Any] = {
-        "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation" if causal else "text-classification",
-        "base_model": hub_id,
-        "base_model_relation": None if hub_id is None else relation,
-        "datasets": datasets,
-        "tags": ["zo2core", *tags],
-    }
-    yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
+    """A card with the header that the hub reads; entries of None are left out."""
+    hub_id, task = _hub_id(base), "text-generation" if causal else "text-classification"
+    related = {"base_model": hub_id, "base_model_relation": None if hub_id is None else relation}
+    header = {"library_name": "transformers", "pipeline_tag": task, **related, **entries}
+    yaml = ModelCardData(**header, tags=["zo2core", *tags]).to_yaml()
     return ("\n".join(["---", yaml.strip(), "---", "", f"# {title}", "", *lines]) + "\n").encode()
 
 
@@ -176,7 +158,7 @@ def _data(header: Mapping[str, Any], data: str | None) -> Iterator[str]:
 
 
 def _results(journal: Journal, version: int) -> Iterator[str]:
-    losses = [row_of(step)["loss"] for step in journal.steps[:version]]
+    losses = losses_of(journal)[:version]
     if losses:
         few = max(len(losses) // 20, 1)
         first, last = fmean(losses[:few]), fmean(losses[-few:])
@@ -185,7 +167,7 @@ def _results(journal: Journal, version: int) -> Iterator[str]:
     if not evaluations:
         yield "The run recorded no evaluation."
         return
-    best = best_step(criteria_of(evaluations))
+    best = best_step(evaluations)
     shown = {*list(evaluations)[: _MOST_EVALUATIONS // 2], *list(evaluations)[-_MOST_EVALUATIONS // 2 :], best}
     names = list(dict.fromkeys(name for results in evaluations.values() for name in results))
     yield ""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from zo2adapters.optional_package import optional_package
-from zo2adapters.trainers.model_options import AdapterOptions
 from zo2core.errors import OptionError
-from zo2core.names import OF_ADAPTERS, EstimatorName, Fitness, OptimizerName
-from zo2core.ranges import require_number
+from zo2core.names import EstimatorName, Fitness, OptimizerName
 
 if TYPE_CHECKING:
-    from zo2core import BlockLayout, BlockUpdate, Distribution, NoiseGenerator, ZOEstimator
+    from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator
     from zo2core.estimators import EstimatorClasses
     from zo2core.perturbation import Perturbation
 
@@ -79,13 +77,6 @@ class Noise(Enum):
     MEZO = "mezo"
     GAUSSIAN = "gaussian"
     RADEMACHER = "rademacher"
-
-    @property
-    def distribution(self) -> Distribution | None:
-        """Distribution of counter-based noise; None for MeZO's numbers, which are drawn by torch's generator."""
-        from zo2core import Distribution
-
-        return None if self is Noise.MEZO else Distribution(self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +152,12 @@ class Optimization(StepSize):
     guard: bool = True
     """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
 
-    def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
+    def generator(self) -> NoiseGenerator | None:
         """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
-        from zo2core import PhiloxNoise
+        from zo2core import Distribution, PhiloxNoise
 
-        distribution = None if self.exact_mezo else self.noise.distribution
-        return None if distribution is None else PhiloxNoise(distribution)
+        is_sequential = self.exact_mezo or self.noise is Noise.MEZO
+        return None if is_sequential else PhiloxNoise(Distribution(self.noise.value))
 
     @property
     def _classes(self) -> EstimatorClasses:
@@ -200,37 +191,29 @@ class Optimization(StepSize):
 
     def require_consistent(self) -> None:
         """Refuse options that cannot be combined with the estimator, or with directions of low rank."""
-        name, is_mezo = self.estimator.value, self.estimator is EstimatorName.MEZO
-        is_fzoo = self.estimator is EstimatorName.FZOO
-        for option, is_refused, found, expected in (
-            ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo, whose steps it repeats bit for bit"),
-            (
-                "fitness",
-                self.fitness is not Fitness.SCALED and self.estimator is not EstimatorName.ES,
-                name,
-                "the estimator es",
-            ),
-            ("per_row", self.per_row and not is_mezo, name, "the estimator mezo"),
-            (
-                "noise",
-                is_fzoo and self.noise is not Noise.RADEMACHER,
-                repr(self.noise.value),
-                "'rademacher', which fzoo requires",
-            ),
-            (
-                "noise",
-                self.rank is not None and self.noise is Noise.MEZO,
-                "MeZO's numbers, which are drawn in sequence",
-                "gaussian or rademacher noise with --rank, whose factors are drawn in any order",
-            ),
-            ("queries", is_fzoo and self.queries < 2, str(self.queries), "at least 2 with fzoo"),
+        name, is_fzoo, remedy = self.estimator.value, self.estimator is EstimatorName.FZOO, "leave one of the two out"
+        for option, is_given, needed in (
+            ("exact_mezo", self.exact_mezo, EstimatorName.MEZO),
+            ("per_row", self.per_row, EstimatorName.MEZO),
+            ("fitness", self.fitness is not Fitness.SCALED, EstimatorName.ES),
         ):
-            if is_refused:
-                remedy = "leave one of the two out" if option != "queries" else "pass 8, as FZOO's authors do"
-                raise OptionError(option, found=found, expected=expected, remedy=remedy)
+            if is_given and self.estimator is not needed:
+                raise OptionError(option, found=name, expected=f"the estimator {needed.value}", remedy=remedy)
+        if is_fzoo and self.noise is not Noise.RADEMACHER:
+            found, expected = repr(self.noise.value), "'rademacher', which fzoo requires"
+            raise OptionError("noise", found=found, expected=expected, remedy=remedy)
+        if self.rank is not None and self.noise is Noise.MEZO:
+            found = "MeZO's numbers, which are drawn in sequence"
+            expected = "gaussian or rademacher noise with --rank, whose factors are drawn in any order"
+            raise OptionError("noise", found=found, expected=expected, remedy=remedy)
+        if is_fzoo and self.queries < 2:
+            remedy = "pass 8, as FZOO's authors do"
+            raise OptionError("queries", found=str(self.queries), expected="at least 2 with fzoo", remedy=remedy)
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
-        """The estimator of a run."""
+        """The estimator of a run, with the clipping and the guard that the options ask for."""
+        from zo2core import Clipped, Guarded
+
         classes, q = self._classes, self.queries
         kind: Callable[..., Any] = classes.multi_query  # a dataclass
         if self.per_row and classes.per_row is not None:
@@ -238,25 +221,19 @@ class Optimization(StepSize):
         elif q == 1 and classes.single_query is not None:
             kind = classes.single_query
         known = {option.name for option in fields(kind)}  # type: ignore[arg-type]
-        options = {"q": q, "perturb_in_place": self.exact_mezo, "fitness": self.fitness}
-        options = {name: value for name, value in options.items() if name in known}
+        given = {"q": q, "perturb_in_place": self.exact_mezo, "fitness": self.fitness}
+        options = {name: value for name, value in given.items() if name in known}
         # An invalid peak is refused here, before the schedule is made from it.
         estimator = kind(lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
         self.require_sane()
         scheduled: ZOEstimator = replace(estimator, lr=self.learning_rate(steps))
-        return scheduled
+        if self.clip_grad is not None or self.clip_median is not None:
+            scheduled = Clipped(estimator=scheduled, value=self.clip_grad, medians=self.clip_median)
+        return Guarded(estimator=scheduled) if self.guard else scheduled
 
     def learning_rate(self, steps: int) -> LearningRate:
         """The learning rate of each of so many steps."""
         return LearningRate(peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-
-    def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
-        """The estimator with the clipping and the guard that the options ask for."""
-        from zo2core import Clipped, Guarded
-
-        if self.clip_grad is not None or self.clip_median is not None:
-            estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
-        return Guarded(estimator=estimator) if self.guard else estimator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,23 +295,3 @@ class FirstOrder:
             factory = partial(optimizers.AdamW8bit, weight_decay=weight_decay, **options)
             update = TorchOptimizer(factory, options={**update.options, "state_bits": 8})
         return Delayed(update) if self.delayed_update else update
-
-    def require_valid(self, adapter: AdapterOptions, size: StepSize) -> None:
-        """Refuse a method that does not train an adapter, and the rate of zeroth-order steps, which is far too small."""
-        assert self.method is not None, "these are options of a method"
-        require_method(self.method, adapter)
-        require_number("weight_decay", size.weight_decay, least=0)
-        if size.lr == StepSize.lr:
-            found = f"{size.lr:g}, the default of zeroth-order steps"
-            remedy = "pass one, such as 2e-4 for adamw, or auto"
-            raise OptionError("lr", found=found, expected=f"a learning rate for {self.method}", remedy=remedy)
-        if size.lr != "auto":
-            require_number("lr", size.lr, above=0)
-
-
-def require_method(method: OptimizerName, adapter: AdapterOptions) -> None:
-    """Refuse a method that does not train adapters beside one."""
-    if method not in OF_ADAPTERS and adapter.trains_adapter:
-        found, remedy = f"{method} with {adapter.adapter_name}", f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}"
-        expected = f"{' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
-        raise OptionError("method", found=found, expected=expected, remedy=remedy)

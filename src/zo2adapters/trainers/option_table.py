@@ -1,18 +1,30 @@
-"""The table of the options of ``zo2 train``, from which refusals, changes at a resume and the recipe's sections follow."""
+"""The table of the options of ``zo2 train``, from which refusals, changes at a resume and recipes follow.
+
+A recipe is the options as a YAML file, one line an option.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args
+
+import yaml
 
 from zo2adapters.tasks.registry import names_model_loss
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, reason
+from zo2core.io.durable import open_regular
 from zo2core.names import OptimizerName
 from zo2core.ranges import LARGEST, parse_size, require_number, require_whole
+
+if TYPE_CHECKING:
+    from zo2adapters.trainers.options import TrainOptions
 
 OptionsT = TypeVar("OptionsT")
 Check: TypeAlias = Callable[[str, Any], None]  # of an option's name and value
@@ -287,46 +299,125 @@ def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
     return written | {option: setting_text(written.get(option), found) for option, found in settings.items()}
 
 
+def plain(value: object) -> Any:
+    """An option's value as a recipe has it: a text, a number, a bool, None, or a list of several texts or numbers."""
+    if isinstance(value, tuple):
+        return value[0] if len(value) == 1 else list(value)
+    return value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
+
+
 def _shown(value: object) -> str:
-    texts = value if isinstance(value, tuple) else [getattr(value, "value", value)]
+    texts = value if isinstance(value, tuple) else [plain(value)]
     return " ".join(map(str, texts))
 
 
+def filled(options: OptionsT, values: Mapping[str, Any]) -> OptionsT:
+    """The options with these values, also in groups."""
+    given = dict[str, Any]()
+    for option in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, option.name)
+        given[option.name] = filled(value, values) if is_dataclass(value) else values.get(option.name, value)
+    return replace(options, **given)  # type: ignore[type-var]
+
+
 def changed(saved: OptionsT, given: object, change: Change) -> OptionsT:
-    """A run's options, with those of one kind as a command gives them."""
-    values: dict[str, Any] = {}
-    for option in fields(saved):  # type: ignore[arg-type]
-        name = option.name
-        before, now = getattr(saved, name), getattr(given, name, None)
-        if is_dataclass(before):
-            values[name] = changed(before, now, change)
-        elif (
-            name in OPTIONS and OPTIONS[name].change is change and (change is not Change.MOVED or None not in (before, now))
-        ):
-            values[name] = now
-    return replace(saved, **values)  # type: ignore[type-var]
+    """A run's options, with those of one kind as a command gives them; files that neither has stay as they are."""
+    before, now = ({name: value for name, value, _ in leaves(options)} for options in (saved, given))
+    names = [name for name in before if name in now and name in OPTIONS and OPTIONS[name].change is change]
+    if change is Change.MOVED:
+        names = [name for name in names if None not in (before[name], now[name])]
+    return filled(saved, {name: now[name] for name in names})
 
 
-def require_unchanged(saved: dict[str, Any], given: dict[str, Any], *changes: Change, remedy: str) -> None:
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options as JSON by name, also those in groups."""
+    listed = ((flat(value) if isinstance(value, dict) else {name: value}) for name, value in options.items())
+    return {name: value for values in listed for name, value in values.items()}
+
+
+def require_unchanged(saved: Mapping[str, Any], given: Mapping[str, Any], *changes: Change, remedy: str) -> None:
     """Refuse options that differ from a run's and may not change."""
-    for name, before in saved.items():
-        if isinstance(before, dict):
-            require_unchanged(before, given[name], *changes, remedy=remedy)
-        elif name in OPTIONS and OPTIONS[name].change not in changes and given[name] != before:
+    now = flat(given)
+    for name, before in flat(saved).items():
+        if name in OPTIONS and OPTIONS[name].change not in changes and now[name] != before:
             expected = f"{json.dumps(before)}, as in the run, whose result depends on it"
-            raise OptionError(name, found=json.dumps(given[name]), expected=expected, remedy=f"leave it out, {remedy}")
+            raise OptionError(name, found=json.dumps(now[name]), expected=expected, remedy=f"leave it out, {remedy}")
 
 
-def used_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the options that have no effect on a run."""
-    group = options.get("first_order")
-    method = group.get("method") if isinstance(group, dict) else None
-    trains_adapter = options.get("adapter") is not None or options.get("lora_rank") is not None
+def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as JSON by name, without those that have no effect on a run."""
+    values = flat(options)
+    method, trains_adapter = values.get("method"), any(values.get(name) is not None for name in ("adapter", "lora_rank"))
 
-    def used(values: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: used(value) if isinstance(value, dict) else value for name, value in values.items()}
-        effects = {name: OPTIONS[name].effect for name in kept if name in OPTIONS and name != "method"}
-        unused = {name for name, effect in effects.items() if not effect.applies(method, trains_adapter=trains_adapter)}
-        return {name: value for name, value in kept.items() if name not in unused}
+    def is_used(name: str) -> bool:
+        row = OPTIONS.get(name)
+        return row is None or name == "method" or row.effect.applies(method, trains_adapter=trains_adapter)
 
-    return used(options)
+    return {name: value for name, value in values.items() if is_used(name)}
+
+
+RECIPE = "recipe.yaml"  # name of a run's own recipe in its directory
+
+_HEAD = "# All options of this run. To repeat it: zo2 train recipe.yaml --output DIR\n"
+_LARGEST = 1 << 20  # bytes
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which leaves texts as they are written and refuses a key that occurs twice.
+
+    YAML 1.1 would read no and on as bools, 1:30 as 90, 010 as 8 and dates as such. Here true and false alone are bools, as
+    in YAML 1.2, and numbers stay texts, which the command line reads.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
+        first: [(tag, form) for tag, form in known if tag.endswith((":null", ":merge"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
+        """See PyYAML."""
+        keys: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} a second time", key_node.start_mark)
+            keys |= {key} if isinstance(key, Hashable) else set()
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
+
+
+def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) -> str:
+    """The recipe that repeats a run."""
+    values = {**used_options(options.to_json()), "output": str(options.output.resolve()), **(branch or {})}
+    written = by_option({name: values.get(name) for name in OPTIONS})
+    text = _HEAD
+    for section in SECTIONS:
+        of_section = {name: value for name, value in written.items() if section_of(name) == section}
+        text += f"\n# {section}\n{yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)}"
+    return text
+
+
+def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
+    """Read a recipe's keys and values as YAML gives them."""
+    expected, remedy = "a YAML file with a line such as steps: 100 for each option", "correct the file"
+    try:
+        with open_regular(path) as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise OptionError(Path(path), found="more than 1 MiB", expected=expected, remedy="pass another file")
+        values = yaml.load(content, _Loader)  # noqa: S506 - a safe loader
+    except OSError as error:
+        raise OptionError(Path(path), found=reason(error), expected=expected, remedy="check the path") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = Path(path) if mark is None else f"{path}, line {mark.line + 1}"
+        raise OptionError(where, found=error.problem or "no YAML", expected=expected, remedy=remedy) from error
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        found = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise OptionError(Path(path), found=found, expected=expected, remedy=remedy) from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise OptionError(Path(path), found=found, expected=expected, remedy=remedy)
+    return values

@@ -5,26 +5,187 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.registry import AUTO, REWARD, function_file
 from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
-from zo2adapters.trainers.option_table import require_valid
+from zo2adapters.trainers.option_table import filled, leaves, require_valid
 from zo2core.errors import OptionError
-from zo2core.ranges import LARGEST
+from zo2core.names import OF_ADAPTERS, OptimizerName
+from zo2core.ranges import LARGEST, require_number
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2core import BlockUpdate, ZOEstimator
+    from zo2adapters.models.peft_adapter import Adapter
+    from zo2core import ZOEstimator
+
+
+EVERY, EXPERTS = "auto", "experts"  # every linear layer before the head and outside experts, and a mixture's experts
+ALL_LINEAR = "all-linear"  # what peft makes of this name
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """The adapter that is trained instead of the weights."""
+
+    adapter: Path | None = None
+    """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only read. Pass a directory
+    with a saved adapter, or an adapter_config.json as peft writes it to start a new one. Exports are adapters."""
+    adapter_frozen: tuple[str, ...] = ()
+    """With an adapter: parameters whose names contain one of these parts are not trained, such as lora_A for LoRA-FA."""
+    lora_rank: int | None = None
+    """Train a new LoRA adapter of this rank, such as 8, and only read the weights: peft's LoraConfig(r=8), with initial
+    values from --seed. --adapter takes other configs."""
+    lora_targets: tuple[str, ...] = ()
+    """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj. By default auto, which is every
+    linear layer but the output layer of a language model, and of a mixture those outside its experts and routers. auto
+    experts is these and the experts. all-linear is what peft makes of it: of some mixtures the experts, too."""
+    lora_alpha: int | None = None
+    """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank. By default twice the rank."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained instead of the weights."""
+        return self.adapter is not None or self.lora_rank is not None
+
+    @property
+    def adapter_option(self) -> str:
+        """The option that asks for the adapter."""
+        return "adapter" if self.lora_rank is None else "lora_rank"
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The adapter as text, for messages; None: there is none."""
+        return str(self.adapter or f"LoRA of rank {self.lora_rank}") if self.trains_adapter else None
+
+    def require_valid(self) -> None:
+        """Refuse what the table refuses, and names of layers that are no list."""
+        require_valid(self)
+        names = " ".join(self.lora_targets)
+        if "," in names or (ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1):
+            expected = f"{ALL_LINEAR} alone, or names with spaces between them"
+            remedy = f"write {' '.join(names.replace(',', ' ').replace(ALL_LINEAR, ' ').split())}"
+            raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
+        if EVERY in self.lora_targets and not {*self.lora_targets} <= {EVERY, EXPERTS}:
+            expected = f"{EVERY}, {EVERY} {EXPERTS}, or names of layers"
+            remedy = f"write {' '.join(name for name in self.lora_targets if name != EVERY)}"
+            raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
+
+    def require_method(self, method: OptimizerName) -> None:
+        """Refuse a method that does not train adapters beside one."""
+        if method not in OF_ADAPTERS and self.trains_adapter:
+            found, remedy = f"{method} with {self.adapter_name}", f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}"
+            expected = f"{' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
+            raise OptionError("method", found=found, expected=expected, remedy=remedy)
+
+    def without_adapter(self) -> Self:
+        """The options of the base alone."""
+        return replace(self, **vars(AdapterOptions()))
+
+    def with_lora_defaults(self) -> Self:
+        """The options with the values that stand for those that were left out."""
+        if self.lora_rank is None:
+            return self
+        return replace(self, lora_targets=self.lora_targets or (EVERY,), lora_alpha=self.lora_alpha or 2 * self.lora_rank)
+
+    def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
+        """The adapter to open the model with; None: the weights are trained."""
+        if not self.trains_adapter:
+            return None
+        from zo2adapters.models.peft_adapter import Adapter
+
+        config = self.adapter if self.lora_rank is None else self._lora_config(head)
+        if base is not None and Path(base).is_dir():
+            base = str(Path(base).resolve())
+        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained)
+
+    def _lora_config(self, head: str) -> Any:
+        """Peft's config of the new adapter."""
+        filled = self.with_lora_defaults()
+        peft: Any = optional_package("peft", install="zo2core[peft]")
+        return peft.LoraConfig(
+            r=filled.lora_rank,
+            lora_alpha=filled.lora_alpha,
+            target_modules=ALL_LINEAR if filled.lora_targets == (ALL_LINEAR,) else list(filled.lora_targets),
+            task_type="CAUSAL_LM" if head == "causal-lm" else None,  # peft's own for others add a head of theirs
+        )
+
+
+DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
+TransferName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"]
+HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
+
+
+def precision_of_run(precision: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
+    """Precision to open a run's model in: auto becomes exact for MeZO's bits, and on a GPU.
+
+    Transfers of mixed precision's float32 weights to a GPU would take twice as long.
+    """
+    return "exact" if precision == "auto" and (exact_mezo or not on_cpu) else precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a checkpoint is opened."""
+
+    architecture: Path | None = None
+    """JSON file that says where embedding, layers and head are in the model; by default this is detected."""
+    head: HeadName = "causal-lm"
+    """Head of the model. sequence-classification trains on rows with text, optionally text_pair, and label, which is a class
+    or, for regression, a number."""
+    dtype: DtypeName = "auto"
+    """Dtype of the weights; auto is the checkpoint's dtype. In mixed precision it is the dtype of the computation, and auto
+    chooses the faster 16-bit dtype."""
+    precision: PrecisionName = "auto"
+    """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small updates are lost. mixed
+    keeps the weights in float32 and computes under autocast. auto is mixed for 16-bit weights on the CPU. It is exact with
+    --rank or an --estimator that is exact, for a --journal without its run, and on a GPU, where float32 weights take twice
+    as long to transfer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunModelOptions(AdapterOptions, ModelOptions):
+    """How the checkpoint of a run is opened."""
+
+    transfer_dtype: TransferName = "stored"
+    """Dtype in which the layers' matrices are transferred to a GPU in mixed precision. With fewer bits the host replays
+    updates and nothing is transferred back. With -back the matrices are also transferred back in this dtype, and every
+    update is rounded to it. Evaluations use the transferred values, so the dtype is part of the result, also on the CPU."""
+
+    def opened(
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        base: str | None = None,
+        is_trained: bool = True,
+        loss_chunk: int | None = None,
+        export_dtype: DtypeName = "auto",
+    ) -> HFBlockModel:
+        """Open a checkpoint."""
+        from zo2adapters.models.checkpoint import open_checkpoint
+
+        return open_checkpoint(
+            directory,
+            head=self.head,
+            architecture=self.architecture,
+            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
+            dtype=self.dtype,
+            precision=self.precision,
+            transfer_dtype=self.transfer_dtype,
+            export_dtype=export_dtype,
+            loss_chunk=loss_chunk or "auto",
+        )
 
 
 DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lower
@@ -69,14 +230,6 @@ class Batching:
 TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 
 
-def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
-    """Number of evaluations still due: before the first step, after every ``every`` steps, and after the last step."""
-    if version > steps:
-        return 0
-    between = 0 if every is None else (steps - 1) // every - max(version - 1, 0) // every
-    return between + (version == 0) + 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """Limits on what a process uses of this machine."""
@@ -108,15 +261,6 @@ class Storage(Resources):
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. Evaluations
     process as many batches in a pass over the blocks as fit in it. By default it is what a step needs."""
-
-
-class TrainedState(Enum):
-    """Where a run keeps what it trains."""
-
-    JOURNAL = "the updates of zeroth-order steps, which give the weights of every step"
-    ADAPTER = "an adapter in memory, with snapshots"
-    MEMORY = "all parameters in memory, with snapshots"
-    DISK = "all parameters in blocks on disk, which change there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +318,20 @@ class RunOptions:
         given = {option.name: getattr(self, option.name) for option in dataclasses.fields(RunOptions)}
         return TrainOptions(model=model, data=data, output=output, **given)
 
+    def having(self, **values: Any) -> Self:
+        """The same options with other values, by name."""
+        return filled(self, values)
+
     @property
     def evaluates(self) -> bool:
         """Whether there are rows to evaluate on."""
         return self.evaluation is not None or self.eval_split is not None
 
-    def evaluations(self, steps: int) -> int:
-        """Number of evaluations of a run of so many steps."""
-        return evaluations_due(steps, self.evaluate_every) if self.evaluates else 0
+    @property
+    def evaluation_steps(self) -> Sequence[int]:
+        """The steps after which the run is evaluated, 0 and the last one among them; empty without rows to evaluate on."""
+        every = self.steps if self.evaluate_every is None else self.evaluate_every
+        return [*range(0, self.steps, every), self.steps] if self.evaluates else []
 
     @property
     def takes_labels(self) -> bool:
@@ -213,11 +363,23 @@ class RunOptions:
         if method is None:
             self.optimization.require_consistent()
         else:
-            self.first_order.require_valid(self.model_options, self.optimization)
+            self._require_of_method(method)
         if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
             expected = "none with badam: the end of a turn is committed"
             found = f"{self.storage.snapshot_every} with stream_blocks of --method"
             raise OptionError("snapshot_every", found=found, expected=expected, remedy="leave it out")
+
+    def _require_of_method(self, method: OptimizerName) -> None:
+        """Refuse a method that does not train an adapter, and the rate of zeroth-order steps, which is far too small."""
+        self.model_options.require_method(method)
+        size = self.optimization
+        require_number("weight_decay", size.weight_decay, least=0)
+        if size.lr == Optimization.lr:
+            found = f"{size.lr:g}, the default of zeroth-order steps"
+            remedy = "pass one, such as 2e-4 for adamw, or auto"
+            raise OptionError("lr", found=found, expected=f"a learning rate for {method}", remedy=remedy)
+        if size.lr != "auto":
+            require_number("lr", size.lr, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,20 +396,6 @@ class TrainOptions(RunOptions):
     """Steps over which the learning rate was scheduled; None: ``steps``. A run that was lengthened has more ``steps``."""
 
     @property
-    def state(self) -> TrainedState:
-        """Where the run keeps what it trains."""
-        if self.first_order.method is None:
-            return TrainedState.JOURNAL
-        if self.model_options.trains_adapter:
-            return TrainedState.ADAPTER
-        return TrainedState.DISK if self.first_order.stream_blocks else TrainedState.MEMORY
-
-    @property
-    def commit_every(self) -> int:
-        """Steps between two commits of blocks that change on disk."""
-        return self.storage.snapshot_every or 1
-
-    @property
     def scheduled_steps(self) -> int:
         """Steps over which the learning rate is scheduled."""
         return self.steps if self.schedule_steps is None else self.schedule_steps
@@ -258,14 +406,9 @@ class TrainOptions(RunOptions):
         own = self.own_functions
         return f"zo2 train --resume {self.output}" + ("" if own is None else f" --{own[0]} {own[1]}")
 
-    def update(self) -> BlockUpdate:
-        """A new optimizer of all parameters."""
-        weight_decay, seed = self.optimization.weight_decay, self.seed % (1 << 62)
-        return self.first_order.block_update(weight_decay=weight_decay, seed=seed)
-
     def estimator(self) -> ZOEstimator:
         """The estimator of the run, with its clipping and guard."""
-        return self.optimization.guarded(self.optimization.estimator_of(self.scheduled_steps, self.batching.batch_size))
+        return self.optimization.estimator_of(self.scheduled_steps, self.batching.batch_size)
 
     def learning_rate(self) -> LearningRate:
         """The learning rate of each step."""
@@ -273,7 +416,7 @@ class TrainOptions(RunOptions):
 
     def with_rate(self, lr: float | Literal["auto"]) -> Self:
         """The same run with another peak learning rate."""
-        return replace(self, optimization=replace(self.optimization, lr=lr))
+        return self.having(lr=lr)
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps and an unchanged learning-rate schedule."""
@@ -295,25 +438,16 @@ class TrainOptions(RunOptions):
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
         named = self._with_defaults()
         if model.autocast is None:
-            return replace(named, model_options=replace(named.model_options, precision="exact"))
-        computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
-        return replace(
-            named,
-            model_options=replace(named.model_options, precision="mixed", dtype=computed),
-            batching=replace(self.batching, loss_chunk=model.loss_chunk),
-        )
+            return named.having(precision="exact")
+        computed = str(model.autocast).removeprefix("torch.")
+        return named.having(precision="mixed", dtype=computed, loss_chunk=model.loss_chunk)
 
     def settled_as(self, saved: TrainOptions) -> TrainOptions:
         """Replace what was left out by its value in a run, as it was settled when the run began."""
-        named, kept = self._with_defaults(), saved.model_options
-        model_options, batching = named.model_options, named.batching
-        if model_options.precision == "auto":
-            model_options = replace(model_options, precision=kept.precision)
-        if model_options.dtype == "auto":
-            model_options = replace(model_options, dtype=kept.dtype)
-        if batching.loss_chunk is None:
-            batching = replace(batching, loss_chunk=saved.batching.loss_chunk)
-        return replace(named, model_options=model_options, batching=batching)
+        named = self._with_defaults()
+        before, now = ({name: value for name, value, _ in leaves(options)} for options in (saved, named))
+        left_out = [name for name in ("precision", "dtype", "loss_chunk") if now[name] in ("auto", None)]
+        return named.having(**{name: before[name] for name in left_out})
 
     def _with_defaults(self) -> TrainOptions:
         """Replace what was left out by its value, where this depends on neither model nor machine."""

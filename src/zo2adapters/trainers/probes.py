@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -210,9 +211,4 @@ def _fastest(run: Callable[[], object]) -> float:
 
 def _best(run: Callable[[], object], rounds: int) -> float:
     """Seconds of the fastest of so many runs."""
-    best = math.inf
-    for _ in range(rounds):
-        began = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - began)
-    return best
+    return min(timeit.repeat(run, repeat=rounds, number=1, timer=time.perf_counter))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Engine
+from zo2core import Engine, Journal
 from zo2core.checkpoint.shards import CustomExport
+from zo2core.sources.segment_store import verify_base
 
 _SECONDS = 2.0  # a sweep that takes less has no bar
 
@@ -37,44 +37,34 @@ def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False
         yield bar.update
 
 
+def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
+    """Call ``verify_base`` with a progress bar."""
+    total = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
+    with progress_bar(total=total, unit="B", desc="base", quiet=quiet) as bar:
+        return verify_base(model, journal, bar.update)
+
+
 @contextmanager
 def sweep_bars(runner: Engine, *, quiet: bool = False) -> Iterator[None]:
     """Show a bar of blocks below other bars while a sweep of a runner takes longer than two seconds."""
-    bars = _SweepBars()
-    runner.watch(None if quiet or not sys.stderr.isatty() else bars)
+    bar: Any = tqdm(disable=True)
+
+    def visited(done: int, total: int) -> None:
+        nonlocal bar
+        if done == 1:
+            bar.close()  # that of a sweep that failed
+            options: Any = {"file": sys.stderr, "leave": False, "dynamic_ncols": True, "delay": _SECONDS}
+            bar = tqdm(total=total, unit="block", desc="pass", **options)
+        bar.update()
+        if done == total:
+            bar.close()
+
+    runner.watch(None if quiet or not sys.stderr.isatty() else visited)
     try:
         yield
     finally:
         runner.watch(None)
-        bars.close()
-
-
-class _SweepBars:
-    """A bar for each sweep that takes longer than two seconds; it disappears when the sweep ends."""
-
-    def __init__(self) -> None:
-        self._started = 0.0
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        """Take note of a visit. See ``Engine.watch``."""
-        if done == 1:
-            self.close()  # that of a sweep that failed
-            self._started = time.perf_counter()
-        if done == total:
-            self.close()
-        elif self._bar is not None:
-            self._bar.update()
-        elif time.perf_counter() - self._started > _SECONDS:
-            self._bar = tqdm(
-                total=total, initial=done, unit="block", desc="pass", file=sys.stderr, leave=False, dynamic_ncols=True
-            )
-
-    def close(self) -> None:
-        """Remove the bar, if there is one."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        bar.close()
 
 
 class SharedSweeps:

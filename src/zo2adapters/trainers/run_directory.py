@@ -16,23 +16,24 @@ model/          the exported model, at the end
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock, Timeout
 
-from zo2adapters.tasks.row_source import data_sha256, saved_path
-from zo2adapters.trainers.metrics import Row, align_rows, trial_rows
+from zo2adapters.tasks.registry import function_file, names_model_loss
+from zo2adapters.tasks.row_source import data_sha256, file_sha256, saved_path
+from zo2adapters.trainers.metrics import Row, align_rows
+from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.provenance import rescheduled
-from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
@@ -55,47 +56,63 @@ _REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)  # files that are writte
 
 
 class RunDirectory:
-    """A run's directory, locked by this process until closed."""
+    """A run's directory, locked by this process until closed.
 
-    def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
-        self.path = options.output
-        self._lock = directory_lock(self.path)
+    Args:
+        path: The directory, which is created for a new run.
+        resume: Whether the run has begun.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
         if not resume:
-            require_new(self.path)
-        files = [path for path in (options.data, options.evaluation) if path is not None]
-        self.checksums = checksums = {saved_path(path): data_sha256(path) for path in files}
-        self._created: list[Path] = []  # directories that this object created, deepest first
+            require_new(path)
+        self.path, self._resumed, self._lock = path, resume, directory_lock(path)
+        self.checksums: dict[str, str] = {}
+        self._record: dict[str, Any] = {}
+        self._created = [] if resume else missing_directories(path)  # deepest first
         try:
-            self._created = missing_directories(self.path)
-            make_directory(self.path)
+            make_directory(path)
             acquire(self._lock)
             if not resume:
-                _require_unstarted(self.path)  # another process may have begun and ended since
+                _require_unstarted(path)  # another process may have begun and ended since
         except OSError as error:
-            if not resume and self.path.is_dir():
-                self.remove()
-            self.close()
-            raise _unwritable(self.path, error) from error
-        try:
-            if resume:
-                with _refusing_damage(self.path):
-                    record = json.loads(read_regular(self.path / OPTIONS))
-                    saved_checksums, saved_tokens = checksums_at(options, record), dict(record["tokens"])
-                _require_same_data(options, checksums, record["options"], saved_checksums)
-                _require_same_tokens(options.model, dict(tokens), saved_tokens)
-                self._record = record
-                if options.optimization.lr != "auto":
-                    remove_trials(self.path)  # of a process that was killed between its choice and their removal
-            else:
-                self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
-                self._write_record()
-                self._write_recipe(options)
+            self.abandon()
+            raise unwritable(path, error) from error
         except BaseException:
-            if resume:
-                self.close()
-            else:
-                self.remove()
+            self.close()
             raise
+
+    def begin(self, options: TrainOptions, tokens: Mapping[str, object], model: BlockModel) -> None:
+        """Write the record of a new run, or compare that of a resumed one with its options, data, tokens and model."""
+        files = [path for path in (options.data, options.evaluation) if path is not None]
+        self.checksums = {saved_path(path): data_sha256(path) for path in files}
+        if not self._resumed:
+            self._record = {"options": options.to_json(), "checksums": self.checksums, "tokens": dict(tokens)}
+            self._write_record()
+            self._write_recipe(options)
+            return
+        with _refusing_damage(self.path):
+            record = json.loads(read_regular(self.path / OPTIONS))
+            saved, saved_tokens, checksums = record["options"], dict(record["tokens"]), checksums_at(options, record)
+        for option, path in (("data", options.data), ("evaluation", options.evaluation)):
+            if path is not None and (now := self.checksums[saved_path(path)]) != (before := checksums.get(saved_path(path))):
+                raise DataError(
+                    option,
+                    found=f"{path}, which has the sha256 {now[:12]}",
+                    expected=f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
+                    remedy="restore the file, pass the path to which it was moved, or start a new run",
+                )
+        if names := [name for name in sorted({*tokens, *saved_tokens}) if tokens.get(name) != saved_tokens.get(name)]:
+            raise DataError(
+                f"tokenizer of {options.model}",
+                found="; ".join(f"{name} {tokens.get(name)}" for name in names),
+                expected="; ".join(f"{name} {saved_tokens.get(name)}" for name in names) + ", as when the run started",
+                remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
+            )
+        self._record = record
+        self._require_same_base(options.to_json(), model)
+        if options.optimization.lr != "auto":
+            remove_trials(self.path)  # of a process that was killed between its choice and their removal
 
     @staticmethod
     def options(path: Path) -> TrainOptions:
@@ -103,13 +120,16 @@ class RunDirectory:
         with _refusing_damage(path):
             return TrainOptions.from_json(json.loads(read_regular(path / OPTIONS))["options"], path)
 
-    def require_same_base(self, options: TrainOptions, model: BlockModel) -> None:
+    def _require_same_base(self, now: Mapping[str, Any], model: BlockModel) -> None:
         """Refuse a model directory or adapter at a new path if it is not the one that the run began with."""
-        before, now = self._record["options"], options.to_json()
-        moved = [option for option in ("model", "adapter") if now[option] != before.get(option)]
-        if not moved:
+        from zo2core import Journal
+
+        before = self._record["options"]
+        option = next((option for option in ("model", "adapter") if now[option] != before.get(option)), None)
+        if option is None:
             return
-        option, header, fingerprint = moved[0], header_of(self.path / JOURNAL), model.weights.fingerprint[:12]
+        with contextlib.closing(Journal(self.path / JOURNAL)) as journal:
+            header, fingerprint = journal.header, model.weights.fingerprint[:12]
         if header is None:
             raise OptionError(
                 option,
@@ -117,13 +137,11 @@ class RunDirectory:
                 expected=f"{before.get(option)}, as when the run began",
                 remedy=f"leave it out, or remove {self.path} and begin the run anew",
             )
-        if str(header.get("base"))[:12] != fingerprint:
-            raise OptionError(
-                option,
-                found=f"{now[option]}, which has the fingerprint {fingerprint}",
-                expected=f"the fingerprint in the run's journal ({str(header.get('base'))[:12]})",
-                remedy="pass the path to which the run's original was moved, or start a new run",
-            )
+        if (recorded := str(header.get("base"))[:12]) != fingerprint:
+            found = f"{now[option]}, which has the fingerprint {fingerprint}"
+            expected = f"the fingerprint in the run's journal ({recorded})"
+            remedy = "pass the path to which the run's original was moved, or start a new run"
+            raise OptionError(option, found=found, expected=expected, remedy=remedy)
 
     def save(self, options: TrainOptions) -> None:
         """Save the changed options of a resumed run.
@@ -143,7 +161,7 @@ class RunDirectory:
             try:
                 model.rename(next(path for path in map(self.path.joinpath, names) if not os.path.lexists(path)))
             except OSError as error:
-                raise _unwritable(model, error) from error
+                raise unwritable(model, error) from error
         self._record = {**self._record, "options": now, "checksums": self.checksums}
         self._write_record()
         self._write_recipe(options)
@@ -172,15 +190,16 @@ class RunDirectory:
             raw = None
         aligned = align_rows(raw or b"", journal)
         journal.require_version(aligned.steps_seen, METRICS)
-        rows = [*trial_rows(read_trials(self.path)), *aligned.rows]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+        trials: list[Row] = [{f"trial_{name}": value for name, value in row.items()} for row in read_trials(self.path)]
+        text = "".join(json.dumps(row) + "\n" for row in [*trials, *aligned.rows])
         if text.encode() != raw or path.is_symlink():  # a link is replaced, and its target is not written
             replace_file(path, text)
-        return rows
+        return aligned.rows
 
-    def remove(self) -> None:
-        """Remove a run that has taken no step: the files and directories that it created, and no others."""
-        remove_files(self.path, self._created)
+    def abandon(self) -> None:
+        """Close the directory of a run that failed; a run that is new and has taken no step is removed with its files."""
+        if not self._resumed:
+            remove_files(self.path, self._created)
         self.close()
 
     def close(self) -> None:
@@ -192,14 +211,6 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def header_of(journal: Path) -> Mapping[str, Any] | None:
-    """Header of a journal; None if the journal is empty."""
-    from zo2core import Journal
-
-    with contextlib.closing(Journal(journal)) as opened:
-        return opened.header
 
 
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,43 +370,16 @@ def _damaged(path: Path, found: str) -> OptionError:
     )
 
 
-def _require_same_data(
-    options: TrainOptions, checksums: Mapping[str, str], saved: Mapping[str, Any], saved_checksums: Mapping[str, Any]
-) -> None:
-    """Refuse data files with other bytes than the run began with."""
-    for option, path in (("data", options.data), ("evaluation", options.evaluation)):
-        if path is None:
-            continue
-        checksum, before = checksums[saved_path(path)], saved_checksums.get(saved_path(path))
-        if checksum != before:
-            raise DataError(
-                option,
-                found=f"{path}, which has the sha256 {checksum[:12]}",
-                expected=f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
-                remedy="restore the file, pass the path to which it was moved, or start a new run",
-            )
-
-
-def _require_same_tokens(model: str, now: dict[str, object], saved: dict[str, object]) -> None:
-    names = [name for name in sorted({*now, *saved}) if now.get(name) != saved.get(name)]
-    if names:
-        raise DataError(
-            f"tokenizer of {model}",
-            found="; ".join(f"{name} {now.get(name)}" for name in names),
-            expected="; ".join(f"{name} {saved.get(name)}" for name in names) + ", as when the run started",
-            remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
-        )
-
-
 def replace_file(path: Path, text: str) -> None:
     """Replace the content of a file atomically; the new content is durable on return."""
     try:
         replace_bytes(path, text.encode())
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> OutputError:
+def unwritable(path: Path, error: OSError) -> OutputError:
+    """The error about a directory that cannot be written."""
     return OutputError(
         path,
         found=reason(error),
@@ -426,58 +410,153 @@ def holds_model(directory: Path) -> bool:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
     """Create a run with the first steps of another one. It is then resumed like an interrupted run.
 
     Only journal and options are copied: blocks that the parent has written back are replayed. The new run is removed if the
     body of the context raises.
     """
-    created = missing_directories(options.output)
-    _branch(parent, step, options)
-    try:
-        yield
-    except BaseException:
-        remove_files(options.output, created)
-        raise
-
-
-def _branch(parent: Path, step: int, options: TrainOptions) -> None:
     from zo2core import Journal, branch_journal
     from zo2core.checkpoint.shards import new_directory
 
     options.require_valid()
-    estimator = options.estimator()
-    require_new(options.output)
-    journal = Journal(parent / JOURNAL)
-    try:
-        taken = len(journal.updates)
+    estimator, output, created = options.estimator(), options.output, missing_directories(options.output)
+    require_new(output)
+    with contextlib.closing(Journal(parent / JOURNAL)) as journal:
+        taken, header = len(journal.updates), journal.header
         if not 0 <= step <= taken:
-            raise OptionError(
-                "from_step",
-                found=shown(step),
-                expected=f"0 to {taken}, the steps of the run",
-                remedy="pass a step in this range",
-            )
+            expected, remedy = f"0 to {taken}, the steps of the run", "pass a step in this range"
+            raise OptionError("from_step", found=shown(step), expected=expected, remedy=remedy)
         if options.steps < step:
-            raise OptionError(
-                "steps",
-                found=str(options.steps),
-                expected=f"at least {step}, the step to branch from",
-                remedy=f"pass a value of at least {step}",
-            )
-        provenance = None if journal.header is None else journal.header.get("provenance")
-        with new_directory(options.output) as partial:
-            branch_journal(
-                journal,
-                partial / JOURNAL,
-                step,
-                estimator=estimator.options,
-                provenance=None if provenance is None else rescheduled(provenance, options),
-            )
+            expected, remedy = f"at least {step}, the step to branch from", f"pass a value of at least {step}"
+            raise OptionError("steps", found=str(options.steps), expected=expected, remedy=remedy)
+        own, (evaluated, schedule) = None if header is None else header.get("provenance"), _varying(options)
+        own = None if own is None else {**own, **evaluated, "schedule": schedule}
+        with new_directory(output) as partial:
+            branch_journal(journal, partial / JOURNAL, step, estimator=estimator.options, provenance=own)
             record = json.loads(read_regular(parent / OPTIONS))
             record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
             record["branch"] = {"resume": str(parent.resolve()), "from_step": step}  # for the run's recipe
             replace_file(partial / OPTIONS, json.dumps(record, indent=2) + "\n")
-    finally:
-        journal.close()
+    try:
+        yield
+    except BaseException:
+        remove_files(output, created)
+        raise
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+
+
+def provenance(
+    options: TrainOptions,
+    base: Path,
+    tokens: dict[str, object],
+    *,
+    data_sha256: str,
+    sequence_length: int,
+    devices: str,
+    task: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The run's provenance, as JSON values.
+
+    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
+    steps.
+    """
+    batching, opening, objective = options.batching, options.model_options, options.objective
+    declared: dict[str, Any] = {}
+    if opening.architecture is not None:
+        declared["architecture sha256"] = file_sha256(opening.architecture)
+    if not names_model_loss(objective):
+        declared["objective"] = objective
+        if (function := function_file(objective)) is not None:
+            declared |= {"objective": objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
+    if batching.pack:
+        declared["packed"] = True
+    if options.takes_labels:
+        declared["head"] = opening.head
+    evaluated, schedule = _varying(options)
+    return {
+        **declared,
+        **evaluated,
+        **task,
+        "data sha256": data_sha256,
+        "tokens": {key: value for key, value in tokens.items() if not key.startswith("evaluation")},
+        "tokenizer sha256": tokenizer_sha256(base),
+        "dtype": opening.dtype,
+        "batch size": batching.batch_size,
+        "micro-batch size": batching.micro_batch_size,
+        "loss chunk": batching.loss_chunk,
+        "sequence length": sequence_length,
+        "seed": options.seed,
+        "device": devices,
+        "schedule": schedule,
+    }
+
+
+def _varying(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a branch may have otherwise than its parent: evaluations, and the learning-rate schedule."""
+    trains_all = options.first_order.method is not None and not options.model_options.trains_adapter
+    schedule = {
+        **({"lr": options.optimization.rate} if trains_all else {}),  # other methods name it beside their own options
+        "decay": options.optimization.decay.value,
+        "warmup steps": options.optimization.warmup_steps,
+        "steps": options.scheduled_steps,
+    }
+    # Evaluations are the steps that --keep-best chooses among.
+    return {"evaluated every": options.evaluate_every} if options.evaluates else {}, schedule
+
+
+def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
+    """Refuse files other than those that the run began with, before they are parsed or imported."""
+    saved = {} if header is None else header.get("provenance", {})
+    if not saved:
+        return
+    objective, rewards = function_file(options.objective), saved.get("rewards")
+    for option, path in (("objective", objective), ("architecture", options.model_options.architecture)):
+        digest, now = str(saved.get(f"{option} sha256")), None if path is None else file_sha256(path)
+        if now is not None and now != digest:
+            raise _changed(option, f"{path}, with sha256 {now[:12]}", f"sha256 {digest[:12]}, as", "file")
+    if rewards is not None:
+        given = [name.file and file_sha256(name.file) for name in options.rewards.names]
+        if given != [digest for *_, digest in rewards]:
+            raise _changed("reward", "functions in files with other digests", "the files as they were,", "files")
+    function = options.objective.rpartition(":")[2]
+    if objective is not None and function != saved.get("objective"):
+        raise _changed("objective", f"the function {function}", f"{saved.get('objective')}, as", "function")
+
+
+def _changed(option: str, found: str, expected: str, what: str) -> OptionError:
+    remedy = f"pass the {what} that the run began with, or start a new run"
+    return OptionError(option, found=found, expected=f"{expected} in the run's journal", remedy=remedy)
+
+
+def tokenizer_sha256(base: Path) -> str:
+    """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF file says of it."""
+    from zo2core.checkpoint.gguf import StoredArray, is_gguf, read_gguf
+
+    digest = hashlib.sha256()
+    if is_gguf(base):
+        file = read_gguf(base)
+        for key in sorted(key for key in file.metadata if key.startswith("tokenizer.")):
+            value = file.metadata[key]
+            is_plain = isinstance(value, (int, float, bool, str))
+            values = file.array(key) if isinstance(value, StoredArray) else [value if is_plain else file.text(key)]
+            for element in values:
+                digest.update(repr((key, element)).encode())
+        return digest.hexdigest()
+    for name in _TOKENIZER_FILES:
+        if (base / name).exists():
+            digest.update(f"{name} {file_sha256(base / name)}\n".encode())
+    return digest.hexdigest()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -53,13 +52,12 @@ class RowShapes(NamedTuple):
     step: BatchShape  # mean of the steps' batches
     evaluation: BatchShape | None  # mean of an evaluation's batches; None: no evaluation
     evaluation_batches: int  # batches of one evaluation
-    micro_rows: int | None  # rows that run at a time; None: all of a batch
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
         """Shapes for rows that all have this number of tokens."""
         shape = BatchShape.whole(*batching.shape(batching.batch_size, tokens))
-        return cls(shape, shape, None, 0, batching.micro_batch_size)
+        return cls(shape, shape, None, 0)
 
 
 def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchShape:
@@ -74,8 +72,7 @@ def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchS
     return BatchShape(rows, tokens, fmean(shape.predictions for shape in shapes))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunInputs:
+class RunInputs(NamedTuple):
     """Model, tokenizer and rows of a run."""
 
     options: TrainOptions  # with the values that were chosen for this machine
@@ -94,7 +91,7 @@ class RunInputs:
         model, options = _settled_alike(options, workers, directory)
         tokenizer = load_tokenizer(directory)
         if not is_dated(tokenizer):
-            options = replace(options, rows=replace(options.rows, rendered_at=None))
+            options = options.having(rendered_at=None)
         length = options.batching.length_for(model)
         reader = RowReader(
             tokenizer,
@@ -105,21 +102,16 @@ class RunInputs:
             vocabulary=vocabulary_of(model.config),
         )
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
-        return cls(
-            options=options,
-            directory=directory,
-            model=model,
-            tokenizer=tokenizer,
-            pad=pad_token_id(tokenizer),
-            length=length,
-            data=data,
-            evaluation=evaluation,
-        )
+        return cls(options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation)
 
     def reopened(self, options: TrainOptions) -> Self:
         """The same rows for a run with other options of model and method."""
         model = options.opened(self.directory)
-        return replace(self, options=options.settled(model), model=model)
+        return self._replace(options=options.settled(model), model=model)
+
+    def having(self, **values: Any) -> Self:
+        """The same inputs for a run with other values of options that change neither model nor rows."""
+        return self._replace(options=self.options.having(**values))
 
     @property
     def files(self) -> list[Rows]:
@@ -145,10 +137,8 @@ class RunInputs:
     def tokens(self) -> dict[str, object]:
         """Padding token, and number and digest of the tokens of each data file."""
         tokens: dict[str, object] = {"padding": self.pad}
-        for name, dataset in (("data", self.data), ("evaluation", self.evaluation)):
-            if dataset is not None:
-                tokens[f"{name} tokens"] = dataset.tokens
-                tokens[f"{name} sha256"] = dataset.digest()
+        for name, rows in zip(("data", "evaluation"), self.files, strict=False):
+            tokens |= {f"{name} tokens": rows.tokens, f"{name} sha256": rows.digest()}
         return tokens
 
     def shapes(self) -> RowShapes:
@@ -163,7 +153,7 @@ class RunInputs:
             batches = file_batches(evaluated, batching.batch_size)
             mean = _mean_shape(([row.sequences for row in rows] for rows in batches), pack=batching.pack)
             count = len(batches)
-        return RowShapes(self.largest, step, mean, count, batching.micro_batch_size)
+        return RowShapes(self.largest, step, mean, count)
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
@@ -189,11 +179,9 @@ def _settled_alike(options: TrainOptions, workers: Workers | None, directory: Pa
     """Open the model, with the first worker's choices of what depends on the machine."""
     if workers is not None and workers.rank > 0:
         [dtype, loss_chunk, start], *_ = workers.all_gather(None)
-        model_options = replace(options.model_options, dtype=dtype)
-        options = replace(options, rows=replace(options.rows, rendered_at=start))
-        options = replace(options, model_options=model_options, batching=replace(options.batching, loss_chunk=loss_chunk))
+        options = options.having(dtype=dtype, loss_chunk=loss_chunk, rendered_at=start)
     elif options.rows.rendered_at is None:
-        options = replace(options, rows=replace(options.rows, rendered_at=datetime.now().isoformat()))
+        options = options.having(rendered_at=datetime.now().isoformat())
     model = options.opened(directory)
     options = options.settled(model)
     if workers is not None and workers.rank == 0:
@@ -229,17 +217,17 @@ def _dropout(model: HFBlockModel) -> list[str]:
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     if any(spec.frozen for spec in specs):
-        precision = "exact" if model.autocast is None else f"mixed, computed in {_name(model.autocast)}"
+        precision = "exact" if model.autocast is None else f"mixed, computed in {dtype_name(model.autocast)}"
         line = f"precision: {precision}; an adapter in float32 on weights that are only read"
         layers = (re.search(r"(\w+)(\.base_layer)*\.lora_A\.", spec.name) for spec in specs)
         names = dict.fromkeys(found[1] for found in layers if found is not None)
         return f"{line}: LoRA of {', '.join(names)}" if names else line
     stored = specs[0].dtype
     if model.autocast is not None:
-        return f"precision: mixed, weights in {_name(stored)}, computed in {_name(model.autocast)}"
-    line = f"precision: exact, all in {_name(stored)}"
+        return f"precision: mixed, weights in {dtype_name(stored)}, computed in {dtype_name(model.autocast)}"
+    line = f"precision: exact, all in {dtype_name(stored)}"
     if options.optimization.rank is not None:
-        line = f"precision: exact, computed in {_name(stored)}; weights are only read, updates add up in float32"
+        line = f"precision: exact, computed in {dtype_name(stored)}; weights are only read, updates add up in float32"
     elif stored in (torch.float16, torch.bfloat16):
         line += "; small updates are rounded away, which --precision mixed avoids"
     if stored is torch.float16 and options.storage.device == "cpu":
@@ -248,5 +236,6 @@ def _precision(options: TrainOptions, model: HFBlockModel) -> str:
     return line
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as options have it."""
     return str(dtype).removeprefix("torch.")

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.engines import (
-    memory_policy,
-    request_of_run,
+from zo2adapters.trainers.methods import (
+    GradientRun,
+    ZerothOrderRun,
+    interval,
+    method_of,
     require_shareable,
     shared_base_model,
-    snapshot_bytes,
-    written_bytes,
 )
-from zo2adapters.trainers.methods import interval, method_of
-from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import RunOptions, TrainedState, TrainOptions
+from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.probes import (
     decoding_seconds,
     hashing_speed,
@@ -34,7 +34,7 @@ from zo2adapters.trainers.probes import (
     release_probe,
 )
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
-from zo2core import BlockLayout, DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, NoiseGenerator, ZO2Error
+from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.factors import kept_bytes_a_step
 from zo2core.kernels.low_bit import low_bit_layout
@@ -226,7 +226,7 @@ def duration(seconds: float) -> str:
 def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, runs: int | None = None) -> RunPlan:
     """Plan a run on the CPU or on a GPU, which need not be in this machine. Nothing is loaded; probes take a few seconds."""
     method = method_of(options)
-    options, storage = method.options, options.storage
+    options, storage = method.options, method.options.storage
     on_device, speeds = storage.device != "cpu", MeasuredSpeeds(model.weights)
     if on_device and (method.has_gradient or runs is not None):
         expected = "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
@@ -234,275 +234,254 @@ def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, r
     if runs is not None:
         require_whole("runs", runs, 1, MOST_RUNS)
         require_shareable(options)
-    reserved, least = method.reserved_bytes(model, shapes.longest)
     if on_device:
         parse_size(storage.device_memory, option="device_memory")
-    policy = memory_policy(options, reserved, least if on_device or method.has_gradient else None)
-    request = request_of_run(options, model, shapes.longest, policy)
-    if not method.has_gradient:
-        optimization = options.optimization
-        estimator = optimization.estimator_of(options.steps)
-        require_perturbation(optimization.perturbation, model, estimator, request.noise)
+    request = method.request(model, method.reserved_bytes(model, shapes.longest), rows=shapes.longest.rows)
+    if isinstance(method, ZerothOrderRun):
+        require_perturbation(request.perturbation, model, method.estimator, request.noise)
     spec = plan(request, Machine(in_place=not on_device, on_host=not on_device), speeds)
+    forecast = _Forecast(options, model, shapes, request, spec, speeds)
     if on_device:
-        return _on_device(options, model, shapes, spec)
-    costs = _of_gradients if method.has_gradient else _of_zeroth_order
-    planned = costs(options, model, shapes, request, spec, speeds)
-    planned = replace(
-        planned,
-        model_bytes=sum(layout.nbytes for layout in spec.layouts),
-        steps=options.steps,
-        evaluations=options.evaluations(options.steps),
-    )
-    if not planned.evaluations:
+        return forecast.on_device()
+    planned = forecast.of_gradients(method) if isinstance(method, GradientRun) else forecast.of_zeroth_order()
+    nbytes, evaluations = sum(layout.nbytes for layout in spec.layouts), len(options.evaluation_steps)
+    planned = replace(planned, model_bytes=nbytes, steps=options.steps, evaluations=evaluations)
+    if not evaluations:
         planned = replace(planned, evaluation_seconds=0.0)
-    return planned if runs is None else _together(options, planned, model, shapes, request, runs)
+    return planned if runs is None else forecast.together(planned, runs)
 
 
-def _of_zeroth_order(
-    options: TrainOptions,
-    model: HFBlockModel,
-    shapes: RowShapes,
-    request: RunRequest,
-    spec: RunSpec,
-    speeds: MeasuredSpeeds,
-) -> RunPlan:
-    """The plan of zeroth-order steps on the CPU."""
-    optimization, write_back, activations = options.optimization, request.write_back, request.memory.activation_bytes
-    assert write_back is not None, "a run on the CPU may write blocks back"
-    generated = options.rewards.new_tokens
-    host_plan, layouts, every = with_kept_memory(spec.host_plan, activations), spec.layouts, spec.write_back_every
-    read = streamed_bytes(layouts, host_plan.buckets) * (generated or 1)  # a sweep for each token
-    read_seconds = read / speeds.reading(layouts) if read else 0.0
-    write_seconds, lag = 0.0, 0.0
-    if isinstance(request.perturbation, LowRankPerturbation):
-        written = kept_bytes_a_step(request.perturbation, layouts, write_back.bytes_a_step)
-    else:
-        written = 1e9 * terabytes_written(layouts, every)
-        is_streamed = host_plan.buckets is not None and every is not None
-        write_seconds = written / speeds.writing(Path(write_back.directory)) if is_streamed and written else 0.0
-        lag = (every + 1) / 2 if every is not None and is_streamed else 1.0
-    replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place) * optimization.queries * lag
-    updates = _update_seconds(request.noise, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise)
-    beside = replay + decoding_seconds(layouts)
-    return RunPlan(
-        host_plan=host_plan,
-        write_back_every=every,
-        scratch_bytes=0 if every is None else slot_bytes(layouts),
-        read_bytes=read,
-        written_bytes=written,
-        forward_seconds=_step_forward_seconds(model, shapes.step, optimization, shapes.micro_rows, generated),
-        update_seconds=(generated or 1) * updates,
-        disk_seconds=read_seconds + write_seconds,
-        evaluation_seconds=_evaluation_seconds(model, shapes, activations, beside, read_seconds),
-    )
+class _Forecast(NamedTuple):
+    """What the plan of a run follows from."""
 
+    options: TrainOptions
+    model: HFBlockModel
+    shapes: RowShapes
+    request: RunRequest
+    spec: RunSpec
+    speeds: MeasuredSpeeds
 
-def _of_gradients(
-    options: TrainOptions,
-    model: HFBlockModel,
-    shapes: RowShapes,
-    request: RunRequest,
-    spec: RunSpec,
-    speeds: MeasuredSpeeds,
-) -> RunPlan:
-    """The plan of first-order steps on the CPU; memory that is left over is filled with inputs and graphs of blocks."""
-    update = None if options.state is TrainedState.ADAPTER else options.update()
-    turn, streams = None if update is None else update.turn, options.state is TrainedState.DISK
-    measures = update is not None and options.first_order.measures_gradients
-    activations, layouts, host_plan = request.memory.activation_bytes, spec.layouts, spec.host_plan
-    blocks = sum(not layout.resident for layout in layouts)
-    graph = measured_graph_bytes(model, shapes.longest)
-    inputs = min(host_plan.spare, activations - spec.activation_bytes)
-    kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
-    parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
-    parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
-    host_plan = replace(host_plan, parts=(*host_plan.parts, *parts))
-    spilled = activations - spec.activation_bytes - inputs  # bytes of inputs that have no room
+    def of_zeroth_order(self) -> RunPlan:
+        """The plan of zeroth-order steps on the CPU."""
+        request, speeds, layouts, every = self.request, self.speeds, self.spec.layouts, self.spec.write_back_every
+        write_back, generated = request.write_back, self.options.rewards.new_tokens or 1  # a sweep for each token
+        assert write_back is not None, "a run on the CPU may write blocks back"
+        host_plan = with_kept_memory(self.spec.host_plan, request.memory.activation_bytes)
+        read, write_seconds, lag = streamed_bytes(layouts, host_plan.buckets) * generated, 0.0, 0.0
+        if isinstance(request.perturbation, LowRankPerturbation):
+            written = kept_bytes_a_step(request.perturbation, layouts, write_back.bytes_a_step)
+        else:
+            written, lag = 1e9 * terabytes_written(layouts, every), 1.0
+            if host_plan.buckets is not None and every is not None:
+                lag = (every + 1) / 2
+                write_seconds = written / speeds.writing(Path(write_back.directory)) if written else 0.0
+        replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place)
+        beside = replay * self.options.optimization.queries * lag + decoding_seconds(layouts)
+        return RunPlan(
+            host_plan=host_plan,
+            write_back_every=every,
+            scratch_bytes=0 if every is None else slot_bytes(layouts),
+            read_bytes=read,
+            written_bytes=written,
+            forward_seconds=self._forward_seconds(),
+            update_seconds=generated * self._update_seconds(lag),
+            disk_seconds=self._read_seconds(read) + write_seconds,
+            evaluation_seconds=self._evaluation_seconds(beside, self._read_seconds(read)),
+        )
 
-    sweeps, moving = 2 if measures else 1, host_plan.buckets
-    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
-    times = sweeps * (measured_backward(model, shapes.step, shapes.micro_rows) + 1 - kept / blocks)
-    if moving is not None and turn is not None:
-        moving -= 1  # that of the block whose turn it is
-    read, evaluated = sweeps * 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
-    if moving is not None and update is not None and turn is None:
-        read = read_bytes(layouts, moving, options.commit_every, measures=measures)
-        evaluated = streamed_bytes(model.layouts, moving)
-    read_seconds = read / speeds.reading(layouts) if read else 0.0
-    spill, decoding, disk = sweeps * spilled, decoding_seconds(layouts), options.output
-    spill_seconds = spill / speeds.reading(layouts) + spill / speeds.writing(disk) if spill else 0.0
-    arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
-    scratch, snapshot = 0, 0
-    if update is not None and streams:
-        scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
-        written = written_bytes(layouts, update, host_plan.buckets or 0, options.commit_every)
-    else:
-        snapshot, limit = snapshot_bytes(model, update), options.storage.write_limit_tb
-        step_seconds = max(times * forward + arithmetic, read_seconds)
-        written = snapshot * step_seconds / interval(snapshot / speeds.writing(disk) + snapshot / hashing_speed())
-        written = written if limit is None else min(written, 1e9 * limit)
-    evaluated_seconds = evaluated / speeds.reading(layouts) if evaluated else 0.0
-    return RunPlan(
-        host_plan=host_plan,
-        scratch_bytes=scratch,
-        spilled_bytes=spilled,
-        read_bytes=read + spill,
-        written_bytes=written + spill,
-        snapshot_bytes=snapshot,
-        forward_seconds=times * forward,
-        update_seconds=arithmetic,
-        disk_seconds=read_seconds + spill_seconds,
-        evaluation_seconds=_evaluation_seconds(model, shapes, activations, decoding, evaluated_seconds),
-    )
+    def of_gradients(self, method: GradientRun) -> RunPlan:
+        """The plan of first-order steps on the CPU; memory that is left over is filled with inputs and graphs of blocks."""
+        options, model, shapes, spec, update = self.options, self.model, self.shapes, self.spec, method.update
+        layouts, activations, turn = spec.layouts, self.request.memory.activation_bytes, update and update.turn
+        micro_rows = options.batching.micro_batch_size
+        measures = update is not None and options.first_order.measures_gradients
+        blocks = sum(not layout.resident for layout in layouts)
+        graph, unplaced = measured_graph_bytes(model, shapes.longest), activations - spec.activation_bytes
+        inputs = min(spec.host_plan.spare, unplaced)
+        kept = min((spec.host_plan.spare - inputs) // max(graph, 1), blocks)
+        parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
+        parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
+        host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
 
+        sweeps, moving = 2 if measures else 1, host_plan.buckets
+        forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
+        forward *= sweeps * (measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks)
+        if moving is not None and turn is not None:
+            moving -= 1  # that of the block whose turn it is
+        read, evaluated = sweeps * 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
+        if moving is not None and method.commit_every is not None and turn is None:
+            read = read_bytes(layouts, moving, method.commit_every, measures=measures)
+            evaluated = streamed_bytes(model.layouts, moving)
+        spilled, decoding, disk = unplaced - inputs, decoding_seconds(layouts), options.output
+        spill = sweeps * spilled  # bytes of inputs that have no room
+        spill_seconds = self._read_seconds(spill) + (spill / self.speeds.writing(disk) if spill else 0.0)
+        arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
+        scratch, snapshot = 0, 0
+        if method.streams:
+            scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
+            written = method.written(model, host_plan.buckets)
+        else:
+            snapshot, limit = method.snapshot_size(model), options.storage.write_limit_tb
+            seconds = max(forward + arithmetic, self._read_seconds(read))
+            written = snapshot * seconds / interval(snapshot / self.speeds.writing(disk) + snapshot / hashing_speed())
+            written = written if limit is None else min(written, 1e9 * limit)
+        return RunPlan(
+            host_plan=host_plan,
+            scratch_bytes=scratch,
+            spilled_bytes=spilled,
+            read_bytes=read + spill,
+            written_bytes=written + spill,
+            snapshot_bytes=snapshot,
+            forward_seconds=forward,
+            update_seconds=arithmetic,
+            disk_seconds=self._read_seconds(read) + spill_seconds,
+            evaluation_seconds=self._evaluation_seconds(decoding, self._read_seconds(evaluated)),
+        )
 
-def _on_device(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, spec: RunSpec) -> RunPlan:
-    """The plan of zeroth-order steps on a GPU."""
-    device_plan, low_bit, layouts, optimization = spec.device_plan, spec.low_bit, spec.layouts, options.optimization
-    assert device_plan is not None, "a device with memory of its own has a plan"
-    blocks = [layout for layout in layouts if not layout.resident]
-    uploads = sum((layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks)
-    moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
-    limit, is_changed = options.storage.write_limit_tb, optimization.rank is None  # otherwise weights are only read
-    returned = moved if is_changed and (low_bit is None or low_bit == "device") else 0
-    written = kept_bytes_a_step(optimization.perturbation, layouts, None if limit is None else limit * 1e9)
-    if is_changed:
-        written = 1e9 * terabytes_written(layouts, 1 if limit is None else interval_within(layouts, limit))
-    waiting = _waiting_bytes(model, shapes, optimization, device_plan.activation_bytes)
-    return RunPlan(
-        host_plan=spec.host_plan,
-        device_plan=device_plan,
-        steps=options.steps,
-        read_bytes=streamed_bytes(layouts, spec.host_plan.buckets, kept=device_plan.kept),
-        written_bytes=written,
-        transfers=Transfers(
-            blocks=len(blocks),
-            moved_bytes=moved,
-            returned_bytes=returned,
-            waiting_bytes=waiting,
-            transfer_seconds=(max(moved, returned) + (len(blocks) + 1) * waiting) / BUS,
-        ),
-    )
+    def on_device(self) -> RunPlan:
+        """The plan of zeroth-order steps on a GPU."""
+        device_plan, low_bit, layouts = self.spec.device_plan, self.spec.low_bit, self.spec.layouts
+        assert device_plan is not None, "a device with memory of its own has a plan"
+        blocks = [layout for layout in layouts if not layout.resident]
+        uploads = sum((layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks)
+        moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
+        limit, perturbation = self.options.storage.write_limit_tb, self.request.perturbation
+        returned, written = 0, kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9)
+        if not isinstance(perturbation, LowRankPerturbation):  # otherwise weights are only read
+            returned = moved if low_bit in (None, "device") else 0
+            written = 1e9 * terabytes_written(layouts, 1 if limit is None else interval_within(layouts, limit))
+        waiting = self._waiting_bytes(device_plan.activation_bytes)
+        return RunPlan(
+            host_plan=self.spec.host_plan,
+            device_plan=device_plan,
+            steps=self.options.steps,
+            read_bytes=streamed_bytes(layouts, self.spec.host_plan.buckets, kept=device_plan.kept),
+            written_bytes=written,
+            transfers=Transfers(
+                blocks=len(blocks),
+                moved_bytes=moved,
+                returned_bytes=returned,
+                waiting_bytes=waiting,
+                transfer_seconds=(max(moved, returned) + (len(blocks) + 1) * waiting) / BUS,
+            ),
+        )
 
+    def together(self, run: RunPlan, runs: int) -> RunPlan:
+        """The plan of equal runs on the CPU that share their base."""
+        options, request, base = self.options, self.request, shared_base_model(self.options)
+        least = request.with_least_activations(in_place=True).memory.activation_bytes
+        has_gradient = options.first_order.method is not None
+        graph = measured_graph_bytes(self.model, self.shapes.step) if has_gradient else 0
+        speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
+        blocks = sum(not layout.resident for layout in base.layouts)
 
-def _together(
-    options: TrainOptions, run: RunPlan, model: HFBlockModel, shapes: RowShapes, request: RunRequest, runs: int
-) -> RunPlan:
-    """The plan of equal runs on the CPU that share their base."""
-    base, least = shared_base_model(options), request.with_least_activations(in_place=True).memory.activation_bytes
-    has_gradient = options.first_order.method is not None
-    graph = measured_graph_bytes(model, shapes.step) if has_gradient else 0
-    speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
-    blocks = sum(not layout.resident for layout in base.layouts)
+        def planned(count: int) -> HostPlan:
+            asked = RunRequest.of_base(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count)
+            host_plan = plan(asked, Machine(), speeds).host_plan
+            if not graph:
+                return host_plan
+            kept = min(max(host_plan.spare, 0) // count // graph, blocks)
+            # One run at a time computes, so that graphs have the others' room for computing.
+            beyond = max(count * kept * graph - (count - 1) * least, 0)
+            graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
+            return replace(host_plan, parts=(*host_plan.parts, graphs))
 
-    def planned(count: int) -> HostPlan:
-        asked = RunRequest.of_base(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count)
-        host_plan = plan(asked, Machine(), speeds).host_plan
-        if not graph:
-            return host_plan
-        kept = min(max(host_plan.spare, 0) // count // graph, blocks)
-        # One run at a time computes, so that graphs have the others' room for computing.
-        beyond = max(count * kept * graph - (count - 1) * least, 0)
-        graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
-        return replace(host_plan, parts=(*host_plan.parts, graphs))
+        most = _most(planned)
+        try:
+            host_plan = planned(runs)
+        except MemoryBudgetError as error:
+            found = f"{error.found} for {runs} runs, of which {most} fit"
+            raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
+        passes, layouts = 2 if has_gradient else 1, base.layouts if host_plan.buckets is None else on_disk
+        read = passes * streamed_bytes(layouts, host_plan.buckets)
+        disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * decoding_seconds(base.layouts)
+        own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
+        together = Together(
+            runs=runs,
+            most_runs=most,
+            memory_a_run=request.memory.activation_bytes + request.factor_bytes + request.trained_bytes,
+            seconds_a_run=own,
+            decoding_seconds=decoding,
+            seconds_apart=runs * run.seconds,
+            free_runs=MOST_RUNS if own == 0.0 else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
+        )
+        return replace(run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together)
 
-    most = _most(planned)
-    try:
-        host_plan = planned(runs)
-    except MemoryBudgetError as error:
-        found = f"{error.found} for {runs} runs, of which {most} fit"
-        raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
-    passes, layouts = 2 if has_gradient else 1, base.layouts if host_plan.buckets is None else on_disk
-    read = passes * streamed_bytes(layouts, host_plan.buckets)
-    disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * decoding_seconds(base.layouts)
-    own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
-    together = Together(
-        runs=runs,
-        most_runs=most,
-        memory_a_run=request.memory.activation_bytes + request.factor_bytes + request.trained_bytes,
-        seconds_a_run=own,
-        decoding_seconds=decoding,
-        seconds_apart=runs * run.seconds,
-        free_runs=MOST_RUNS if own == 0.0 else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
-    )
-    return replace(run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together)
+    def _read_seconds(self, nbytes: float) -> float:
+        return nbytes / self.speeds.reading(self.spec.layouts) if nbytes else 0.0
+
+    def _update_seconds(self, lag: float) -> float:
+        """Seconds of a step's noise and arithmetic."""
+        noise, layouts, optimization = self.request.noise, self.spec.layouts, self.options.optimization
+        forwards, queries, rank = optimization.evaluations, optimization.queries, optimization.rank
+        replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
+        if rank is not None:  # weights are only read; factors are drawn for the evaluations and again for the update
+            specs = [spec for layout in layouts for spec in layout.parameters]
+            numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
+            share = numbers / sum(spec.numel for spec in specs)
+            return replay * share * (forwards + queries) + decoding_seconds(layouts)
+        if isinstance(noise, CounterNoise):
+            first, other = evaluation_seconds(noise, layouts)
+            return replay * (queries * lag - 1) + first + other * (forwards - 1)
+        return replay * queries * (lag + (_PERTURBING_SHARE if self.spec.host_plan.keep_noise else 1.0))
+
+    def _forward_seconds(self) -> float:
+        """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
+
+        Generation runs the prompts, and then one token of each row at a time.
+        """
+        options, model, shape = self.options, self.model, self.shapes.step
+        optimization, micro_rows = options.optimization, options.batching.micro_batch_size
+        stacked, new_tokens = optimization.stacked, options.rewards.new_tokens
+        if new_tokens is not None:
+            count = shape.rows * stacked
+            seconds = measured_forward_seconds(model, BatchShape(count, shape.tokens, count), all_logits=False)
+            seconds += (new_tokens - 1) * measured_forward_seconds(model, BatchShape(count, 1, count))
+        else:
+            stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
+            running = None if micro_rows is None else micro_rows * stacked
+            if optimization.per_row and optimization.rank is None:  # each direction runs on its rows alone
+                running = optimization.loss_rows(shape.rows)
+            seconds = measured_forward_seconds(model, stack, running=running)
+        return optimization.evaluations / stacked * seconds
+
+    def _evaluation_seconds(self, sweep_seconds: float, read_seconds: float) -> float:
+        """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations."""
+        model, shape, batches = self.model, self.shapes.evaluation, self.shapes.evaluation_batches
+        if shape is None:
+            return 0.0
+        tokens, running = math.ceil(shape.tokens), min(shape.rows, self.options.batching.micro_batch_size or shape.rows)
+        held = expected_held_bytes(model.config, running, tokens) * -(-shape.rows // running)
+        left = self.request.memory.activation_bytes
+        left -= forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+        sweeps = -(-batches // max(1, left // held))
+        forward = measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
+        return max(batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
+
+    def _waiting_bytes(self, activation_bytes: int) -> int:
+        """Bytes of activations between two segments that do not fit in device memory."""
+        config, optimization, longest = self.model.config, self.options.optimization, self.shapes.longest
+        stacked, rows, tokens = optimization.stacked, longest.rows, round(longest.tokens)
+        running = min(rows, self.options.batching.micro_batch_size or rows)
+        held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
+        streams = -(-optimization.evaluations // stacked) * -(-rows // running)
+        left = activation_bytes - forward_bytes(
+            config, running * stacked, tokens, loss_chunk=self.model.loss_chunk, loss_rows=running
+        )
+        return held * (streams - streams_on_device(streams, held, left, staging=IN_TRANSIT * held))
 
 
 def _most(planned: Callable[[int], object]) -> int:
     """The largest number of runs for which a plan fits."""
-    fits, too_many = 0, MOST_RUNS + 1
-    while too_many - fits > 1:
-        count = (fits + too_many) // 2
+
+    def is_too_many(runs: int) -> bool:
         try:
-            planned(count)
-            fits = count
+            planned(runs)
         except MemoryBudgetError:
-            too_many = count
-    return fits
+            return True
+        return False
 
-
-def _update_seconds(
-    noise: NoiseGenerator, layouts: Sequence[BlockLayout], optimization: Optimization, *, lag: float, keeps_noise: bool
-) -> float:
-    """Seconds of a step's noise and arithmetic."""
-    forwards, queries, rank = optimization.evaluations, optimization.queries, optimization.rank
-    replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
-    if rank is not None:  # weights are only read; factors are drawn for the evaluations and again for the update
-        specs = [spec for layout in layouts for spec in layout.parameters]
-        numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
-        share = numbers / sum(spec.numel for spec in specs)
-        return replay * share * (forwards + queries) + decoding_seconds(layouts)
-    if isinstance(noise, CounterNoise):
-        first, other = evaluation_seconds(noise, layouts)
-        return replay * (queries * lag - 1) + first + other * (forwards - 1)
-    return replay * queries * (lag + (_PERTURBING_SHARE if keeps_noise else 1.0))
-
-
-def _step_forward_seconds(
-    model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None, new_tokens: int | None
-) -> float:
-    """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
-
-    Generation runs the prompts, and then one token of each row at a time.
-    """
-    stacked = optimization.stacked
-    if new_tokens is not None:
-        count = shape.rows * stacked
-        prompts = measured_forward_seconds(model, BatchShape(count, shape.tokens, count), all_logits=False)
-        newest = measured_forward_seconds(model, BatchShape(count, 1, count))
-        return optimization.evaluations / stacked * (prompts + (new_tokens - 1) * newest)
-    stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
-    running = None if micro_rows is None else micro_rows * stacked
-    if optimization.per_row and optimization.rank is None:  # each direction runs on its rows alone
-        running = optimization.loss_rows(shape.rows)
-    return optimization.evaluations / stacked * measured_forward_seconds(model, stack, running=running)
-
-
-def _evaluation_seconds(
-    model: HFBlockModel, shapes: RowShapes, activations: int, sweep_seconds: float, read_seconds: float
-) -> float:
-    """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations."""
-    if shapes.evaluation is None:
-        return 0.0
-    rows, tokens = shapes.evaluation.rows, math.ceil(shapes.evaluation.tokens)
-    running = min(rows, shapes.micro_rows or rows)
-    held = expected_held_bytes(model.config, running, tokens) * -(-rows // running)
-    left = activations - forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
-    sweeps = -(-shapes.evaluation_batches // max(1, left // held))
-    forward = measured_forward_seconds(model, shapes.evaluation, running=shapes.micro_rows)
-    return max(shapes.evaluation_batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
-
-
-def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimization, activation_bytes: int) -> int:
-    """Bytes of activations between two segments that do not fit in device memory."""
-    config, stacked = model.config, optimization.stacked
-    rows, tokens = shapes.longest.rows, round(shapes.longest.tokens)
-    running = min(rows, shapes.micro_rows or rows)
-    held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
-    streams = -(-optimization.evaluations // stacked) * -(-rows // running)
-    forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
-    return held * (streams - streams_on_device(streams, held, activation_bytes - forward, staging=IN_TRANSIT * held))
+    return bisect.bisect_right(range(1, MOST_RUNS + 1), 0, key=is_too_many)
 
 
 def plan_of(inputs: RunInputs) -> RunPlan:
@@ -536,10 +515,14 @@ def planned(inputs: RunInputs) -> RunPlan | None:
         release_probe(inputs.model)
 
 
-def first_line(options: RunOptions, plan: RunPlan) -> str:
-    """Method, steps and time of a run."""
+def first_line(options: RunOptions, plan: RunPlan, *, trial_steps: int = 0) -> str:
+    """Method, steps and time of a run, with those of the trials that choose its learning rate if they are given."""
     evaluations = f", {counted(plan.evaluations, 'evaluation')}" if plan.evaluations else ""
-    return f"{method_words(options)}{evaluations}, about {duration(plan.run_seconds)}."
+    if not trial_steps:
+        return f"{method_words(options)}{evaluations}, about {duration(plan.run_seconds)}."
+    total = duration(plan.run_seconds + trial_steps * plan.seconds)
+    trials = f"and {counted(trial_steps, 'step')} to choose the learning rate"
+    return f"{method_words(options)}{evaluations}, {trials}: about {total} in all."
 
 
 def method_words(options: RunOptions) -> str:

@@ -2,60 +2,60 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.tasks.rows import training_batches
-from zo2adapters.tasks.task import Task, TaskOptions, make_evaluation, make_task
+from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow, training_batches
+from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.engines import Opening, replayer, require_finite_base, verify_with_progress
-from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
     best_step,
-    criteria_of,
     criterion,
-    is_due,
+    losses_of,
     progress,
     row_of_evaluation,
     shown_results,
     step_record,
-    write_row,
 )
 from zo2adapters.trainers.model_card import files_of_run
-from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
-from zo2adapters.trainers.progress_bar import StepBar, export_bar, sweep_bars
-from zo2adapters.trainers.provenance import provenance, require_same_files
+from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.progress_bar import StepBar, export_bar, sweep_bars, verify_with_progress
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     METRICS,
     MODEL,
     SAMPLES,
     RunDirectory,
-    header_of,
     holds_model,
+    provenance,
+    read_samples,
     replace_file,
-    require_new,
+    require_same_files,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import first_line, planned
-from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import (
     CheckpointError,
-    DivergenceError,
     JournalError,
     NonFiniteLossError,
     OptionError,
@@ -85,53 +85,56 @@ class Trainer:
         shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        method_of(options, shared)  # checks the options that depend on neither model nor data
-        if resume:
-            require_same_files(options, header_of(options.output / JOURNAL))
-        else:
-            require_new(options.output)
-        self._quiet, self._resumed, self._workers = quiet, resume, workers
-        self._label, self._shared = label, shared
+        method = method_of(options, shared)  # checks the options that depend on neither model nor data
+        self._quiet, self._workers, self._label = quiet, workers, label
         execution = Execution() if execution is None else execution
-        self._inputs = inputs = RunInputs.read(options, workers)
-        self.options, self._model = inputs.options, inputs.model
-        self._method = method_of(self.options, shared)
-        require_same_steps(self.options.steps, workers)
-        self._task, self._evaluated = self._made_task(inputs, evaluates=evaluates)
-        self._samples = self._made_samples(inputs)
-        self._activations, least = self._reserved_bytes(inputs)
-        tokens = inputs.tokens()
-        self._run = RunDirectory(self.options, tokens, resume=resume)
-        with self._abandoned_on_error():
+        self._run = run = RunDirectory(options.output, resume=resume)
+        with ExitStack() as on_error:
+            on_error.callback(run.abandon)
+            self._first_step = 0
             if resume:
-                self._run.require_same_base(self.options, self._model)
-            decides = self._prepared(inputs, tokens)
-            self.plan = planned(inputs) if plans else None
-            self.engine = self._method.engine(
-                Opening(
-                    model=self._model,
-                    activations=self._activations,
-                    least_activations=least,
-                    decides=decides,
-                    execution=execution,
-                    workers=workers,
-                    shared=shared,
-                )
+                with closing(Journal(options.output / JOURNAL)) as journal:
+                    require_same_files(options, journal.header)
+                    self._first_step = method.first_step(journal)
+            self._inputs = inputs = RunInputs.read(options, workers)
+            self.options, self._model = options, model = inputs.options, inputs.model
+            self._method = method_of(options, shared)
+            require_same_steps(options.steps, workers)
+            self._make_task(inputs, evaluates=evaluates)
+            on_error.callback(self._task.close)
+            self._activations, _ = memory = self._reserved_bytes(inputs)
+            tokens = inputs.tokens()
+            run.begin(options, tokens, model)
+            open_base = partial(self._method.open, model, None, self._activations, workers=workers)
+            self._task.prepare(open_base, self._remaining_rows)
+            decides = provenance(
+                options,
+                inputs.directory,
+                tokens,
+                data_sha256=run.checksums[saved_path(options.data)],
+                sequence_length=inputs.length,
+                devices=device_kinds(options.storage.device, workers),
+                task=self._task.provenance,
             )
-            if execution.verify_base:
-                self._verify_base(self._model)
-        self.host_plan = self._host_plan()
-        if resume:
-            try:
-                _require_steps_left(self.options, self.engine.journal.version)
-                self._run.save(self.options)
-            except BaseException:
-                self.close()
-                raise
+            self.plan = planned(inputs) if plans else None
+            self.engine: Any = self._method.engine(model, memory, provenance=decides, execution=execution, workers=workers)
+            on_error.callback(self.engine.close)
+            journal = self.engine.journal
+            if execution.verify_base and (unknown := verify_with_progress(model, journal, quiet=quiet)):
+                journal.note_base(unknown)
+            plan = self.engine.host_plan if shared is None else shared.host_plan
+            assert plan is not None, "the engine has planned its memory"
+            # On a device, or where graphs take what memory is spare, freed memory is not kept.
+            keeps = options.storage.device == "cpu" and not self._method.has_gradient
+            self.host_plan: HostPlan = with_kept_memory(plan, self._activations) if keeps else plan
+            if resume:
+                self._require_steps_left(journal.version)
+                run.save(options)
+            on_error.pop_all()
 
-    def _made_task(self, inputs: RunInputs, *, evaluates: bool) -> tuple[Task, Callable[[Engine], dict[str, float]] | None]:
-        """The task of the run, and the function that evaluates it; None: the run is not evaluated."""
-        options, model = self.options, inputs.model
+    def _make_task(self, inputs: RunInputs, *, evaluates: bool) -> None:
+        """Make the task of the run, the function that evaluates it, and the prompts that are answered, if there are any."""
+        options, model, data, evaluation = self.options, inputs.model, inputs.data, inputs.evaluation
         task_options = TaskOptions(
             objective=options.objective,
             pad=inputs.pad,
@@ -145,65 +148,25 @@ class Trainer:
             tokenizer=inputs.tokenizer,
             seed=options.seed,
         )
-        task = make_task(model, inputs.data, task_options)
-        if inputs.evaluation is None or not evaluates:
-            return task, None
-        return task, make_evaluation(task, model, inputs.data, inputs.evaluation, task_options)
+        self._task = make_task(model, data, task_options)
+        self._evaluated: Callable[[Engine], dict[str, float]] | None = None
+        if evaluation is not None and evaluates:
+            self._evaluated = make_evaluation(self._task, model, data, evaluation, task_options)
+        self._samples: Samples | None = None
+        if options.samples:
+            rows = data if evaluation is None else evaluation
+            self._samples = Samples(model, rows, options.samples, inputs.tokenizer, inputs.pad)
 
-    def _made_samples(self, inputs: RunInputs) -> Samples | None:
-        """The prompts that are answered; None: the options ask for none."""
-        if not self.options.samples:
-            return None
-        rows = inputs.data if inputs.evaluation is None else inputs.evaluation
-        return Samples(inputs.model, rows, self.options.samples, inputs.tokenizer, inputs.pad)
-
-    def _reserved_bytes(self, inputs: RunInputs) -> tuple[int, int]:
+    def _reserved_bytes(self, inputs: RunInputs) -> StepMemory:
         """Memory for activations, those of generated answers included, and the least of it that a device needs."""
-        options = self.options
-        activations, least = self._method.reserved_bytes(inputs.model, inputs.largest)
+        options, memory = self.options, self._method.reserved_bytes(inputs.model, inputs.largest)
         if options.storage.activation_memory is not None:
-            return activations, least
+            return memory
         generated = [] if self._samples is None else [self._samples.shape]
         if inputs.evaluation is not None and inputs.evaluation.new_tokens:
             generated.append((options.batching.batch_size, inputs.longest))
         cache = max((cache_bytes(inputs.model.config, *shape) for shape in generated), default=0)
-        return activations + cache, least + cache
-
-    def _prepared(self, inputs: RunInputs, tokens: dict[str, object]) -> dict[str, Any]:
-        """Prepare the task, and return the run's provenance, which has the digests of its tokens."""
-        options, workers = self.options, self._workers
-        open_base = partial(replayer, options, inputs.model, self._activations, workers, shared=self._shared)
-        self._task.prepare(open_base, self._remaining_rows)
-        return provenance(
-            options,
-            inputs.directory,
-            tokens,
-            data_sha256=self._run.checksums[saved_path(options.data)],
-            sequence_length=inputs.length,
-            devices=device_kinds(options.storage.device, workers),
-            task=self._task.provenance,
-        )
-
-    def _host_plan(self) -> HostPlan:
-        """The plan of host memory, of this run or of the shared base, with the freed memory that the process keeps."""
-        plan: HostPlan | None = self.engine.host_plan if self._shared is None else self._shared.host_plan
-        assert plan is not None, "the engine has planned its memory"
-        if self.options.storage.device != "cpu" or self._method.has_gradient:  # graphs take what memory is spare
-            return plan
-        return with_kept_memory(plan, self._activations)
-
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        """Close the run's directory if the body raises an error; remove it if the run is new."""
-        try:
-            yield
-        except BaseException:
-            self._task.close()
-            if self._resumed:
-                self._run.close()
-            else:
-                self._run.remove()
-            raise
+        return StepMemory(memory.nbytes + cache, memory.least + cache)
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
@@ -212,7 +175,7 @@ class Trainer:
     @property
     def losses(self) -> list[float]:
         """The loss of each step so far, before its update."""
-        return self._method.losses(self.engine.journal)
+        return losses_of(self.engine.journal)
 
     def divergence(self) -> str | None:
         """A line that says that the steps have destroyed the model; None if they have not."""
@@ -220,10 +183,10 @@ class Trainer:
 
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
-        host = self.host_plan
+        host, engine = self.host_plan, self.engine
         if self.plan is not None and self.plan.host_plan.buckets == host.buckets:
             host = self.plan.host_plan  # with the graphs that a first-order step keeps in spare memory
-        memory = self._method.storage(self.engine, host, self._model)
+        memory = self._method.storage(self._model, host, engine.device_plan, engine.write_back_every)
         line = memory if self.plan is None else f"{first_line(self.options, self.plan)} {memory}"
         return [line, *self.notices()]
 
@@ -240,43 +203,40 @@ class Trainer:
         """Take the remaining steps, with their evaluations."""
         try:
             self._take_steps()
-        except DivergenceError as error:
-            raise self._method.explained(error, self.engine) from error
-        except NonFiniteLossError as error:
+        except Exception as error:
             try:
-                require_finite_base(self._model, self.options.model)
-            finally:
-                self._remove_if_unstarted(error)
+                if isinstance(error, NonFiniteLossError):
+                    require_finite_base(self._model, self.options.model)
+            finally:  # the directory of a run that has not started is removed, unless the run can be resumed
+                if not (self.engine.version or isinstance(error, _RESUMABLE)):
+                    self.engine.close()
+                    self._run.abandon()
             explained = self._method.explained(error, self.engine)
             if explained is error:
                 raise
             raise explained from error
-        except Exception as error:
-            self._remove_if_unstarted(error)
-            raise
-
-    def _remove_if_unstarted(self, error: Exception) -> None:
-        """Remove the directory of a failed run, unless the run can be resumed."""
-        if not (self._resumed or self.engine.version or isinstance(error, _RESUMABLE)):
-            self.engine.close()
-            self._run.remove()
 
     def _remaining_rows(self) -> list[Any]:
         """Rows of the remaining steps and evaluations, the same for all workers."""
-        options, batch_size = self.options, self.options.batching.batch_size
-        with closing(Journal(options.output / JOURNAL if self._resumed else None)) as journal:
-            _require_steps_left(options, journal.version)
-            taken = self._method.first_step(journal)
+        data, batch_size, taken = self._inputs.data, self.options.batching.batch_size, self._first_step
         taken = taken if self._workers is None else min(self._workers.all_gather(taken))
-        batches = training_batches(self._inputs.data, batch_size=batch_size, seed=options.seed, first_step=taken)
-        steps = options.steps - taken
-        is_all = steps * batch_size >= 2 * len(
-            self._inputs.data
-        )  # the steps contain a whole epoch, wherever they start in one
+        batches = training_batches(data, batch_size=batch_size, seed=self.options.seed, first_step=taken)
+        steps = max(self.options.steps - taken, 0)
+        is_all = steps * batch_size >= 2 * len(data)  # the steps contain a whole epoch, wherever they start in one
         return [
-            *(self._inputs.data if is_all else chain.from_iterable(islice(batches, steps))),
+            *(data if is_all else chain.from_iterable(islice(batches, steps))),
             *(self._inputs.evaluation or ()),
         ]
+
+    def _require_steps_left(self, taken: int) -> None:
+        options = self.options
+        if options.steps < taken:
+            raise OptionError(
+                "steps",
+                found=str(options.steps),
+                expected=f"at least {taken}, the steps that the run has already taken",
+                remedy=f"use zo2 export --run {options.output} --at {options.steps} to write the model of that step",
+            )
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
@@ -287,11 +247,12 @@ class Trainer:
         evaluated = {*engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
+        due = {*options.evaluation_steps}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
-            closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
-            open(options.output / METRICS, "ab", buffering=0, opener=open_no_follow) as metrics,
+            open(options.output / METRICS, "ab", buffering=0, opener=open_no_follow) as file,
+            closing(LiveMetrics(tracker, options.output, file, options.to_json())) as metrics,
             StepBar(
                 evaluations=self._evaluations_left(engine.version + (engine.version in evaluated)),
                 desc=self._label,
@@ -300,15 +261,17 @@ class Trainer:
                 initial=engine.version,
                 disable=self._quiet,
             ) as bar,
-            sweep_bars(engine, quiet=self._quiet or self._shared is not None),
+            sweep_bars(engine, quiet=self._quiet or self._method.shared is not None),
         ):
             snapshots = self._method.snapshot_bytes(engine)
             while True:
-                if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
-                    self._evaluate(self._evaluated, metrics, live, bar)
-                if engine.version in (0, options.steps) or (options.rewards.reward and is_due(options, engine.version)):
-                    self._write_samples()
-                if engine.version >= options.steps:
+                at = engine.version
+                if self._evaluated is not None and at in due and at not in evaluated:
+                    self._evaluate(self._evaluated, metrics, bar)
+                answers = at in (0, options.steps) or (options.rewards.reward and at in due)
+                if answers and self._samples is not None and is_first(self._workers):
+                    self._samples.write(engine, options.output)
+                if at >= options.steps:
                     break
                 rows = next(batches)
                 batch = self._task.batch(rows)
@@ -318,8 +281,7 @@ class Trainer:
                 measured = {**self._task.measured, "snapshot_bytes": snapshots - written}
                 record = step_record(engine.journal.steps[result.step], result, batch, measured)
                 if result.step >= recorded:
-                    write_row(metrics, record)
-                    live.row(record)
+                    metrics.row(record)
                 for line in lines:
                     self._print(bar, line)
                 bar.set_postfix_str(progress(record), refresh=False)
@@ -327,47 +289,38 @@ class Trainer:
 
     def _export(self) -> Path:
         """Write the model, unless an earlier process did: a directory appears whole or not at all."""
-        exported = self.options.output / MODEL
-        for leftover in self.options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
+        options, engine, exported = self.options, self.engine, self.options.output / MODEL
+        for leftover in options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
             shutil.rmtree(leftover)
-        if not holds_model(exported):
-            best = best_step(criteria_of(self.engine.journal.evaluations)) if self.options.keep_best else None
-            if best in (None, self.engine.version):
-                self._write_model(self.engine, exported, self.engine.version)
-            else:
-                assert best is not None
-                with self._at_step(best) as at_step:
-                    self._write_model(at_step, exported, best)
+        if holds_model(exported):
+            return exported
+        best = best_step(engine.journal.evaluations) if options.keep_best else None
+        step = engine.version if best is None else best
+        card: Any = {"head": options.model_options.head, "is_adapter": options.model_options.trains_adapter}
+        files = files_of_run(engine.journal, version=step, base=options.model, options=options, **card)
+        with ExitStack() as opened:
+            if step != engine.version:  # updates cannot be undone: the model is made from the base
+                engine.close()
+                engine = opened.enter_context(self._method.at_step(engine, self._model, self._activations, step))
+            progress = opened.enter_context(export_bar(self._model, quiet=self._quiet))
+            engine.export(exported, files=files, progress=progress)
         return exported
-
-    def _write_model(self, runner: Engine, directory: Path, step: int) -> None:
-        options, opening = self.options, self.options.model_options
-        card: Any = {"head": opening.head, "is_adapter": opening.trains_adapter}
-        files = files_of_run(self.engine.journal, version=step, base=options.model, options=options, **card)
-        with export_bar(self._model, quiet=self._quiet) as progress:
-            runner.export(directory, files=files, progress=progress)
 
     def best_evaluation(self) -> str | None:
         """A line about the best evaluation; None without evaluations."""
         evaluations = self.engine.journal.evaluations
-        best = best_step(criteria_of(evaluations))
+        best = best_step(evaluations)
         if best is None:
             return None
         return f"best of {counted(len(evaluations), 'evaluation')}: step {best}, {shown_results(evaluations[best])}"
 
     def evaluation_losses(self) -> list[float]:
         """The number of each evaluation so far by which steps are compared. See ``criterion``."""
-        return list(criteria_of(self.engine.journal.evaluations).values())
+        return [criterion(results) for results in self.engine.journal.evaluations.values()]
 
     def seconds(self) -> float:
         """Seconds of all steps so far, as metrics.jsonl has them."""
-        rows = self._run.metrics(self.engine.journal)
-        return math.fsum(row.get("seconds", 0.0) for row in rows)
-
-    def _at_step(self, step: int) -> Engine:
-        """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""
-        self.engine.close()
-        return self._method.at_step(self.engine, self._model, self._activations, step)
+        return math.fsum(row.get("seconds", 0.0) for row in self._run.metrics(self.engine.journal))
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
@@ -381,42 +334,20 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _verify_base(self, model: HFBlockModel) -> None:
-        """Compare the whole base with the journal's digests, and record digests that the journal does not have yet."""
-        journal = self.engine.journal
-        try:
-            unknown = verify_with_progress(model, journal, quiet=self._quiet)
-            if unknown:
-                journal.note_base(unknown)
-        except BaseException:
-            self.engine.close()
-            raise
-
     def _evaluations_left(self, version: int) -> int:
         """Evaluations that are still due after this number of steps."""
-        options = self.options
-        return 0 if self._evaluated is None else evaluations_due(options.steps, options.evaluate_every, version=version)
+        return 0 if self._evaluated is None else sum(step >= version for step in self.options.evaluation_steps)
 
-    def _evaluate(
-        self, evaluated: Callable[[Engine], dict[str, float]], metrics: IO[bytes], live: LiveMetrics, bar: StepBar
-    ) -> None:
+    def _evaluate(self, evaluated: Callable[[Engine], dict[str, float]], metrics: LiveMetrics, bar: StepBar) -> None:
         began = time.perf_counter()
         results = evaluated(self.engine)
         seconds = time.perf_counter() - began
-        self._method.before_recording(self.engine, criterion(results))
+        self._method.before_recording(self.engine, results)
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
-        write_row(metrics, record)
-        live.row(record)
+        metrics.row(record)
         self._print(bar, f"step {self.engine.version}: evaluation {shown_results(results)}, {seconds:.1f} s")
-
-    def _write_samples(self) -> None:
-        """Answer the prompts of the run's samples, in the first worker alone."""
-        if self._samples is not None and is_first(self._workers):
-            content = self._samples.write(self.engine, self.options.output, self.engine.version)
-            if content is not None:
-                replace_file(self.options.output / SAMPLES, content)
 
     def _print(self, bar: StepBar, line: str) -> None:
         """Print a line above the bar, with the run's label. With several workers only the first one prints."""
@@ -424,11 +355,72 @@ class Trainer:
             bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
 
 
-def _require_steps_left(options: TrainOptions, taken: int) -> None:
-    if options.steps < taken:
-        raise OptionError(
-            "steps",
-            found=str(options.steps),
-            expected=f"at least {taken}, the steps that the run has already taken",
-            remedy=f"use zo2 export --run {options.output} --at {options.steps} to write the model of that step",
+_MOST_TOKENS = 50  # most tokens of an answer
+
+
+class Prompt(NamedTuple):
+    """A prompt of the data."""
+
+    ids: tuple[int, ...]  # at least one token
+    expected: str  # the completion, the right candidate, or a right answer
+
+
+class Samples:
+    """The prompts of a run that are answered."""
+
+    def __init__(
+        self, model: HFBlockModel, rows: Rows, count: int, tokenizer: PreTrainedTokenizerBase, pad_token_id: int
+    ) -> None:
+        self._model, self._tokenizer, self._pad = model, tokenizer, pad_token_id
+        self._prompts = [self._prompt(row) for row in list(rows)[:count]]
+        self.longest_prompt = max(len(prompt.ids) for prompt in self._prompts)
+        room = _MOST_TOKENS if model.longest_row is None else model.longest_row - self.longest_prompt
+        self._most = min(_MOST_TOKENS, room)
+        if self._most < 1:
+            found = f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
+            raise OptionError("samples", found=found, expected="room for an answer", remedy="leave it out")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of prompts, and most tokens of a prompt with its answer."""
+        return len(self._prompts), self.longest_prompt + self._most
+
+    def write(self, engine: Engine, directory: Path) -> None:
+        """Answer the prompts with a runner's current weights, unless the run has the answers of this step."""
+        earlier, step = read_samples(directory), engine.version
+        if any(sample["step"] == step for sample in earlier):
+            return
+        columns = generate(
+            engine,
+            self._model,
+            [prompt.ids for prompt in self._prompts],
+            max_new_tokens=self._most,
+            eos_token_ids=end_token_ids(self._model, self._tokenizer),
+            pad_token_id=self._pad,
         )
+        samples = list(earlier)
+        for number, (prompt, answer) in enumerate(zip(self._prompts, zip(*columns, strict=True), strict=True)):
+            generated = self._text([token for token in answer if token is not None])
+            texts = {"prompt": self._text(prompt.ids), "expected": prompt.expected, "generated": generated}
+            samples.append({"step": step, "row": number, **texts})
+        replace_file(directory / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
+
+    def _prompt(self, row: Any) -> Prompt:
+        match row:
+            case TokenizedRow() if row.prompt_length:
+                end = row.later_prompts[0][0] if row.later_prompts else None
+                answer = row.input_ids[row.prompt_length : end]
+                return Prompt(tuple(row.input_ids[: row.prompt_length]), self._text(answer))
+            case Choice():
+                return Prompt(row.prompt, self._text(row.candidates[row.answer]))
+            case Question():
+                return Prompt(row.prompt, row.answers[0])
+        raise OptionError(
+            "samples",
+            found="rows without a prompt",
+            expected="rows with a prompt, such as prompt and completion",
+            remedy="leave it out, or pass rows with prompts as --evaluation",
+        )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
-from zo2adapters.trainers.engines import can_share, open_shared_base
-from zo2adapters.trainers.methods import RunMethod, method_of, storage
-from zo2adapters.trainers.metrics import align_rows
+from zo2adapters.trainers.methods import RunMethod, can_share, method_of, open_shared_base
+from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import (
@@ -34,13 +33,14 @@ from zo2adapters.trainers.run_directory import (
     remove_trials,
     replace_file,
     require_new,
+    unwritable,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of, planned
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
 from zo2core import Journal, SharedBase, Workers, ZO2Error
-from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OptionError, OutputError, reason
+from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OptionError, OutputError
 from zo2core.guard import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.ranges import counted
@@ -126,26 +126,41 @@ def tune(
     forwards: int,
     learning_rates: Sequence[float] = (),
     zo_eps: Sequence[float] = (),
-    continues: bool = True,
     before: Callable[[Schedule], object] = lambda schedule: None,
     after_round: Callable[[Sequence[Trial]], object] = lambda trials: None,
     quiet: bool = True,
     workers: Workers | None = None,
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
-    _require_comparable(options)
+    optimization = options.optimization
+    for option, found in (("evaluation", options.evaluation), ("evaluate_every", options.evaluate_every)):
+        if found is not None:
+            expected = "no evaluation, because trials are compared by their training losses"
+            raise OptionError(option, found=str(found), expected=expected, remedy="leave it out")
+    if optimization.decay is not Decay.CONSTANT:
+        expected = "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
+        raise OptionError("decay", found=optimization.decay.value, expected=expected, remedy="leave it out")
     method = method_of(options.with_rate("auto"))  # each trial has its own
-    trials = _all_trials(options, method, learning_rates, zo_eps)
-    schedule = Schedule.of(len(trials), forwards, method.forwards, continues=continues)
+    if method.has_gradient and zo_eps:
+        expected = f"none with --method {options.first_order.method}, which perturbs nothing"
+        raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
+    rates, scales = learning_rates or method.learning_rates, zo_eps or [optimization.zo_eps]
+    trials = [_trial(options, method, lr, eps) for lr in dict.fromkeys(rates) for eps in dict.fromkeys(scales)]
+    schedule = Schedule.of(len(trials), forwards, method.forwards)
+    table, trained = options.output / TABLE, replace(options, storage=storage_of_one(options.storage, workers))
     settings = _open_directory(options, forwards, trials, workers)
-    with _removed_if_unstarted(options.output):
+    try:
         before(schedule)
-        trial_options = replace(options, storage=storage_of_one(options.storage, workers))
-        ranking = _run_rounds(trials, trial_options, schedule, after_round, quiet=quiet, workers=workers)
+        ranking = _ranked(trials, trained, schedule, after_round, quiet=quiet, workers=workers)
+    except ZO2Error:
+        if options.output.is_dir() and not any(path.is_dir() for path in options.output.iterdir()):  # no trial has started
+            table.unlink(missing_ok=True)
+            options.output.rmdir()
+        raise
     if is_first(workers):
         results = [trial.row for trial in ranking]
-        replace_file(options.output / TABLE, json.dumps({**settings, "results": results}, indent=2) + "\n")
-    return _require_converged(ranking[0], options.output)
+        replace_file(table, json.dumps({**settings, "results": results}, indent=2) + "\n")
+    return _converged(ranking[0], str(options.output), "pass smaller learning rates with --learning-rates")
 
 
 def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
@@ -155,52 +170,21 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
         return schedule.steps * plan_of(inputs).seconds
 
 
-def _require_comparable(options: TrainOptions) -> None:
-    """Refuse evaluations, and learning rates that decay."""
-    for option in ("evaluation", "evaluate_every"):
-        if getattr(options, option) is not None:
-            raise OptionError(
-                option,
-                found=str(getattr(options, option)),
-                expected="no evaluation, because trials are compared by their training losses",
-                remedy="leave it out",
-            )
-    if options.optimization.decay is not Decay.CONSTANT:
-        raise OptionError(
-            "decay",
-            found=options.optimization.decay.value,
-            expected="constant, because the best trial is continued, and a schedule that ends cannot be lengthened",
-            remedy="leave it out",
-        )
+def _trial(options: TrainOptions, method: RunMethod, lr: float, zo_eps: float) -> Trial:
+    name = f"lr-{lr:g}" if method.has_gradient else f"lr-{lr:g}-eps-{zo_eps:g}"
+    return Trial(lr=lr, zo_eps=zo_eps, directory=options.output / name)
 
 
-def _all_trials(
-    options: TrainOptions, method: RunMethod, learning_rates: Sequence[float], zo_eps: Sequence[float]
-) -> list[Trial]:
-    """A trial for each learning rate and perturbation scale."""
-    if method.has_gradient and zo_eps:
-        expected = f"none with --method {options.first_order.method}, which perturbs nothing"
-        raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
-    scales = tuple(dict.fromkeys(zo_eps)) or (options.optimization.zo_eps,)
-    return [
-        Trial(
-            lr=lr, zo_eps=eps, directory=options.output / (f"lr-{lr:g}" if method.has_gradient else f"lr-{lr:g}-eps-{eps:g}")
-        )
-        for lr in dict.fromkeys(learning_rates or method.learning_rates)
-        for eps in scales
-    ]
-
-
-def _run_rounds(
+def _ranked(
     trials: Sequence[Trial],
     options: TrainOptions,
     schedule: Schedule,
-    after_round: Callable[[Sequence[Trial]], object],
+    after_round: Callable[[Sequence[Trial]], object] = lambda trials: None,
     *,
     quiet: bool,
-    workers: Workers | None,
+    workers: Workers | None = None,
 ) -> list[Trial]:
-    """Run all rounds, each with the better half of the trials of the round before.
+    """Run all rounds, each with the better half of the trials of the round before; the best trial comes first.
 
     The trials of a round share their base, if they only read it: each pass over its blocks is a pass of all.
     """
@@ -216,37 +200,23 @@ def _run_rounds(
             results = _results_together(lengthen, options)
         else:
             results = [run(shared=None) for run in lengthen.values()]
-        trials = sorted(_gathered(trials, results, workers), key=lambda trial: trial.loss)
+        local = {result.directory.name: (result.steps, result.loss) for result in results}
+        gathered = [local] if workers is None else workers.all_gather(local)
+        told = dict(ChainMap(*gathered))
+        ended = [(trial, *told[trial.directory.name]) for trial in trials]
+        trials = sorted((replace(trial, steps=at, loss=loss) for trial, at, loss in ended), key=lambda trial: trial.loss)
         after_round([*trials, *finished])
-        survivors = trials[: -(-len(trials) // 2)]
-        finished = [*trials[len(survivors) :], *finished]
-        trials = survivors
+        left = -(-len(trials) // 2)
+        trials, finished = trials[:left], [*trials[left:], *finished]
     return [*trials, *finished]
 
 
-def _require_converged(best: Trial, output: Path) -> Trial:
-    """Return the best trial, unless it diverged."""
+def _converged(best: Trial, where: str, remedy: str) -> Trial:
+    """The best trial, unless it diverged."""
     if math.isfinite(best.loss):
         return best
-    raise DivergenceError(
-        str(output),
-        found="a trial that diverged at every learning rate",
-        expected="a learning rate with which the loss stays finite",
-        remedy="pass smaller learning rates with --learning-rates",
-        best_step=0,
-    )
-
-
-def _gathered(trials: Sequence[Trial], results: Sequence[Trial], workers: Workers | None) -> list[Trial]:
-    """All trials, with the results of all workers."""
-    local = {trial.directory.name: (trial.steps, trial.loss) for trial in results}
-    found = {
-        name: result
-        for worker in ([local] if workers is None else workers.all_gather(local))
-        for name, result in worker.items()
-    }
-    by_trial = [(trial, *found[trial.directory.name]) for trial in trials]
-    return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]
+    found, expected = "a trial that diverged at every learning rate", "a learning rate with which the loss stays finite"
+    raise DivergenceError(where, found=found, expected=expected, remedy=remedy, best_step=0)
 
 
 def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: TrainOptions) -> list[Trial]:
@@ -267,28 +237,25 @@ def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: T
 
 def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None, *, shared: SharedBase | None) -> Trial:
     """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is displayed."""
-    resume = (trial.directory / OPTIONS).exists()
-    if resume:
+    if resume := (trial.directory / OPTIONS).exists():
+        trial_options = RunDirectory.options(trial.directory).with_steps(steps).having(objective=options.objective)
         with closing(Journal(trial.directory / JOURNAL)) as journal:
             if journal.version >= steps:  # the trials were interrupted in a later round
-                method = method_of(RunDirectory.options(trial.directory).with_steps(steps))
-                return _judged(trial, method, journal.until(steps))
-        trial_options = replace(RunDirectory.options(trial.directory).with_steps(steps), objective=options.objective)
+                return _judged(trial, trial_options, journal.until(steps))
     else:
-        optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
-        trial_options = replace(options, output=trial.directory, optimization=optimization, steps=steps)
+        trial_options = options.having(output=trial.directory, lr=trial.lr, zo_eps=trial.zo_eps, steps=steps)
     with Trainer(trial_options, resume=resume, quiet=label is None, label=label, evaluates=False, shared=shared) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):
             return replace(trial, steps=trainer.engine.version, loss=math.inf)
-        return _judged(trial, method_of(trainer.options), trainer.engine.journal)
+        return _judged(trial, trainer.options, trainer.engine.journal)
 
 
-def _judged(trial: Trial, method: RunMethod, journal: Journal) -> Trial:
+def _judged(trial: Trial, options: TrainOptions, journal: Journal) -> Trial:
     """The trial with its result after the steps of a journal. A trial that the guard held back has diverged."""
-    losses, refused = method.losses(journal), sum(map(is_refused, journal.updates))
-    if method.verdict(journal) is not None or 2 * refused > journal.version:
+    losses, refused = losses_of(journal), sum(map(is_refused, journal.updates))
+    if method_of(options).verdict(journal) is not None or 2 * refused > journal.version:
         return replace(trial, steps=journal.version, loss=math.inf)
     return replace(trial, steps=len(losses), loss=fmean(losses[int(len(losses) * (1 - _JUDGED)) :]))
 
@@ -308,8 +275,7 @@ def _open_directory(
         try:
             options.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            expected = "a directory that can be written"
-            raise OutputError(options.output, found=reason(error), expected=expected, remedy="choose another one") from error
+            raise unwritable(options.output, error) from error
         replace_file(table, json.dumps(settings) + "\n")
     else:
         try:
@@ -318,27 +284,12 @@ def _open_directory(
         except (OSError, ValueError, KeyError, TypeError):  # damaged
             is_same = False
         if not is_same:
-            raise OutputError(
-                table,
-                found="a table of other trials",
-                expected="a table of trials with the same budget, learning rates and options",
-                remedy="choose another output directory",
-            )
+            expected = "a table of trials with the same budget, learning rates and options"
+            found, remedy = "a table of other trials", "choose another output directory"
+            raise OutputError(table, found=found, expected=expected, remedy=remedy)
     if workers is not None and is_first(workers):
         workers.all_gather(None)
     return settings
-
-
-@contextmanager
-def _removed_if_unstarted(output: Path) -> Iterator[None]:
-    """Remove the directory when the body raises an error, unless a trial has started."""
-    try:
-        yield
-    except ZO2Error:
-        if output.is_dir() and not any(path.is_dir() for path in output.iterdir()):
-            (output / TABLE).unlink(missing_ok=True)
-            output.rmdir()
-        raise
 
 
 _SHARE = 0.2  # of the run's forward passes that the trials may take; fewer trials run if all do not fit
@@ -350,73 +301,56 @@ def with_chosen_rate(
     """Choose a run's learning rate, and save the run with it. ``Trainer(..., resume=True)`` then takes its steps."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
-    if not resume:
-        require_new(options.output)
-    inputs = RunInputs.read(options)
-    options, plan = inputs.options, planned(inputs)
-    with RunDirectory(options, inputs.tokens(), resume=resume) as run:
-        if resume:
-            run.require_same_base(options, inputs.model)
-        inputs.model.weights.close()
-        trials = _trials(options)
-        rates, budget = _search(trials)
-        rounds: list[Sequence[Trial]] = []
+    with RunDirectory(options.output, resume=resume) as run:
         try:
-            best = tune(
-                trials,
-                forwards=budget,
-                learning_rates=rates,
-                continues=False,
-                before=lambda schedule: [announce(line) for line in _cost(inputs, plan, schedule)],
-                after_round=rounds.append,
-                quiet=quiet,
-            )
-        except DivergenceError as error:
-            raise _all_diverged(error, options) from error
+            inputs = RunInputs.read(options)
+            options, plan = inputs.options, planned(inputs)
+            run.begin(options, inputs.tokens(), inputs.model)
+            inputs.model.weights.close()
+            tried, method = _tried(options), method_of(options)
+            rates, schedule = schedule_of(tried)
+            trials = [_trial(tried, method, rate, options.optimization.zo_eps) for rate in rates]
+            for line in _cost(inputs, plan, schedule):
+                announce(line)
+            ranking = _ranked(trials, tried, schedule, quiet=quiet)
         except BaseException:
-            if not (resume or any(trials.output.glob("*/"))):
-                shutil.rmtree(trials.output, ignore_errors=True)
-                run.remove()
+            if not any(options.output.glob(f"{TRIALS}*/*/")):
+                if not resume:
+                    remove_trials(options.output)
+                run.abandon()
             raise
-        ranking = [_result(trial, method_of(trials).forwards) for trial in rounds[-1]]
-        replace_file(options.output / CHOICE, json.dumps({"lr": best.lr, "trials": ranking}, indent=2) + "\n")
+        best = _converged(ranking[0], "lr", f"remove {options.output}, and pass a smaller --lr, or better rows")
+        results = [_result(trial, method.forwards) for trial in ranking]
+        replace_file(options.output / CHOICE, json.dumps({"lr": best.lr, "trials": results}, indent=2) + "\n")
         chosen = options.with_rate(best.lr)
         run.save(chosen)
         remove_trials(options.output)
-    for line in _choice(best, ranking):
-        announce(line)
+    losses = ", ".join(
+        f"{trial.lr:g}: {f'{trial.loss:.4f}' if math.isfinite(trial.loss) else 'diverged'}"
+        for trial in sorted(ranking, key=lambda trial: trial.lr)
+    )
+    announce(f"Learning rate: {best.lr:g} (mean loss of each trial's last steps: {losses})")
+    if len(ranking) > 1 and best.lr == max(rates):
+        announce("The largest rate that was tried is the best one; zo2 tune --learning-rates tries larger ones.")
     return chosen
 
 
-def _trials(options: TrainOptions) -> TrainOptions:
+def _tried(options: TrainOptions) -> TrainOptions:
     """Options of the trials: those of the run at a constant rate, without evaluations, samples and trackers."""
-    optimization = replace(options.optimization, lr=type(options.optimization).lr, decay=Decay.CONSTANT, warmup_steps=0)
-    trials = replace(
-        options,
-        evaluation=None,
-        evaluate_every=None,
-        keep_best=False,
-        samples=0,
-        report_to="none",
-        optimization=optimization,
-    )
-    digest = zlib.crc32(json.dumps(trials.to_json(), sort_keys=True).encode())
-    return replace(trials, output=options.output / f"{TRIALS}{digest:08x}")
-
-
-def _search(options: TrainOptions) -> tuple[Sequence[float], int]:
-    """The rates to try, and the forward passes of all trials together."""
-    method = method_of(options)
-    rates, budget = method.learning_rates, round(_SHARE * options.steps * method.forwards)
-    if least_forwards(len(rates), method.forwards, continues=False) > budget:
-        rates = method.few_learning_rates
-    return rates, max(budget, least_forwards(len(rates), method.forwards, continues=False))
+    others: Any = {"evaluation": None, "evaluate_every": None, "keep_best": False, "samples": 0, "report_to": "none"}
+    tried = options.having(**others, lr=type(options.optimization).lr, decay=Decay.CONSTANT, warmup_steps=0)
+    digest = zlib.crc32(json.dumps(tried.to_json(), sort_keys=True).encode())
+    return tried.having(output=options.output / f"{TRIALS}{digest:08x}")
 
 
 def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
     """The rates that a run with this number of steps tries, and the steps of its trials."""
-    rates, budget = _search(options)
-    return rates, Schedule.of(len(rates), budget, method_of(options).forwards, continues=False)
+    method = method_of(options)
+    rates, budget = method.learning_rates, round(_SHARE * options.steps * method.forwards)
+    if least_forwards(len(rates), method.forwards, continues=False) > budget:
+        rates = method.few_learning_rates
+    budget = max(budget, least_forwards(len(rates), method.forwards, continues=False))
+    return rates, Schedule.of(len(rates), budget, method.forwards, continues=False)
 
 
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:
@@ -448,29 +382,6 @@ def _cost(inputs: RunInputs, plan: RunPlan | None, schedule: Schedule) -> list[s
     if plan is None:
         return [f"{trials}.{together}"]
     seconds = schedule.steps * plan.seconds
-    writes = method_of(options).writes(plan.write_back_every, inputs.model, plan.host_plan)
-    memory = storage(plan.host_plan, None, options.storage, writes)
+    memory = method_of(options).storage(inputs.model, plan.host_plan, None, plan.write_back_every)
     total = f"about {duration(seconds + plan.run_seconds)} in all"
     return [f"{first_line(options, plan)} {memory}", f"{trials}, about {duration(seconds)}; {total}.{together}"]
-
-
-def _choice(best: Trial, ranking: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines about the chosen rate and the results of all trials."""
-    losses = ", ".join(
-        f"{trial['lr']:g}: {'diverged' if trial['loss'] is None else format(trial['loss'], '.4f')}"
-        for trial in sorted(ranking, key=lambda trial: trial["lr"])
-    )
-    lines = [f"Learning rate: {best.lr:g} (mean loss of each trial's last steps: {losses})"]
-    if len(ranking) > 1 and best.lr == max(trial["lr"] for trial in ranking):
-        lines.append("The largest rate that was tried is the best one; zo2 tune --learning-rates tries larger ones.")
-    return lines
-
-
-def _all_diverged(error: DivergenceError, options: TrainOptions) -> DivergenceError:
-    return DivergenceError(
-        "lr",
-        found=error.found,
-        expected=error.expected,
-        remedy=f"remove {options.output}, and pass a smaller --lr, or better rows",
-        best_step=0,
-    )

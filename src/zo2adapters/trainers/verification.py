@@ -23,9 +23,9 @@ from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.row_reader import classifies, padding_of, rates_once
-from zo2adapters.trainers.engines import require_finite_base
-from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
+from zo2adapters.trainers.methods import require_finite_base
 from zo2adapters.trainers.optimization import StepSize
+from zo2adapters.trainers.options import ModelOptions, precision_of_run
 from zo2core import Batch, Engine, FirstOrder, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
 from zo2core.names import OptimizerName
@@ -79,14 +79,12 @@ def verify(
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
     _require_fit(model, batches)
     whole = _whole_model(model, directory, opening.head, adapter)
-    resident: _Mezo | _Gradients
-    if method is None:
-        resident = _Mezo(model, whole, size)
-    else:
-        resident = (_AllParameters if adapter is None else _AdapterParameters)(model, whole, size, method)
+    kind = _AllGradients if adapter is None else _AdapterGradients
+    resident: _Mezo | _AdapterGradients | _AllGradients = _Mezo(size) if method is None else kind(size, method)
     steps, parameters = batches.steps, sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
     with Engine(model, resident.method) as engine:
-        resident.begin(engine)
+        trained = _share_trained(model, whole, engine.parameters_now() if adapter is not None else whole.named_parameters())
+        resident.begin(model, whole, trained)
         for step in range(steps):
             batch, seed = batches.batch(model, step), batches.seed + step
             try:
@@ -98,8 +96,8 @@ def verify(
             for number, (name, theirs) in zip(numbers, resident.step(step, batch, seed), strict=True):
                 if number != theirs:
                     return Comparison(step + 1, 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}")
-        for name, tensor in resident.trained_by(engine):
-            difference = _first_difference(tensor.detach(), resident.parameters[name].detach())
+        for name, tensor in engine.parameters_now():
+            difference = _first_difference(tensor, trained[name].detach()) if name in trained else None
             if difference is not None:
                 return Comparison(steps, parameters, f"after {counted(steps, 'step')}, {name}{difference}")
     return Comparison(steps, parameters, None)
@@ -108,17 +106,13 @@ def verify(
 class _Mezo:
     """MeZO on the whole model."""
 
-    def __init__(self, model: HFBlockModel, whole: Any, size: StepSize) -> None:
-        self._model, self._whole = model, whole
+    def __init__(self, size: StepSize) -> None:
         self._numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
         self.method = ZerothOrder(MeZOSGD(**self._numbers))
 
-    def begin(self, engine: Engine) -> None:
-        """Take an adapter's first values."""
-        if isinstance(self._model, PeftBlockModel):
-            _copy_trained(self._model, self._whole, dict(engine.parameters_now()))
-        self.parameters = dict(self._whole.named_parameters())
-        self._mezo = MonolithicMeZO(self._whole, autocast=self._model.autocast, **self._numbers)
+    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
+        """Take over the whole model, which has the first values."""
+        self._mezo = MonolithicMeZO(whole, autocast=model.autocast, **self._numbers)
 
     def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
         """The numbers of a step, by name, in the order of the engine's."""
@@ -126,45 +120,39 @@ class _Mezo:
         losses = [(f"loss {index}", loss) for index, loss in enumerate(taken.losses)]
         return [*losses, ("projected gradient", taken.projected_grads[0])]
 
-    def trained_by(self, engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
-        """The engine's parameters after the last step."""
-        return engine.parameters_now()
-
 
 class _Gradients:
-    """Gradients of the whole model by autograd, and an optimizer's step on them."""
+    """Gradients of the whole model by autograd."""
 
-    method: FirstOrder
     widens = False  # whether the optimizer is given gradients in float32
 
-    def __init__(self, model: HFBlockModel, whole: Any) -> None:
-        self._model, self._whole = model, whole
-        self.parameters: dict[str, nn.Parameter] = {}  # what is trained
+    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
+        """See ``_Mezo``."""
+        self._model, self._whole, self._trained = model, whole, trained
 
     def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
         """See ``_Mezo``."""
         with torch.autocast("cpu", dtype=self._model.autocast, enabled=self._model.autocast is not None):
             loss = self._whole(**batch, use_cache=False).loss
         loss.backward()
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([widened(gradient) if self.widens else gradient for gradient in gradients])
         return [("loss", float(loss.detach())), ("gradient norm", norm.item())]
 
 
-class _AdapterParameters(_Gradients):
+class _AdapterGradients(_Gradients):
     """An adapter's steps with an optimizer of torch."""
 
-    def __init__(self, model: HFBlockModel, whole: Any, size: StepSize, method: OptimizerName) -> None:
-        super().__init__(model, whole)
+    def __init__(self, size: StepSize, method: OptimizerName) -> None:
         of_adapter = OPTIMIZERS[method].of_adapter
         assert of_adapter is not None, "others were refused with an adapter"
         self._optimizer = partial(of_adapter, lr=size.rate, weight_decay=size.weight_decay)
         self.method = FirstOrder(self._optimizer)
 
-    def begin(self, engine: Engine) -> None:
-        """Take the adapter's first values."""
-        self.parameters = _copy_trained(self._model, self._whole, engine.parameters)
-        self._resident = self._optimizer(list(self.parameters.values()))
+    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
+        """See ``_Mezo``."""
+        super().begin(model, whole, trained)
+        self._resident = self._optimizer(list(trained.values()))
 
     def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
         """See ``_Mezo``."""
@@ -173,46 +161,36 @@ class _AdapterParameters(_Gradients):
         self._resident.zero_grad()
         return numbers
 
-    def trained_by(self, engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
-        """See ``_Mezo``."""
-        return engine.parameters.items()
 
-
-class _AllParameters(_Gradients):
+class _AllGradients(_Gradients):
     """Steps of all parameters, with an optimizer of the engine's kind and states of its own."""
 
-    def __init__(self, model: HFBlockModel, whole: Any, size: StepSize, method: OptimizerName) -> None:
-        super().__init__(model, whole)
+    def __init__(self, size: StepSize, method: OptimizerName) -> None:
         ours, self._update = (make_block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
         self.method, self.widens, self._rate = FirstOrder(ours, lr=size.rate), self._update.widens_gradients, size.rate
-        values = {name: parameter.detach() for name, parameter in whole.named_parameters()}
-        self.parameters = _copy_trained(model, whole, values)
+
+    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
+        """See ``_Mezo``."""
+        super().begin(model, whole, trained)
         layouts = enumerate(model.layouts)
         self._names = {index: [spec.name for spec in layout.parameters] for index, layout in layouts if layout.parameters}
         self._states = StateMemory(self._update, model.layouts)
 
-    def begin(self, engine: Engine) -> None:
-        """Nothing: the whole model has its values."""
-
     def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
         """See ``_Mezo``."""
         segments = self._update.segments(step, sorted(self._names))
-        trained = {name for index in segments for name in self._names[index]}
-        for name, parameter in self.parameters.items():
-            parameter.requires_grad = name in trained
+        names = {name for index in segments for name in self._names[index]}
+        for name, parameter in self._trained.items():
+            parameter.requires_grad = name in names
         numbers = super().step(step, batch, seed)
         self._states.begin(step)
         for index in segments:
-            weights = {name: self.parameters[name].detach() for name in self._names[index]}
-            found = {name: self.parameters[name].grad for name in self._names[index]}
+            weights = {name: self._trained[name].detach() for name in self._names[index]}
+            found = {name: self._trained[name].grad for name in self._names[index]}
             gradients = {name: widened(grad) if self.widens else grad for name, grad in found.items() if grad is not None}
             self._update.apply(UpdateInputs(index, weights, gradients, self._states.of(index, ()), step, self._rate))
         self._whole.zero_grad()
         return numbers
-
-    def trained_by(self, engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
-        """See ``_Mezo``."""
-        return engine.parameters_now()
 
 
 def _require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
@@ -253,14 +231,18 @@ def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapt
     return whole.eval()
 
 
-def _copy_trained(model: HFBlockModel, whole: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+def _share_trained(
+    model: HFBlockModel, whole: nn.Module, values: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, nn.Parameter]:
     """Give the whole model the values of what is trained; only these parameters then require gradients."""
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
+    trained = {name: parameter for name, parameter in whole.named_parameters() if name in names}
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in names
-        if name in names:
-            parameter.data = values[name].detach().clone()
-    return {name: parameter for name, parameter in whole.named_parameters() if name in names}
+    for name, value in values:
+        if name in trained:
+            trained[name].data = value.detach().clone()
+    return trained
 
 
 def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:
