@@ -95,7 +95,8 @@ class TrajectoryPerturber(Perturber):
         self._parallel_from = PARALLEL_FROM
         first = trajectory.evaluations[0] if trajectory.evaluations else None
         self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
-        # All segments share programs, so that each is encoded for the kernels once.
+        # All segments share programs, so that each is encoded for the kernels once. These caches do not refer to the
+        # perturber, which is freed with its sweep, and so is the memory that it uses.
         self._compiled: Callable[[Update], Programs] = cache(lambda update: compile_updates([update]))
         self._move = cache(partial(compile_moves, zo_eps=trajectory.zo_eps))  # from one evaluation's weights to the next's
 
@@ -176,7 +177,7 @@ class CounterPerturber(TrajectoryPerturber):
         self._distribution = noise.distribution
         self._helpers = helpers
         self._is_prepared = False  # whether a replay has written the first evaluation's weights to the work buffer
-        self._programs = cache(self._compiled_programs)
+        self._replays: dict[tuple[int, bool], list[Programs]] = {}  # by the arguments of ``_programs``
         # Perturbs a copy of the weights, which stay unchanged.
         self._copy = cache(lambda evaluation: compile_updates((), evaluation, trajectory.zo_eps)[False])
 
@@ -219,11 +220,13 @@ class CounterPerturber(TrajectoryPerturber):
             copy = self._copy(at)
             self._run(index, stores, {False: copy, True: copy}, copy)
 
-    def _compiled_programs(self, version: int, *, prepares: bool) -> list[Programs]:
+    def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
         """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
-        *before, last = self._missing_updates(version)
-        then = self._first if prepares else None
-        return [*map(compile_updates, before), compile_updates(last, then, self._trajectory.zo_eps)]
+        if (version, prepares) not in self._replays:
+            *before, last = self._missing_updates(version)
+            last_programs = compile_updates(last, self._first if prepares else None, self._trajectory.zo_eps)
+            self._replays[version, prepares] = [*map(compile_updates, before), last_programs]
+        return self._replays[version, prepares]
 
     def _run(self, index: int, stores: Stores | None, owned: Programs, borrowed: Program | None) -> None:
         """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
@@ -269,7 +272,7 @@ class DrawnPerturber(TrajectoryPerturber):
         super().__init__(buffer, worker, trajectory)
         self._noise = noise
         self.seeds: set[int] = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
-        self._missing = cache(self._compiled_parts)
+        self._replays: dict[int, list[Sequence[Programs]]] = {}  # by version, in parts
         self._ahead: Future[None] | None = None  # writes the first evaluation's weights on the second thread
         self._drawn_at_once: tuple[int, ...] = ()  # seed and parameters of what ``_drawn_together`` has drawn
         # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the weight is tied.
@@ -292,7 +295,7 @@ class DrawnPerturber(TrajectoryPerturber):
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
         """Write an evaluation's weights, unless the second thread has done so. See the contract."""
-        if self._ahead is not None:
+        if self._ahead is not None:  # this is the first evaluation
             self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
             self._ahead = None
             return
@@ -313,11 +316,13 @@ class DrawnPerturber(TrajectoryPerturber):
 
     # ---- replay
 
-    def _compiled_parts(self, version: int) -> list[Sequence[Programs]]:
+    def _missing(self, version: int) -> list[Sequence[Programs]]:
         """Compile the updates that a version lacks, one by one: z of each takes memory."""
-        parts = self._missing_updates(version)
-        self.seeds.update(seed for updates in parts for update in updates for seed in seeds_of(update))
-        return [[self._compiled(update) for update in updates] for updates in parts]
+        if version not in self._replays:
+            parts = self._missing_updates(version)
+            self.seeds.update(seed for updates in parts for update in updates for seed in seeds_of(update))
+            self._replays[version] = [[self._compiled(update) for update in updates] for updates in parts]
+        return self._replays[version]
 
     def _replay_segment(self, index: int, store: Store, programs: Sequence[Programs], replayed: Replayed | None) -> None:
         views = [view for view in self.buffer.segments[index] if view.owner == index]
