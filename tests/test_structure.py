@@ -165,7 +165,7 @@ MOST_LINES = {
     "zo2core/methods": 791,
     "zo2core/planning": 552,
     "zo2core/sources": 862,
-    "zo2core/sweep": 2016,
+    "zo2core/sweep": 2020,
 }
 
 
