@@ -106,13 +106,10 @@ class Snapshots:
             snapshot, chain = _from_file(path)
         except OSError as error:
             steps = ", ".join(map(str, self.steps))
+            found, expected = f"no snapshot of step {step} ({reason(error)})", "one of the steps that have a snapshot"
             remedy = "pass one of these steps, with --at on the command line; a first-order run keeps no others"
-            raise CheckpointError(
-                path,
-                found=f"no snapshot of step {step} ({reason(error)})",
-                expected=f"one of the steps that have a snapshot: {steps or 'none'}",
-                remedy=remedy if steps else "resume the run to its end, which writes its model",
-            ) from error
+            remedy = remedy if steps else "resume the run to its end, which writes its model"
+            raise malformed(path, found, f"{expected}: {steps or 'none'}", remedy=remedy) from error
         if snapshot.step != step:
             raise _damaged(path, f"the snapshot of step {snapshot.step}", f"that of step {step}")
         self._require_version(step, path.name)
@@ -140,12 +137,9 @@ class Snapshots:
             self.last = step
             return snapshot
         if damages:
-            raise CheckpointError(
-                self._directory,
-                found="; ".join(f"{Path(damage.where).name}: {damage.found}" for damage in damages),
-                expected="an undamaged snapshot",
-                remedy="restore one from a backup, or remove these files to repeat the run from its start",
-            ) from damages[0]
+            found = "; ".join(f"{Path(damage.where).name}: {damage.found}" for damage in damages)
+            remedy = "restore one from a backup, or remove these files to repeat the run from its start"
+            raise malformed(self._directory, found, "an undamaged snapshot", remedy=remedy) from damages[0]
         return None
 
     def clear_partial(self) -> None:

@@ -224,7 +224,7 @@ class SegmentLoader:
         self._weights = weights
         self._layouts = layouts
         self._scratch = scratch
-        self._base_digests = base_digests
+        self._base_digests = base_digests or BaseDigests({}, learns=False)
         self._timeline = timeline or Timeline()
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
         self._closed = False
@@ -268,7 +268,7 @@ class SegmentLoader:
         layout, digests = self._layouts[segment], self._base_digests
         count = len(layout.parameters)
         views, states = views[:count], views[count:]
-        digest = SegmentDigest(views) if digests is not None and digests.wants(layout) else None
+        digest = SegmentDigest(views) if digests.wants(layout) else None
 
         def read(parameter: int, start: int, stop: int) -> None:
             # `.data` has its own version counter. Slices of one memory share theirs, and torch.autograd refuses a graph on
@@ -278,7 +278,7 @@ class SegmentLoader:
                 digest.add(parameter, start, stop)
 
         def check() -> bool:
-            if digest is not None and digests is not None:
+            if digest is not None:
                 digests.check(layout, digest.value(), self._weights)
             return True
 
