@@ -159,7 +159,7 @@ MOST_LINES = {
     "zo2adapters/tasks": 2696,
     "zo2adapters/trainers": 4414,
     "zo2core": 4831,
-    "zo2core/checkpoint": 732,
+    "zo2core/checkpoint": 726,
     "zo2core/io": 417,
     "zo2core/kernels": 1108,
     "zo2core/methods": 791,
