@@ -23,10 +23,10 @@ if _typing.TYPE_CHECKING:
     from zo2core.journal import Journal as Journal
     from zo2core.journal import branch_journal as branch_journal
     from zo2core.kernels import Distribution as Distribution
-    from zo2core.methods import AtSnapshot as AtSnapshot
-    from zo2core.methods import FirstOrder as FirstOrder
-    from zo2core.methods import LossScaling as LossScaling
-    from zo2core.methods import ZerothOrder as ZerothOrder
+    from zo2core.methods.first_order import AtSnapshot as AtSnapshot
+    from zo2core.methods.first_order import FirstOrder as FirstOrder
+    from zo2core.methods.first_order import LossScaling as LossScaling
+    from zo2core.methods.zeroth_order import ZerothOrder as ZerothOrder
     from zo2core.noise import PhiloxNoise as PhiloxNoise
     from zo2core.noise import SequentialNoise as SequentialNoise
     from zo2core.optimizers import LOMO as LOMO

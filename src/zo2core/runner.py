@@ -308,7 +308,7 @@ class TrainedSteps(Steps):
         """Refuse values of other parameters than the trained ones, and values that are not finite."""
         if not isinstance(parameters, Mapping):
             raise unusable_state(f"a {type(parameters).__name__} as parameters")
-        forms = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.trained.forms.items()}
+        forms = dict(self.trained.forms)
         if {name: form_of(value) for name, value in parameters.items()} != forms:
             raise unusable_state(f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones")
         for name, value in parameters.items():
