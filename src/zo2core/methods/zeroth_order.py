@@ -110,8 +110,10 @@ class ZerothOrderSteps(JournalSteps):
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
         self._open_step = None
-        batches, (run, objective) = batches_of(batch), with_objective(forward, self._runner.model)
+        runner, batches = self._runner, batches_of(batch)
+        run, objective = with_objective(forward, runner.model)
         open_step = self._begin(seed, batches, shards_rows=objective is None)
+        indices = open_step.indices
         groups = list(dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations))
         if objective is not None and any(groups):
             raise OptionError(
@@ -122,14 +124,29 @@ class ZerothOrderSteps(JournalSteps):
             )
         tokens = 0
         if open_step.split.parts > 1:
-            slices = [open_step.split.rows(self._runner.workers.rank, len(batch["labels"])) for batch in batches]
+            slices = [open_step.split.rows(runner.workers.rank, len(batch["labels"])) for batch in batches]
             batches = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
             tokens = sum(map(labelled_tokens, batches))
             if tokens == 0:
                 if self.version == self._first_version:
-                    self._runner.sweep(self.version, [], self._runner.model)  # the first sweep computes the base's digests
-                return self._take(open_step, losses_as_tensors([0.0] * len(open_step.indices)))
-        return self._take(open_step, self._losses(open_step, batches, groups, run, objective), tokens)
+                    runner.sweep(self.version, [], runner.model)  # the first sweep computes the base's digests
+                return self._take(open_step, losses_as_tensors([0.0] * len(indices)))
+        micro_batches: dict[RowGroup | None, MicroBatches] = {}
+        prepared: dict[RowGroup | None, list[Batch]] = {}
+        for group in groups:
+            rows = batches if group is None else [rows_of_group(batch, group) for batch in batches]
+            micro_batches[group] = split_batches(rows, runner.micro_batch_size, objective)
+            prepared[group] = list(runner.prepared(micro_batches[group].batches, run))
+        # Where weights are perturbed in place, the sweep passes the evaluations of the workers before, without batches.
+        first = 0 if self._estimator.perturb_in_place else indices.start
+        swept = [
+            (at, prepared[at.rows] if index in indices else ())
+            for index, at in enumerate(open_step.evaluations[first : indices.stop], first)
+        ]
+        outputs = runner.sweep(self.version, swept, run)
+        local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
+        losses = [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
+        return self._take(open_step, losses, tokens)
 
     def ask(self, *, seed: int | None) -> tuple[Evaluation, ...]:
         """Start a step whose losses the caller computes. See ``Engine.ask``."""
@@ -159,32 +176,6 @@ class ZerothOrderSteps(JournalSteps):
         digest = workers.digest(batches) if batches else None
         split = workers.split_of(len(evaluations), rows_to_shard(batches) if shards_rows else None)
         return OpenStep(step, lr, evaluations, started, split, split.evaluations(workers.rank, len(evaluations)), digest)
-
-    def _losses(
-        self,
-        open_step: OpenStep,
-        batches: Sequence[Batch],
-        groups: Sequence[RowGroup | None],
-        forward: Forward,
-        objective: Forward | None,
-    ) -> list[torch.Tensor]:
-        """Compute this worker's losses in one sweep."""
-        runner, indices = self._runner, open_step.indices
-        micro_batches: dict[RowGroup | None, MicroBatches] = {}
-        prepared: dict[RowGroup | None, list[Batch]] = {}
-        for group in groups:
-            rows = batches if group is None else [rows_of_group(batch, group) for batch in batches]
-            micro_batches[group] = split_batches(rows, runner.micro_batch_size, objective)
-            prepared[group] = list(runner.prepared(micro_batches[group].batches, forward))
-        # Where weights are perturbed in place, the sweep passes the evaluations of the workers before, without batches.
-        first = 0 if self._estimator.perturb_in_place else indices.start
-        swept = [
-            (at, prepared[at.rows] if index in indices else ())
-            for index, at in enumerate(open_step.evaluations[first : indices.stop], first)
-        ]
-        outputs = runner.sweep(self.version, swept, forward)
-        local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
-        return [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
 
     def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
