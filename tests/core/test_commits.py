@@ -81,11 +81,6 @@ def test_a_journal_has_steps_of_one_kind(tmp_path: Path) -> None:
     assert not (tmp_path / "d.jsonl").exists()
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama"))
-
-
 def model_of(base: Path) -> Any:
     return open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_batch, save_model, small_config
+from models import make_batch
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import (
@@ -33,11 +33,6 @@ SGD = partial(torch.optim.SGD, lr=1e-2)
 MEZO = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3))
 ALL = FirstOrder(LOMO(), lr=1e-2)
 BATCH = make_batch(40, [7, 5])
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama"))
 
 
 def adapted(base: Path) -> Any:
@@ -75,7 +70,7 @@ def test_what_a_method_cannot_heed_is_refused_and_leaves_nothing(
     model = open_checkpoint(base)
     with pytest.raises(OptionError, match=message):
         Engine(model, method, **options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+    assert not any(tmp_path.iterdir())
     with Engine(model, MEZO) as engine:  # the model was not taken
         engine.step(BATCH)
 

@@ -155,10 +155,14 @@ def test_a_wrong_file_is_refused(raw: bytes, error: type[ZO2Error], message: str
         read(tmp_path, raw)
 
 
-def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
-    raw = gguf_bytes({"aaaa": 1, "bbbb": 2}, []).replace(b"bbbb", b"aaaa")
-    with pytest.raises(CheckpointError, match="occurs twice"):
-        read(tmp_path, raw)
+@pytest.mark.parametrize(
+    ("there", "instead", "message"),
+    [(b"bbbb", b"aaaa", "occurs twice"), (struct.pack("<II", 9, 5), struct.pack("<II", 9, 9), "an array of type 9")],
+)
+def test_wrong_metadata_are_refused(there: bytes, instead: bytes, message: str, tmp_path: Path) -> None:
+    raw = gguf_bytes({"aaaa": 1, "bbbb": [1, 2]}, [])
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, raw.replace(there, instead))
 
 
 def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:

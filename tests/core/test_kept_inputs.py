@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import first_order
+from engines import behind_copies, first_order, memory
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -22,7 +23,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import Engine, HostDevice, HostPlan, MemoryPolicy
+from zo2core import Engine, HostDevice, MemoryPolicy
 from zo2core.errors import MemoryBudgetError, ScratchError
 from zo2core.io.direct_file import PAGE, RangedFile
 from zo2core.methods.first_order import TRAINED_COPIES
@@ -184,13 +185,10 @@ def base(tmp_path: Path) -> Path:
     return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
 
 
-def make(
-    base: Path, room: int, rows: int | None = 1, *, buckets: int | None = None, config: Any = None, **options: Any
-) -> Engine:
+def make(base: Path, room: int, *, buckets: int | None = None, config: Any = None, **options: Any) -> Engine:
     chosen = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=chosen if config is None else config, seed=1))
-    memory = MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=room)
-    return first_order(model, OPTIMIZER, memory=memory, micro_batch_size=rows, **options)
+    return first_order(model, OPTIMIZER, **{"memory": memory(buckets, room), "micro_batch_size": 1, **options})
 
 
 def room_for(base: Path, blocks: int) -> int:
@@ -249,31 +247,29 @@ def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path
         sweeps.clear()
 
 
+def assert_same_in_any_room(base: Path, prepare: Callable[[Any], object] = lambda model: None, **options: Any) -> None:
+    outcomes = []
+    for room in (1 << 28, 1, room_for(base, 0)):
+        with make(base, room, **options) as engine:
+            prepare(engine._runner.model)
+            outcomes.append(outcome(engine, make_batch(40, LENGTHS)))
+    assert outcomes[1:] == outcomes[:1] * 2
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("view", [False, True])
 def test_a_layer_that_hands_on_its_input_keeps_it_in_memory(view: bool, base: Path) -> None:
-    batch, outcomes = make_batch(40, LENGTHS), []
-    for room in (1 << 28, 1, room_for(base, 0)):
-        with make(base, room) as engine:
-            model: Any = engine._runner.model
+    def prepare(model: Any) -> None:
+        for layer in (2, 3):
+            model._layers[layer].register_forward_hook(
+                lambda _, args, output: args[0].view(args[0].shape) if view else args[0]
+            )
 
-            def hand_on(module: Any, args: Any, output: Any) -> Any:
-                return args[0].view(args[0].shape) if view else args[0]
-
-            for layer in (2, 3):
-                model._layers[layer].register_forward_hook(hand_on)
-            outcomes.append(outcome(engine, batch))
-    assert outcomes[1:] == outcomes[:1] * 2
+    assert_same_in_any_room(base, prepare)
 
 
 def test_a_prefix_that_all_blocks_get_stays(base: Path) -> None:
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    batch = make_batch(40, LENGTHS)
-    outcomes = []
-    for room in (1 << 28, 1, room_for(base, 0)):
-        with make(base, room, config=config) as engine:
-            outcomes.append(outcome(engine, batch))
-    assert outcomes[1:] == outcomes[:1] * 2
+    assert_same_in_any_room(base, config=peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
 def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,15 +432,11 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
         expected = outcome(engine, batch)
     moved, written = [], []
     for blocks in (0, 1, 3, BLOCKS + 1):
-        plan = DevicePlan((), 0, kept=0, activation_bytes=room_for(base, blocks))
-        with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
-            policy = MemoryPolicy(host=HostPlan((), 0, 2, keep_noise=False), device=plan)
-            config = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-            model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-            options: dict[str, Any] = {"memory": policy, "micro_batch_size": 1, "device": device, "spill": tmp_path}
-            with first_order(model, OPTIMIZER, **options) as engine:
-                assert outcome(engine, batch) == expected
-                lanes = engine.step(batch).lanes
+        room = room_for(base, blocks)
+        policy = replace(memory(2), device=DevicePlan((), 0, kept=0, activation_bytes=room))
+        with behind_copies(1e-4) as device, make(base, room, memory=policy, device=device, spill=tmp_path) as engine:
+            assert outcome(engine, batch) == expected
+            lanes = engine.step(batch).lanes
         assert lanes[Lane.ACTIVATIONS_IN].nbytes == lanes[Lane.ACTIVATIONS_OUT].nbytes
         moved.append(lanes[Lane.ACTIVATIONS_OUT].nbytes)
         written.append(lanes[Lane.WRITE].nbytes)

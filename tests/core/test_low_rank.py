@@ -62,11 +62,6 @@ MEZO = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
 BATCH = make_batch(40, [7, 4])
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama"))
-
-
 def load_whole(base: Path) -> PreTrainedModel:
     whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")  # which is in evaluation mode
     return whole

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_batch, save_model, small_config
+from models import make_batch
 from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
@@ -34,11 +34,6 @@ NOISES: dict[str, NoiseGenerator | None] = {
     "rademacher": PhiloxNoise(Distribution.RADEMACHER),
 }
 every_noise = pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama"))
 
 
 def update_of(lr: float, *grads: float, step: int = 0) -> Update:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import first_order, zeroth_order
-from models import make_batch, save_model, small_config
+from models import make_batch
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import Distribution, Engine, LowRankPerturbation, MeZOSGD, PhiloxNoise
@@ -18,11 +18,6 @@ peft: Any = pytest.importorskip("peft")
 
 BATCH = make_batch(40, [7, 5])
 SEGMENTS = 4  # embedding, two blocks, head
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama"))
 
 
 def of_forwards(base: Path, **options: Any) -> Engine:
