@@ -157,7 +157,11 @@ def test_a_wrong_file_is_refused(raw: bytes, error: type[ZO2Error], message: str
 
 @pytest.mark.parametrize(
     ("there", "instead", "message"),
-    [(b"bbbb", b"aaaa", "occurs twice"), (struct.pack("<II", 9, 5), struct.pack("<II", 9, 9), "an array of type 9")],
+    [
+        (b"bbbb", b"aaaa", "occurs twice"),
+        (b"bbbb", b"\xff" * 4, "UTF-8"),
+        (struct.pack("<II", 9, 5), struct.pack("<II", 9, 9), "an array of type 9"),
+    ],
 )
 def test_wrong_metadata_are_refused(there: bytes, instead: bytes, message: str, tmp_path: Path) -> None:
     raw = gguf_bytes({"aaaa": 1, "bbbb": [1, 2]}, [])
