@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,6 +65,13 @@ class Watched(Proxy):
         (lambda: WriteBackPolicy(directory="run", every=True), "write_back.every: found True"),
         (lambda: WriteBackPolicy(directory="run", every="often"), "write_back.every: found 'often'"),  # type: ignore[arg-type]
         (lambda: WriteBackPolicy(directory="run", snapshot_every=-3), "write_back.snapshot_every: found -3"),
+        *(
+            (
+                partial(WriteBackPolicy, directory="run", terabytes_per_1000_steps=limit),
+                "write_back.terabytes_per_1000_steps",
+            )
+            for limit in (0, -1, math.nan, math.inf, True, "1")
+        ),
     ],
 )
 def test_policies_check_themselves(make: Callable[[], object], message: str) -> None:

@@ -15,11 +15,13 @@ import zo2core.noise
 from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
 from zo2core.protocols import NoiseGenerator
 
-NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {
+Make = Callable[[Sequence[BlockLayout]], NoiseGenerator]
+NOISES: dict[str, Make] = {
     "sequential": SequentialNoise,
     "gaussian": lambda _: PhiloxNoise(),
     "rademacher": lambda _: PhiloxNoise(Distribution.RADEMACHER),
 }
+every_noise = pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
 
 # Registered in this order; the head's stand between the embedding's and the blocks', as in OPT.
 SIZES = [(40, 0), (3, 0), (7, 3), (65536 + 9, 3), (140001, 1), (15, 1), (16, 1), (1, 2), (33, 2), (131072, 2)]
@@ -38,11 +40,9 @@ def parameters(segments: Sequence[BlockLayout]) -> list[ParameterSpec]:
     return sorted((spec for layout in segments for spec in layout.parameters), key=lambda spec: spec.index)
 
 
-@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+@every_noise
 @given(order=st.permutations(range(len(SIZES))), seed=st.sampled_from([0, 1, 2**63 - 1]))
-def test_z_does_not_depend_on_the_order_of_visits(
-    make: Callable[[Sequence[BlockLayout]], NoiseGenerator], order: list[int], seed: int
-) -> None:
+def test_z_does_not_depend_on_the_order_of_visits(make: Make, order: list[int], seed: int) -> None:
     segments = layouts()
     specs = parameters(segments)
     noise, in_order = make(segments), make(segments)
@@ -51,11 +51,9 @@ def test_z_does_not_depend_on_the_order_of_visits(
         assert torch.equal(z_of(noise, specs[i], seed), expected[i])
 
 
-@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+@every_noise
 @given(visits=st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 5), st.sampled_from([3, 4])), max_size=12))
-def test_z_does_not_depend_on_which_chunk_was_drawn_before(
-    make: Callable[[Sequence[BlockLayout]], NoiseGenerator], visits: list[tuple[int, int, int]]
-) -> None:
+def test_z_does_not_depend_on_which_chunk_was_drawn_before(make: Make, visits: list[tuple[int, int, int]]) -> None:
     segments = layouts()
     specs = parameters(segments)
     noise = make(segments)
@@ -68,16 +66,16 @@ def test_z_does_not_depend_on_which_chunk_was_drawn_before(
         assert torch.equal(out, expected[seed][i][start:stop])
 
 
-@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
-def test_chunks_cover_a_parameter_once(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+@every_noise
+def test_chunks_cover_a_parameter_once(make: Make) -> None:
     noise = make(layouts())
     for numel in [*range(1, 70), 65535, 65536, 65537, 65536 + 15, 65536 + 16, 200_000]:
         chunks = noise.chunks(ParameterSpec("p", (numel,), torch.float32, 0, True))
         assert [at for start, stop in chunks for at in range(start, stop)] == list(range(numel))
 
 
-@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
-def test_forgetting_changes_no_number(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+@every_noise
+def test_forgetting_changes_no_number(make: Make) -> None:
     segments = layouts()
     noise = make(segments)
     last = parameters(segments)[-1]
@@ -86,8 +84,8 @@ def test_forgetting_changes_no_number(make: Callable[[Sequence[BlockLayout]], No
     assert torch.equal(z_of(noise, last, 5), before)
 
 
-@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
-def test_seeds_and_parameters_have_noise_of_their_own(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+@every_noise
+def test_seeds_and_parameters_have_noise_of_their_own(make: Make) -> None:
     segments = layouts()
     specs = [spec for spec in parameters(segments) if spec.numel > 30]
     noise = make(segments)
@@ -95,11 +93,9 @@ def test_seeds_and_parameters_have_noise_of_their_own(make: Callable[[Sequence[B
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+@every_noise
 @pytest.mark.parametrize("seeds", [(1, 2), (1, 1)], ids=["two seeds", "one seed"])
-def test_threads_do_not_disturb_each_other(
-    make: Callable[[Sequence[BlockLayout]], NoiseGenerator], seeds: tuple[int, int]
-) -> None:
+def test_threads_do_not_disturb_each_other(make: Make, seeds: tuple[int, int]) -> None:
     segments = layouts()
     specs = parameters(segments)
     noise = make(segments)

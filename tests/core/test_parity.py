@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -46,20 +47,30 @@ def load_whole(directory: Path, dtype: torch.dtype | str = "auto") -> PreTrained
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(6)
+@pytest.mark.parametrize("kind", ["exact", "mixed", "fzoo"])
 @pytest.mark.parametrize("model_type", CONFIGS)
-@examples(short=9, long=100)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans(), storage=storages, threads_from=THREADS_FROM)
-def test_trajectory_is_monolithic_mezo(
-    model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan, storage: Storage, threads_from: int
+@examples(short=5, long=100)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), storage=storages, threads_from=THREADS_FROM)
+def test_trajectory_is_the_monolithic_loops(
+    model_type: str, kind: str, data: st.DataObject, dtype: torch.dtype, storage: Storage, threads_from: int
 ) -> None:
+    """Of MeZO, of MeZO in float32 under autocast, and of FZOO as its paper has it."""
     config = data.draw(CONFIGS[model_type])
-    batch = data.draw(batches(config.vocab_size))
+    batch, plan = data.draw(batches(config.vocab_size)), data.draw(fzoo_plans() if kind == "fzoo" else plans())
+    autocast = data.draw(st.sampled_from([torch.bfloat16, torch.float16])) if kind == "mixed" else None
+    options: Any = {} if autocast is None else {"precision": "mixed", "dtype": autocast, "loss_chunk": None}
+    plan = plan._replace(autocast=autocast)
     with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
         base = save_model(Path(folder, "base"), config, dtype, max_shard_size=data.draw(st.sampled_from(["5GB", "2KB"])))
-        whole = load_whole(base)
-        run = Path(folder, "run")
-        with assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole, plan, batch) as engine:
+        whole, run = load_whole(base, "auto" if autocast is None else torch.float32), Path(folder, "run")
+
+        def make() -> Engine:
+            return storage.engine(open_checkpoint(base, **options), plan, run)
+
+        with assert_parity(make, whole, plan, batch) as engine:
+            if kind == "mixed":
+                return
             exported = Path(folder, "exported")
             engine.export(exported)
             loss = engine.evaluate([batch]).losses[0]
@@ -69,54 +80,6 @@ def test_trajectory_is_monolithic_mezo(
         if dtype is torch.float32 and loss == loss:
             with torch.inference_mode():
                 assert reloaded(**batch).loss.item() == loss
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("model_type", CONFIGS)
-@examples(short=4, long=33)
-@given(
-    data=st.data(),
-    dtype=st.sampled_from(DTYPES),
-    autocast=st.sampled_from([torch.bfloat16, torch.float16]),
-    plan=plans(),
-    storage=storages,
-    threads_from=THREADS_FROM,
-)
-def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
-    model_type: str,
-    data: st.DataObject,
-    dtype: torch.dtype,
-    autocast: torch.dtype,
-    plan: Plan,
-    storage: Storage,
-    threads_from: int,
-) -> None:
-    config = data.draw(CONFIGS[model_type])
-    batch = data.draw(batches(config.vocab_size))
-    plan = plan._replace(autocast=autocast)
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
-        base = save_model(Path(folder, "base"), config, dtype)
-        run = Path(folder, "run")
-
-        def make() -> Engine:
-            return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
-
-        assert_parity(make, load_whole(base, torch.float32), plan, batch).close()
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("model_type", CONFIGS)
-@examples(short=4, long=300)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), storage=storages, threads_from=THREADS_FROM)
-def test_trajectory_of_fzoo_is_its_papers_loop(
-    model_type: str, data: st.DataObject, dtype: torch.dtype, storage: Storage, threads_from: int
-) -> None:
-    config, plan = data.draw(CONFIGS[model_type]), data.draw(fzoo_plans())
-    batch = data.draw(batches(config.vocab_size))
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturbers, "PARALLEL_FROM", threads_from):
-        base, run = save_model(Path(folder, "base"), config, dtype), Path(folder, "run")
-        whole = load_whole(base)
-        assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole, plan, batch).close()
 
 
 def test_fzoo_resumed_after_every_step_is_its_papers_loop(tmp_path: Path) -> None:

@@ -85,12 +85,6 @@ def test_the_interval_within_a_limit_is_the_smallest_that_keeps_to_it(nbytes: in
             require_within(segments, every - 1, limit)
 
 
-@pytest.mark.parametrize("limit", [0, -1, math.nan, math.inf, True, "1"])
-def test_a_limit_that_is_none_is_refused(limit: object) -> None:
-    with pytest.raises(OptionError, match="terabytes_per_1000_steps"):
-        WriteBackPolicy(directory="x", terabytes_per_1000_steps=limit)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("buckets", "kept", "share"), [(None, 0, 0.0), (3, 0, 1.0), (5, 0, 0.8), (1, 4, 0.6), (12, 5, 0.0)])
 def test_what_streams_is_what_neither_buckets_nor_a_device_keep(buckets: int | None, kept: int, share: float) -> None:
     blocks = sum(layout.nbytes for layout in layouts() if not layout.resident)
