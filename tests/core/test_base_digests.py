@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import memory
 from safetensors.torch import save_file
 from toy import ToyBlockModel
 
@@ -16,9 +17,7 @@ from zo2core import (
     BlockLayout,
     Engine,
     HostDevice,
-    HostPlan,
     Journal,
-    MemoryPolicy,
     MeZOSGD,
     ParameterSpec,
     PhiloxNoise,
@@ -44,10 +43,6 @@ def toy(file: Path) -> ToyBlockModel:
     return ToyBlockModel(50, WIDTH, 3, tied=True, dtype=torch.float32, file=file)
 
 
-def memory(buckets: int | None) -> MemoryPolicy:
-    return MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
-
-
 def engine(model: BlockModel, run: Path, buckets: int | None = None, every: int | None = None) -> Engine:
     return Engine(
         model,
@@ -58,14 +53,16 @@ def engine(model: BlockModel, run: Path, buckets: int | None = None, every: int 
     )
 
 
-def changed_base(model: ToyBlockModel, file: Path, parameter: str = "layers.1.mix.weight") -> None:
-    """Change one byte between the samples of the fingerprint, under the reader."""
+def changed_toy(file: Path, parameter: str = "layers.1.mix.weight") -> ToyBlockModel:
+    """The toy, with one byte changed between the samples of the fingerprint under its reader."""
+    model = toy(file)
     before = model.weights.fingerprint
     entry = parse_header(file)[parameter]
     data = bytearray(file.read_bytes())
     data[entry.start + 4096 + 100] ^= 1
     file.write_bytes(data)
     assert SafetensorsReader(parse_header(file)).fingerprint == before, "the samples do not see it"
+    return model
 
 
 @pytest.fixture
@@ -94,22 +91,19 @@ def test_the_first_sweep_notes_a_digest_of_every_segment_once(tmp_path: Path) ->
 @every_source
 def test_a_base_that_was_changed_between_the_samples_is_refused(buckets: int | None, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "base.safetensors"
-    model = toy(file)
-    changed_base(model, file)
+    model = changed_toy(file)
     updates = len(Journal(run / "journal.jsonl").updates)
     with engine(model, run, buckets) as training:
         for _ in range(2):
             with pytest.raises(CheckpointError, match=r"base\.safetensors: block 1: found content of digest .*; expected"):
                 training.step(BATCH)
     assert len(Journal(run / "journal.jsonl").updates) == updates
-    model = toy(file)
-    changed_base(model, file)
+    model = changed_toy(file)
     with Engine(model, journal=run / "journal.jsonl", memory=memory(buckets)) as replayer:
         with pytest.raises(CheckpointError, match="block 1"):
             replayer.export(tmp_path / "out")
         assert not (tmp_path / "out").exists()
-    model = toy(file)
-    changed_base(model, file)
+    model = changed_toy(file)
     with (
         Engine(model, journal=Journal(run / "journal.jsonl").until(1), memory=memory(buckets)) as replayer,
         pytest.raises(CheckpointError, match="block 1"),
@@ -139,20 +133,13 @@ def test_digests_are_compared_where_segments_were_written_back_meanwhile(tmp_pat
     with engine(toy(file), run, 1, every=1) as training:
         for _ in range(3):
             training.step(BATCH)
-    model = toy(file)
-    changed_base(model, file)
+    model = changed_toy(file)
     with engine(model, run, 1) as training:
         training.step(BATCH)
     scratch = run / "scratch.bin"
     scratch.write_bytes(bytes(scratch.stat().st_size))
-    with engine(model_of_changed(file), run, 1) as training, pytest.raises(CheckpointError, match="block 1"):
+    with engine(changed_toy(file), run, 1) as training, pytest.raises(CheckpointError, match="block 1"):
         training.step(BATCH)
-
-
-def model_of_changed(file: Path) -> ToyBlockModel:
-    model = toy(file)
-    changed_base(model, file)
-    return model
 
 
 def digests_of(
@@ -229,8 +216,7 @@ def test_all_of_the_base_is_compared_at_once(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "base.safetensors"
     journal = Journal(run / "journal.jsonl")
     assert verify_base(toy(file), journal) == {}
-    model = toy(file)
-    changed_base(model, file, "layers.2.mix.weight")
+    model = changed_toy(file, "layers.2.mix.weight")
     with pytest.raises(CheckpointError, match="block 2"):
         verify_base(model, journal)
     assert set(verify_base(toy(file), Journal())) == set(journal.base_digests)

@@ -19,7 +19,7 @@ from segments import checkpoint, tensors
 from zo2core import BlockLayout, HostDevice, SegmentStore
 from zo2core.checkpoint.shards import parse_header
 from zo2core.errors import CheckpointError, ClosedError
-from zo2core.io.direct_file import PAGE, whole_pages
+from zo2core.io.direct_file import PAGE
 from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.segment_store import Loading, laid_out_as_on_disk
 from zo2core.sources.slot_file import Scratch
@@ -240,18 +240,6 @@ def test_reads_that_closing_cancelled_are_waited_for_and_not_taken_for_whole() -
     assert isinstance(loading.failure(), CancelledError)
     with pytest.raises(CancelledError):
         loading.wait()
-
-
-def test_pinned_source_allocates_one_arena_of_the_models_size(tmp_path: Path) -> None:
-    weights, layouts = checkpoint(tmp_path)
-    asked: list[int] = []
-
-    def counted(nbytes: int) -> torch.Tensor:
-        asked.append(nbytes)
-        return host_memory(nbytes)
-
-    SegmentStore(weights, layouts, counted).close()
-    assert asked == [sum(whole_pages(layout.nbytes) for layout in layouts)]
 
 
 def test_opening_reads_no_weights() -> None:

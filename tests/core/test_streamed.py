@@ -50,19 +50,17 @@ def scratch_in(folder: Path, durable: Callable[[int], int | None] = lambda versi
     return Scratch(folder, layouts(), durable)
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 3, 5])
-def test_it_allocates_its_buckets_and_no_more(buckets: int) -> None:
+@pytest.mark.parametrize("buckets", [None, 1, 2, 3, 5])
+def test_it_allocates_its_buckets_or_the_model_in_one_arena_and_no_more(buckets: int | None) -> None:
     asked: list[int] = []
 
     def host_memory(nbytes: int) -> torch.Tensor:
         asked.append(nbytes)
         return HostDevice().host_memory(nbytes)
 
-    source = SegmentStore(CountingWeights(), layouts(), host_memory, buckets=buckets)
-    segments = layouts()
-    resident = whole_pages(segments[0].nbytes) + whole_pages(segments[-1].nbytes)
-    assert asked == [resident + buckets * max(whole_pages(layout.nbytes) for layout in segments[1:-1])]
-    source.close()
+    SegmentStore(CountingWeights(), layouts(), host_memory, buckets=buckets).close()
+    first, *blocks, last = (whole_pages(layout.nbytes) for layout in layouts())
+    assert asked == [first + last + (sum(blocks) if buckets is None else buckets * max(blocks))]
 
 
 def test_blocks_are_read_ahead_along_the_order_and_round_its_end() -> None:
