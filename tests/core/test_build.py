@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -70,7 +70,7 @@ class Watched(Proxy):
                 partial(WriteBackPolicy, directory="run", terabytes_per_1000_steps=limit),
                 "write_back.terabytes_per_1000_steps",
             )
-            for limit in (0, -1, math.nan, math.inf, True, "1")
+            for limit in cast("list[Any]", [0, -1, math.nan, math.inf, True, "1"])
         ),
     ],
 )
