@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.build
 from zo2adapters.cli import COMMANDS, SIGNALS, command_class, main
-from zo2adapters.commands.options import option_fields
+from zo2adapters.commands.options import option_fields, parse_command
 from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
@@ -294,6 +294,17 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     for name in COMMANDS:
         options = command_class(name)
         assert set(options.first_options.split()) <= {option.field for option in option_fields(options)}
+
+
+def test_what_one_does_first_are_commands_and_a_refusal_names_options_as_their_command_does() -> None:
+    steps = re.findall(r"^  zo2 (\w+) ?(.*?)  ", run_here().out, re.MULTILINE)
+    assert [name for name, _ in steps] == ["demo", "init", "train", "chat"]
+    for name, words in steps:
+        if name != "train":  # whose recipe would be read
+            parse_command(name, command_class(name), words.split())
+    line = refusal("chat", "--nonsense")
+    assert "--temperature" in line
+    assert "--reward-options" not in line
 
 
 @pytest.fixture

@@ -97,19 +97,18 @@ class AtStep(Command):
         model_options = replace(self.model_options, **alone)
         return AtStep(model=self.model, model_options=model_options, resources=self.resources)
 
-    def of_other(self, directory: Path) -> AtStep:
-        """Another run, or a saved adapter, of the same base. Call it on what ``resolved`` returned."""
-        if (directory / OPTIONS).exists():
-            return AtStep(run_directory=directory, resources=self.resources).resolved()
-        alone = self.without_learning()
-        return replace(alone, model_options=replace(alone.model_options, adapter=directory)).resolved()
-
     def named_others(self, directories: Sequence[Path]) -> list[tuple[str, AtStep]]:
-        """Other runs or saved adapters, by different names: of the directory, or its path if an earlier one is called so."""
-        named: dict[str, AtStep] = {}
+        """Other runs or saved adapters of the same base, by names: of the directory, or its path if an earlier one has it.
+
+        Call it on what ``resolved`` returned.
+        """
+        named, alone = dict[str, AtStep](), self.without_learning()
         for directory in directories:
+            other = AtStep(run_directory=directory, resources=self.resources)
+            if not (directory / OPTIONS).exists():
+                other = replace(alone, model_options=replace(alone.model_options, adapter=directory))
             name = name_of(directory)
-            named[str(directory) if name in ("base", *named) else name] = self.of_other(directory)
+            named[str(directory) if name in ("base", *named) else name] = other.resolved()
         return list(named.items())
 
     @property

@@ -221,17 +221,14 @@ def require_supported(
         if option is not None and option != (None, None):
             raise OptionError(name, found=f"a {type(option).__name__}", expected="no such option", remedy=remedy)
         if name in fields:
-            value, default = getattr(args, name), _default(fields[name])
+            field, value = fields[name], getattr(args, name)
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if value != default and (value or default) and value != _OFF.get(name):
                 raise OptionError(name, found=repr(value), expected=f"the default, {default!r}", remedy=remedy)
     if args.world_size > 1 or args.n_gpu > 1:
         found, expected = f"{args.world_size} processes, {args.n_gpu} GPUs", "one process and at most one GPU"
         other = "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
         raise OptionError("args", found=found, expected=expected, remedy=other)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 _REWARD_MODEL = (
