@@ -347,12 +347,8 @@ class _Conversation(_Session):
             switches, slash, rest = self.commands.rpartition("/help")
             self.commands = f"{switches}/reset forgets the conversation, {slash}{rest}"
         else:
-            raise DataError(
-                self._at.base(),
-                found="a tokenizer without a chat template",
-                expected="the tokenizer of a chat model",
-                remedy="continue plain text with zo2 generate --prompt TEXT",
-            )
+            found, remedy = "a tokenizer without a chat template", "continue plain text with zo2 generate --prompt TEXT"
+            raise DataError(self._at.base(), found=found, expected="the tokenizer of a chat model", remedy=remedy)
 
     def take(self, line: str) -> None:
         """Answer a line, or do what it commands."""
@@ -378,11 +374,10 @@ class _Conversation(_Session):
         ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
         room = self._length - len(ids)
         if room < 1:
-            print(
-                f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room for an "
-                "answer: shorten the message, or type /reset",
-                file=sys.stderr,
+            said = (
+                f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room for an answer"
             )
+            print(f"{said}: shorten the message, or type /reset", file=sys.stderr)
             return
         most, ends = min(room, self._options.max_new_tokens), end_token_ids(self._model, self._tokenizer)
         stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows
+from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
 from zo2adapters.tasks.rows import shuffled
 from zo2core.errors import DataError, OptionError
 
@@ -31,12 +31,8 @@ class Benchmark(NamedTuple):
 def _question(prompt: str, candidates: Sequence[str], answer: int | list[int]) -> Rows:
     """Make a row with candidates."""
     if len(candidates) < 2 or answer == []:
-        raise DataError(
-            "candidates",
-            found=f"{len(candidates)} candidates, of which {answer} are right",
-            expected="at least two candidates, and a right one",
-            remedy="remove the row",
-        )
+        found = f"{len(candidates)} candidates, of which {answer} are right"
+        raise row_error(found, "at least two candidates, and a right one", "remove the row")
     return [{"prompt": prompt, "candidates": list(candidates), "answer": answer}]
 
 
@@ -50,9 +46,7 @@ def _label(row: Row, *names: str) -> int:
     value = value.value if isinstance(value, Cell) else value
     if isinstance(value, (bool, int)) and 0 <= int(value) < len(names):
         return int(value)
-    raise DataError(
-        "label", found=repr(value)[:40], expected=f"one of {', '.join(names)}, or its number", remedy="use rows with labels"
-    )
+    raise row_error(repr(value)[:40], f"one of {', '.join(names)}, or its number", "use rows with labels")
 
 
 def _boolq(row: Row) -> Rows:
@@ -284,7 +278,7 @@ def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str
             found = f"a row that cannot be read ({type(error).__name__}: {error})"[:200]
             expected = f"a row of {benchmark.name}, in the benchmark's own format or that of datasets"
             remedy = "download the file again, or pass another task"
-            raise at_row(DataError("row", found=found, expected=expected, remedy=remedy), path, number) from error
+            raise at_row(row_error(found, expected, remedy), path, number) from error
     return questions
 
 
@@ -294,10 +288,7 @@ def _file(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) ->
         return Path(f"{benchmark.hub}:{names[0]}")
     paths = [path for name in names if (path := directory / f"{name}.jsonl").exists()]
     if not paths:
-        raise DataError(
-            directory,
-            found=f"no {names[0]}.jsonl",
-            expected=f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}",
-            remedy="check the directory, or leave it out to download the rows from the hub",
-        )
+        expected = f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}"
+        remedy = "check the directory, or leave it out to download the rows from the hub"
+        raise DataError(directory, found=f"no {names[0]}.jsonl", expected=expected, remedy=remedy)
     return paths[0]
