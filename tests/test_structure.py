@@ -152,11 +152,11 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 459,
-    "zo2adapters/commands": 2689,
+    "zo2adapters/commands": 2682,
     "zo2adapters/edge": 464,
-    "zo2adapters/frameworks": 958,
+    "zo2adapters/frameworks": 956,
     "zo2adapters/models": 4537,
-    "zo2adapters/tasks": 2696,
+    "zo2adapters/tasks": 2686,
     "zo2adapters/trainers": 4414,
     "zo2core": 4831,
     "zo2core/checkpoint": 726,
