@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import random
@@ -410,6 +411,15 @@ def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_o
     assert losses == expected
     with Engine(model) as replayer:  # once the first is closed
         replayer.evaluate([batch])
+
+
+def test_an_engine_that_is_dropped_without_being_closed_leaves_its_model_to_another_one(base: Path) -> None:
+    model = open_checkpoint(base)
+    engine = Engine(model, ZerothOrder(MEZO))
+    engine.step(make_batch(40, [7]))
+    del engine
+    gc.collect()
+    Engine(model).close()
 
 
 def test_groups_at_one_evaluation_have_their_own_outputs(base: Path) -> None:
