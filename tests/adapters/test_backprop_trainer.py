@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import memory
 from full_loops import adalomo_loop, lomo_loop
 from models import WORDS, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, values_of
@@ -26,7 +27,7 @@ trl = pytest.importorskip("trl")
 
 pytestmark = OF_TRL
 
-ONE_BLOCK = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))  # the others are read from disk in each sweep
+ONE_BLOCK = memory(1)  # the others are read from disk in each sweep
 NOUNS = WORDS[3:]
 PREFERENCES = [
     {"prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]), "chosen": f" {NOUNS[i % 4]}", "rejected": f" {NOUNS[(i * 5 + 1) % 7]}"}
@@ -236,7 +237,7 @@ def test_what_has_no_adapter_or_two_is_refused(base: Path, tmp_path: Path) -> No
 # All parameters, block by block
 
 
-IN_MEMORY = MemoryPolicy(host=HostPlan((), 1 << 40, None, keep_noise=False))
+IN_MEMORY = memory()
 
 
 class FullTrainer(FullBackpropTrainerMixin, Trainer):

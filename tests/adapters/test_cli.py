@@ -51,10 +51,6 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object) -> None:
-    main([str(argument) for argument in arguments])
-
-
 TRAIN = ["--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3]
 
 
@@ -92,12 +88,12 @@ def test_the_estimator_reaches_the_updates_and_a_resumed_run(
     estimator: str, name: str, losses: int, base: Path, rows: Path, tmp_path: Path
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN, "--estimator", estimator, "--queries", 3)
+    done("train", "--model", base, "--data", rows, "--output", whole, *TRAIN, "--estimator", estimator, "--queries", 3)
     cut.mkdir()
     (cut / "options.json").write_bytes((whole / "options.json").read_bytes())
     lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (cut / "journal.jsonl").write_bytes(b"".join(lines[:4]))
-    run("train", "--resume", cut)
+    done("train", "--resume", cut)
     assert (cut / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
     assert (cut / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
     journal = Journal(cut / "journal.jsonl")
@@ -107,12 +103,10 @@ def test_the_estimator_reaches_the_updates_and_a_resumed_run(
         assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, losses, 1e-2 / 3)
 
 
-def test_plans_and_runs_reserve_memory_for_the_forwards_of_an_estimator(
-    base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_and_runs_reserve_memory_for_the_forwards_of_an_estimator(base: Path, rows: Path, tmp_path: Path) -> None:
     def planned(name: str, queries: int) -> int:
-        run("plan", "--model", base, "--batch-size", 2, "--json", "--estimator", name, "--queries", queries)
-        parts = json.loads(capsys.readouterr().out)["host_plan"]["parts"]
+        told = done("plan", "--model", base, "--batch-size", 2, "--json", "--estimator", name, "--queries", queries).out
+        parts = json.loads(told)["host_plan"]["parts"]
         return sum(int(part["nbytes"]) for part in parts if part["name"] == "activations, reserved")
 
     def reserved(name: str, queries: int) -> int:
@@ -156,7 +150,7 @@ SAVED = """
 
 def test_options_of_a_run_are_kept_and_none_may_be_missing(base: Path, rows: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN)
+    done("train", "--model", base, "--data", rows, "--output", whole, *TRAIN)
     record = json.loads((whole / "options.json").read_text())
     saved = leaves(record["options"])
     assert (saved.pop("model"), saved.pop("data")) == (str(base), str(rows))
@@ -177,12 +171,12 @@ def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
         return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
 
     here, there, resumed = tmp_path / "here", tmp_path / "there", tmp_path / "resumed"
-    run("train", "--model", base, "--data", rows, "--output", here, *TRAIN)
+    done("train", "--model", base, "--data", rows, "--output", here, *TRAIN)
     monkeypatch.setattr(zo2core.build, "choose_device", behind_a_bus)
-    run("train", "--model", base, "--data", rows, "--output", there, *TRAIN, "--device", "cuda:1", "--device-memory", "1GB")
+    done("train", "--model", base, "--data", rows, "--output", there, *TRAIN, "--device", "cuda:1", "--device-memory", "1GB")
     resumed.mkdir()
     (resumed / "options.json").write_bytes((there / "options.json").read_bytes())
-    run("train", "--resume", resumed)
+    done("train", "--resume", resumed)
     assert asked == ["cuda:1", "cuda:1"]
     for other in (there, resumed):
         assert list(Journal(other / "journal.jsonl").updates) == list(Journal(here / "journal.jsonl").updates)
@@ -192,7 +186,7 @@ def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_schedules_reach_the_updates(base: Path, rows: Path, tmp_path: Path, decay: str) -> None:
     out = tmp_path / "out"
-    run("train", "--model", base, "--data", rows, "--output", out, *TRAIN, "--decay", decay, "--warmup-steps", 2)
+    done("train", "--model", base, "--data", rows, "--output", out, *TRAIN, "--decay", decay, "--warmup-steps", 2)
     rates = [json.loads(line)["lr"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     expected = LearningRate(peak=1e-2, decay=Decay(decay), warmup_steps=2, steps=6)
     assert rates == [expected(step) for step in range(6)]
@@ -233,9 +227,7 @@ def test_verify_says_equal_or_finds_a_difference(
     assert ended.out.startswith("DIFFERENT: ")
 
 
-def test_verify_names_the_first_difference(
-    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_names_the_first_difference(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zo2core.sweep.perturbers
     from zo2core.kernels import apply
 
@@ -245,10 +237,9 @@ def test_verify_names_the_first_difference(
             theta[7] += 1e-3
 
     monkeypatch.setattr(zo2core.sweep.perturbers, "apply", wrong)
-    with pytest.raises(SystemExit) as info:
-        run("verify", "--model", base, "--tokens", 9, "--steps", 1)
-    assert info.value.code == 1
-    assert "mlp.gate_proj.weight, element 7 of 240 (1 differ)" in capsys.readouterr().out
+    ended = run_here("verify", "--model", base, "--tokens", 9, "--steps", 1)
+    assert ended.status == 1
+    assert "mlp.gate_proj.weight, element 7 of 240 (1 differ)" in ended.out
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

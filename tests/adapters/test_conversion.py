@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import memory
 from families import compare, small_config, small_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,16 +21,15 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import matching
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, MemoryPolicy, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder
+from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder
 from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header, write_checkpoint
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
-from zo2core.planning.memory import HostPlan
 from zo2core.types import SavedForm, SavedPart
 
 CONVERTED = ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "olmo_hybrid", "apertus", "minimax_m2"]
 
 
-STREAMED = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=2, keep_noise=False))
+STREAMED = memory(2)
 
 
 def saved(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import make_place, refusal, run_here
-from engines import zeroth_order
+from engines import memory, zeroth_order
 from families import compare, small_config, small_model, stock_scores, stock_tokens
 from models import CONFIGS, WORDS, make_batch, save_tokenizer
 from models import small_config as known_config
@@ -25,9 +25,8 @@ from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import score
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, LowRankPerturbation, MemoryPolicy, MeZOSGD, MultiQueryRGE, PerRowRGE, ZerothOrder
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, ZerothOrder
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.planning.memory import HostPlan
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
 UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma3n_text", "gemma4_text", "zamba2"]
@@ -73,9 +72,8 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
     common = {spec.name for layout in model.layouts[1:-1] for spec in layout.borrowed}
     assert any("shared_transformer" in name for name in common)
     assert common <= {spec.name for spec in model.layouts[0].parameters}
-    memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
     batch = random_batch(40, 2, 6, seed=0)
-    with zeroth_order(model, MeZOSGD(**numbers), memory=memory) as engine:
+    with zeroth_order(model, MeZOSGD(**numbers), memory=memory(buckets)) as engine:
         assert_steps_alike(engine, literal, [batch] * 3)
 
 

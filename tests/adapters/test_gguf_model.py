@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from damages import damaged
+from engines import memory
 from gguf_files import Tensor, gguf_bytes
 from gguf_models import BOS, EOS, MERGES, TOKENS, metadata, save_gguf, tensors, tiny_config
 from models import make_batch, random_model
@@ -25,9 +26,8 @@ from zo2adapters.cli import main
 from zo2adapters.models import gguf_model
 from zo2adapters.models.gguf_model import GGUF_ARCHITECTURES, GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder, ZO2Error
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.planning.memory import DevicePlan
 
 MIXED = {
     "token_embd": "Q8_0",
@@ -102,13 +102,13 @@ def test_biases_of_rotated_heads_are_put_back(tmp_path: Path) -> None:
 
 def test_blocks_from_disk_have_the_same_bits(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", MIXED, num_hidden_layers=6)
-    assert_equal_to_whole(path, memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets=1, keep_noise=False)))
+    assert_equal_to_whole(path, memory=memory(1))
 
 
 def test_a_device_has_the_same_bits(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", MIXED, num_hidden_layers=3, tie_word_embeddings=True)
     with contextlib.closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4, poison=True))) as device:
-        policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28))
+        policy = memory(kept=0)
         assert_equal_to_whole(path, device=device, memory=policy)
 
 
@@ -116,7 +116,7 @@ def test_a_device_has_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_gpu_decodes_to_the_bits_of_the_cpu(kept: int, tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", K_TYPES, **LARGER)
-    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
+    policy = memory(kept=kept)
     trajectories = []
     for base in (path, decoded_twin(path, tmp_path / f"decoded {kept}")):
         model = open_checkpoint(base, dtype=torch.float32)

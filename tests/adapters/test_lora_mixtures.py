@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import done, refusal, write_rows
+from engines import memory
 from families import LR, batch, small_config, small_model, trained_by_peft
 from formats import written
 from models import save_tokenizer
@@ -28,7 +29,7 @@ from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
 from zo2adapters.trainers.probes import evenly_routed, measured_forward_seconds
 from zo2adapters.trainers.run_inputs import BatchShape
-from zo2core import Engine, FirstOrder, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 
 peft: Any = pytest.importorskip("peft")
@@ -71,10 +72,6 @@ def opened(base: Path, targets: str, seed: int = 1) -> PeftBlockModel:
     model = open_checkpoint(base, adapter=Adapter(config=config_of(targets, base), seed=seed))
     assert isinstance(model, PeftBlockModel)
     return model
-
-
-def memory(buckets: int | None) -> MemoryPolicy:
-    return MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False))
 
 
 @pytest.mark.few(5)

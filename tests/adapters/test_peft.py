@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from command_lines import Ended, done, make_place, refusal, write_rows
-from engines import zeroth_order
+from engines import memory, zeroth_order
 from models import WORDS, make_batch, random_model, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, steps, values_of
 from profiles import each_choice
@@ -38,9 +38,7 @@ from zo2core import (
     DensePerturbation,
     Distribution,
     Engine,
-    HostPlan,
     LowRankPerturbation,
-    MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     PhiloxNoise,
@@ -49,7 +47,6 @@ from zo2core import (
 )
 from zo2core.errors import OptionError, OutputError, ZO2Warning
 from zo2core.perturbation import Perturbation
-from zo2core.planning.memory import DevicePlan
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
@@ -84,7 +81,7 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
         ZerothOrder(
             MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), seed=5, perturbation=LowRankPerturbation(rank=2, period=2)
         ),
-        memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)),
+        memory=memory(buckets),
     ) as engine:
         for _ in range(5):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
@@ -102,7 +99,7 @@ def test_nothing_is_written_back(tmp_path: Path) -> None:
 
 def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4))
-    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28))
+    policy = memory(kept=0)
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
         model = open_checkpoint(base, adapter=Adapter(config=lora()))
         with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), device=device, memory=policy) as engine:
@@ -196,8 +193,8 @@ def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp
     whole: Any = monolithic(base, adapter.config, values_of(model), ())
     whole.float()
     loop = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
-    memory, batch = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)), make_batch(40, [7, 5])
-    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory) as engine:
+    batch = make_batch(40, [7, 5])
+    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
         for _ in range(3):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
             assert engine.step(batch).losses == loop.step(batch, seed).losses

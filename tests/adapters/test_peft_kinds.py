@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from command_lines import done, refusal
+from engines import memory
 from footprints import check
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ from zo2adapters.models.batches import pack
 from zo2adapters.models.peft_model import LayerPrefix
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
-from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError
 
 peft: Any = pytest.importorskip("peft")
@@ -322,7 +323,7 @@ def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(name: str
     with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=KINDS[name].config("llama"), seed=2)
-    streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
+    streamed = memory(1)
     plain, encoded = (open_checkpoint(tmp_path / folder, adapter=adapter) for folder in ("plain", method))
     assert steps(encoded, memory=streamed) == steps(plain)
 

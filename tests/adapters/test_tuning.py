@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_lines import done
+import yaml
+from command_lines import Ended, done, make_place, refusal, run_here
+from profiles import short_first
 from runs import small_run
 
+from zo2adapters.commands.report import page, read_run
+from zo2adapters.trainers import run_directory, tuning
+from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.run_directory import read_trials
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, tune
 from zo2core import Journal
@@ -160,3 +170,234 @@ def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
     with Trainer(replace(options, steps=100, optimization=optimization), quiet=True) as trainer:
         trainer.run()
     assert capsys.readouterr().err.count("is far too small, and zo2 tune") == says
+
+
+# ``--lr auto``: the rate is chosen by short runs, and the run is that of the rate
+
+
+pytest.importorskip("peft")
+
+METHODS = {"zeroth-order": [], "adamw": ["--method", "adamw", "--lora-rank", 2], "all parameters": ["--method", "lomo"]}
+DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--evaluation", 0.3, "--keep-best"]
+STEPS = 12
+
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("automatic"))
+
+
+def train(output: str, *more: object, lr: object = "auto") -> list[object]:
+    where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", output, "--steps", STEPS, "--batch-size", 3]
+    return [*where, "--lr", lr, *more]
+
+
+@pytest.fixture(scope="module")
+def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """Puts a run with some options into the present directory, and returns what its command said. Each is run once."""
+    runs: dict[tuple[object, ...], tuple[Path, Ended]] = {}
+
+    def copied(output: str, *more: object) -> Ended:
+        if more not in runs:
+            folder = tmp_path_factory.mktemp("finished") / "here"
+            shutil.copytree(prepared, folder)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                runs[more] = folder / "run", done(*train("run", *more))
+        run, ended = runs[more]
+        shutil.copytree(run, output)
+        return ended
+
+    return copied
+
+
+def outcome(run: str) -> dict[str, Any]:
+    """What a run came to, without its times and its directory."""
+    [weights] = Path(run, "model").glob("*.safetensors")
+    recipe = yaml.safe_load(Path(run, "recipe.yaml").read_text())
+    return {
+        "journal": Path(run, "journal.jsonl").read_bytes(),
+        "weights": weights.read_bytes(),
+        "recipe": {**recipe, "output": None, **{key: Path(recipe[key]).name for key in ("model", "data")}},
+    }
+
+
+def trials(run: str) -> list[dict[str, Any]]:
+    """The trials of a run, without their times."""
+    return [{**trial, "seconds": None} for trial in read_trials(Path(run))]
+
+
+@pytest.mark.few(1)
+@each_method
+@pytest.mark.usefixtures("here")
+def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., Ended], method: list[object]) -> None:
+    finished("run", *method, *DECAYED)
+    [best, *_] = trials("run")
+    done(*train("given", *method, *DECAYED, lr=best["lr"]))
+    assert outcome("run") == outcome("given")
+    assert yaml.safe_load(Path("run/recipe.yaml").read_text())["lr"] == best["lr"]
+    done("train", "run/recipe.yaml", "--output", "again")
+    assert outcome("again") == outcome("run")
+
+
+@pytest.mark.few(1)
+@each_method
+@pytest.mark.usefixtures("here")
+def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(
+    finished: Callable[..., Ended], method: list[object]
+) -> None:
+    finished("run", *method)
+    done(*train("again", *method))
+    assert trials("run") == trials("again")
+    [best, *others] = trials("run")
+    assert others
+    assert all(best["loss"] <= other["loss"] for other in others if other["steps"] == best["steps"])
+    assert len({other["losses"][0] for other in [best, *others]}) == 1, "all start from the base"
+
+
+@pytest.mark.few(1)
+@each_method
+@pytest.mark.usefixtures("here")
+def test_what_the_trials_cost_is_told_before_and_counted(finished: Callable[..., Ended], method: list[object]) -> None:
+    said = finished("run", *method).err
+    told = re.search(r"Learning rate: (\d+) rates are tried first, .*: (\d+) steps, (\d+) forward passes of 3 rows", said)
+    assert told is not None
+    assert said.index("rates are tried first") < said.index("round 1 of 2")
+    assert ("share the model and run together" in said) is ("--lora-rank" in method), "runs of all parameters cannot"
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    of_trials = [row for row in rows if "trial_lr" in row]
+    assert rows[: len(of_trials)] == of_trials
+    sums = [len(of_trials), *(sum(row[key] for row in of_trials) for key in ("trial_steps", "trial_forwards"))]
+    assert [int(number) for number in told.groups()] == sums
+    run = read_run(Path("run"))
+    per_step = 2 if not method else 3 if "--lora-rank" in method else 4
+    assert run.forwards[-1] == STEPS * per_step
+    assert run.minutes[-1] * 60 == pytest.approx(sum(row["seconds"] for row in run.steps))
+    assert sum(trial["forwards"] for trial in run.trials) == sums[2]
+
+
+def test_memory_is_told_once(here: Path) -> None:
+    said = done(*train("run")).err
+    assert said.count("Memory: ") == 1
+    assert "precision: " in said, "the other lines are printed"
+
+
+@pytest.mark.long_profile
+def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:
+    before, _, _ = done(*train("run", "--method", "lomo:stream_blocks")).err.partition("round 1 of 2")
+    assert "Disk writes: changed blocks with their states, a commit every step, " in before
+
+
+@pytest.mark.usefixtures("here")
+def test_the_report_shows_the_choice_and_its_curves(finished: Callable[..., Ended]) -> None:
+    pytest.importorskip("matplotlib")
+    finished("run")
+    done(*train("plain", lr=1e-3))
+    [best, *_] = trials("run")
+    text = page([read_run(Path("run"))])
+    assert "<h2>Learning rate of run</h2>" in text
+    assert f"{best['lr']:g} (chosen)" in text
+    assert "mean loss of the last steps" in text
+    assert "Learning rate of" not in page([read_run(Path("plain"))])
+
+
+@pytest.mark.few(1)
+@each_method
+@pytest.mark.parametrize("trial", short_first([3], [0, 1, 4]))  # the second round's first trial, and others
+@pytest.mark.usefixtures("here")
+def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, finished: Callable[..., Ended], method: list[object], trial: int
+) -> None:
+    finished("whole", *method, *DECAYED)
+    begun = 0
+    take = Trainer.train
+
+    def killed(trainer: Trainer) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == trial + 1:
+            step, taken = trainer.engine.step, 0
+
+            def counted(*arguments: Any) -> object:
+                nonlocal taken
+                if taken == 2:
+                    raise KeyboardInterrupt
+                taken += 1
+                return step(*arguments)
+
+            trainer.engine.step = counted
+        take(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", killed)
+        stopped = run_here(*train("run", *method, *DECAYED))
+    assert stopped.status != 0
+    assert "zo2 train --resume run" in stopped.err
+    assert not Path("run/tune.json").exists()
+    assert list(Path("run").glob("tune-*/lr-*"))
+    done("train", "--resume", "run")
+    assert outcome("run") == outcome("whole")
+    assert trials("run") == trials("whole")
+    assert not list(Path("run").glob("tune-*"))
+
+
+def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        for module in (tuning, run_directory):
+            patch.setattr(module, "remove_trials", lambda run: None)
+        done(*train("run", "--evaluation", 0.3))
+    [left] = Path("run").glob("tune-*")
+    for trial in left.glob("lr-*"):
+        assert "evaluation" not in (trial / "metrics.jsonl").read_text(), "trials are compared by their training losses"
+        assert json.loads((trial / "options.json").read_text())["options"]["eval_split"] == 0.3
+    done("train", "--resume", "run")
+    assert not left.exists()
+
+
+def test_a_longer_run_tries_more_rates(here: Path) -> None:
+    for steps, rates in ((STEPS, ZerothOrderRun.few_learning_rates), (2000, ZerothOrderRun.learning_rates)):
+        said = refused_by_stopping(*train("run", "--steps", steps))
+        assert f"Learning rate: {len(rates)} rates are tried first" in said
+
+
+def refused_by_stopping(*arguments: object) -> str:
+    """What a run says until its first trial would start; nothing of it is left."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zo2adapters.trainers.tuning.Trainer", stop)
+        ended = run_here(*arguments)
+    assert not Path("run").exists()
+    return ended.err
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_one_line_says_if_every_rate_diverges(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ZerothOrderRun, "few_learning_rates", (0.9, 1.0))
+    assert "pass a smaller --lr" in refusal(*train("run"))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_damaged_choice_stops_nothing(finished: Callable[..., Ended]) -> None:
+    finished("run")
+    weights = outcome("run")["weights"]
+    for damage in ("", "[1]", '{"trials": [{"lr": 1}]}', '{"trials": 3}'):
+        Path("run/tune.json").write_text(damage)
+        assert read_trials(Path("run")) == []
+        done("train", "--resume", "run")
+        assert read_run(Path("run")).trials == []
+        assert outcome("run")["weights"] == weights
+
+
+def test_auto_is_refused_where_nothing_chooses(here: Path) -> None:
+    done(*train("run", lr=1e-3))
+    assert "auto with --from-step" in refusal(
+        "train", "--resume", "run", "--from-step", 2, "--output", "branch", "--lr", "auto"
+    )
+    assert 'found "auto"' in refusal("train", "--resume", "run", "--lr", "auto")
+    assert not Path("branch").exists()
