@@ -540,7 +540,7 @@ LR = 1e-2
 
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:
     """The command of a run."""
-    told = ["train_all", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
+    told = ["train", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
     switching = ["--method", "switch_every=2"] if method == "badam" else []
     return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
 
@@ -603,7 +603,7 @@ def test_verbs_know_runs_of_all_parameters(here: Path) -> None:
     assert "expected one of the steps that have a snapshot" in refusal("export", "--run", "run", "--at", 3, "--output", "no")
     done("journal", "run")
     done("report", "run", "--output", "report.html")
-    done("train_all", "--resume", "run", "--steps", STEPS + 2)
+    done("train", "--resume", "run", "--steps", STEPS + 2)
     done(*train_all("whole"), "--steps", STEPS + 2)
     assert outcome("run")["weights"] == outcome("whole")["weights"]
 
@@ -677,7 +677,7 @@ STREAMED = ("--method", "stream_blocks")
 def test_a_streamed_run_goes_on_and_says_what_it_writes(here: Path) -> None:
     ended = done(*train_all("run", *STREAMED, method="badam"))
     assert "blocks are streamed from disk, 2 at a time. Disk writes: one block every 2 steps, " in ended.err
-    done("train_all", "--resume", "run", "--steps", STEPS + 3)
+    done("train", "--resume", "run", "--steps", STEPS + 3)
     done(*train_all("whole", method="badam"), "--steps", STEPS + 3)
     assert outcome("run")["weights"] == outcome("whole")["weights"]
     assert "no snapshot of step" in refusal("export", "--run", "run", "--at", 4, "--output", "no")
@@ -703,7 +703,7 @@ def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerNam
     assert all(torch.equal(value, expected[name]) for name, value in saved.items())
     assert [record["step"] for record in RecordFile(Path("run/scratch.jsonl")).loaded[1:]] == [4, STEPS], "and the last step"
     done(*train_all("longer", *STREAMED, "--snapshot-every", 4, method=method))
-    done("train_all", "--resume", "longer", "--steps", STEPS + 2)
+    done("train", "--resume", "longer", "--steps", STEPS + 2)
     done(*train_all("whole", method=method), "--steps", STEPS + 2)
     assert outcome("longer")["weights"] == outcome("whole")["weights"]
 
@@ -747,7 +747,7 @@ def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apar
     command = train_all("run", "--method", "delayed_update", "--snapshot-every", 2)
     ended = apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 6, "after"))
     assert ended.status == -9, ended
-    done("train_all", "--resume", "run")
+    done("train", "--resume", "run")
     done(*train_all("whole", "--method", "delayed_update"))
     done(*train_all("prompt"))
     assert outcome("run")["weights"] == outcome("whole")["weights"]
@@ -759,7 +759,7 @@ def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apar
 def test_states_in_8_bits_take_a_quarter_and_train(here: Path) -> None:
     pytest.importorskip("bitsandbytes")
     ended = done(*train_all("run", "--method", "state_bits=8", "--snapshot-every", 2))
-    done("train_all", "--resume", "run", "--steps", STEPS + 2)
+    done("train", "--resume", "run", "--steps", STEPS + 2)
     done(*train_all("whole", "--method", "state_bits=8"), "--steps", STEPS + 2)
     assert outcome("run")["weights"] == outcome("whole")["weights"]
     assert "all parameters" in ended.err
