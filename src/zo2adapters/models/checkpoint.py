@@ -139,10 +139,10 @@ def open_checkpoint(
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
-    matched, saved_form = match_tensors(directory, entries, skeleton, architecture)
+    parameters, saved_form = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
-        require_dtype(matched, skeleton, chosen.stored)
-    pieces, encodings = encodings_of(matched, encoded)
+        require_dtype(parameters, skeleton, chosen.stored)
+    pieces, encodings = encodings_of(parameters, encoded)
     model_class, options = HFBlockModel if kind is CAUSAL_LM else HFHeadModel, dict[str, Any]()
     if kind is CAUSAL_LM:
         automatic = None if without_router_losses(skeleton) else _loss_chunk(files.config, chosen)

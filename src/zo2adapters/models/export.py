@@ -281,7 +281,7 @@ def export_gguf(
         chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
         metadata["general.file_type"] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]
         metadata |= {"general.quantization_version": 2} if chosen == "Q8_0" else {}
-        is_scaled = (model.config.rope_parameters or {}).get("rope_type") == "llama3"
+        is_scaled = file is None and (model.config.rope_parameters or {}).get("rope_type") == "llama3"
         computed = scaled_rotary_factors(model.config) if is_scaled else None
         factors = computed if file is None else rotary_factors(file)
         rotary = {} if factors is None else {ROTARY_FACTORS: factors}
