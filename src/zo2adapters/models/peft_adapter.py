@@ -16,7 +16,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -91,6 +91,7 @@ class AdapterKind:
 
     model_class: ClassVar[type[PeftBlockModel]] = PeftBlockModel  # of causal language models
     embedding: ClassVar[tuple[str, ...]] = ()  # modules that run before the layers
+    common: ClassVar[Set[str]] = _WHICH_LAYERS  # supported options that change the forward of each such kind
 
     peft_type: str
     config_class: str
@@ -103,8 +104,8 @@ class AdapterKind:
 
     @property
     def decisive(self) -> set[str]:
-        """Supported options that change the forward, those that choose layers included: part of a run's description."""
-        return _WHICH_LAYERS | self.own
+        """Supported options that change the forward: part of a run's description."""
+        return {*self.common, *self.own}
 
     def unused_options(self, config: Any) -> list[str]:
         """Names of options whose value is not supported."""
@@ -358,11 +359,7 @@ class PrefixKind(AdapterKind):
 
     model_class = PrefixBlockModel
     embedding = (_ENCODER,)
-
-    @property
-    def decisive(self) -> set[str]:
-        """See the base class."""
-        return self.own
+    common: ClassVar[Set[str]] = frozenset()
 
     def unused_options(self, config: Any) -> list[str]:
         """See the base class."""
