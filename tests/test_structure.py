@@ -155,7 +155,7 @@ MOST_LINES = {
     "zo2adapters/commands": 2682,
     "zo2adapters/edge": 464,
     "zo2adapters/frameworks": 956,
-    "zo2adapters/models": 4537,
+    "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2686,
     "zo2adapters/trainers": 4414,
     "zo2core": 4831,
