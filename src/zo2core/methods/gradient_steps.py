@@ -58,15 +58,12 @@ class StepRows:
     """The micro-batches of a step, of which this process runs its part, and adds up gradients with the other workers."""
 
     def __init__(
-        self,
-        workers: Workers,
-        trained: TrainedParameters | StoredParameters,
-        micro_batches: MicroBatches,
-        own: slice,
-        digest: int,
+        self, runner: Runner, trained: TrainedParameters | StoredParameters, wholes: Sequence[Batch], forward: Forward | None
     ) -> None:
-        self._workers, self._trained, self._whole, self._digest = workers, trained, micro_batches, digest
-        self.batches, weights = micro_batches.batches[own], micro_batches.weights
+        workers = self._workers = runner.workers
+        self._trained, self._digest = trained, workers.digest(wholes)
+        self._whole, own = _divided(wholes, runner.micro_batch_size, forward, workers)
+        self.batches, weights = self._whole.batches[own], self._whole.weights
         self.weights = None if weights is None else weights[own]
         if workers.rank > 0:  # earlier gradients are the same on all workers, and rank 0 adds them
             trained.clear_gradients()
@@ -107,16 +104,12 @@ class StepRows:
         return self._whole.loss([output for of_worker in of_workers for output in of_worker])
 
 
-def rows_of_step(
-    workers: Workers,
-    trained: TrainedParameters | StoredParameters,
-    wholes: Sequence[Batch],
-    rows: int | None,
-    forward: Forward | None,
-) -> StepRows:
+def _divided(
+    wholes: Sequence[Batch], rows: int | None, forward: Forward | None, workers: Workers
+) -> tuple[MicroBatches, slice]:
     """Divide the batches of a step into micro-batches, and choose those that this process runs."""
     if workers.size == 1:
-        return StepRows(workers, trained, split_batches(wholes, rows, forward), slice(None), 0)
+        return split_batches(wholes, rows, forward), slice(None)
     parts = [_parts_of_workers(whole, forward, workers.size) for whole in wholes]
     shards = [[batch for of_whole in parts for batch in of_whole[rank]] for rank in range(workers.size)]
     cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
@@ -127,8 +120,7 @@ def rows_of_step(
     tokens = [labelled_tokens(batch) for batch in batches] if forward is None else []
     start = sum(map(len, cuts[: workers.rank]))
     micro_batches = MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
-    own = slice(start, start + len(cuts[workers.rank]))
-    return StepRows(workers, trained, micro_batches, own, workers.digest(wholes))
+    return micro_batches, slice(start, start + len(cuts[workers.rank]))
 
 
 def _parts_of_workers(whole: Batch, forward: Forward | None, size: int) -> list[list[Batch]]:
@@ -252,7 +244,7 @@ class GradientSteps(TrainedSteps, ABC):
         """Return a step's forward, its micro-batches, and these on the device."""
         runner = self._runner
         chosen, objective = with_objective(forward, runner.model)
-        rows = rows_of_step(runner.workers, self.trained, batches_of(batch), runner.micro_batch_size, objective)
+        rows = StepRows(runner, self.trained, batches_of(batch), objective)
         return chosen, rows, list(runner.prepared(rows.batches, chosen))
 
     def _visitors(
