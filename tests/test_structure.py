@@ -162,7 +162,7 @@ MOST_LINES = {
     "zo2core/checkpoint": 726,
     "zo2core/io": 417,
     "zo2core/kernels": 1108,
-    "zo2core/methods": 780,
+    "zo2core/methods": 772,
     "zo2core/planning": 552,
     "zo2core/sources": 862,
     "zo2core/sweep": 2020,
