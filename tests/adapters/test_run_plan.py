@@ -192,7 +192,10 @@ def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, c
 def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: int | None) -> None:
     due = [at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)]
     run: Any = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run"), "steps": steps, "evaluate_every": every}
-    assert TrainOptions(**run, evaluation=Path("rows.jsonl")).evaluation_steps == due
+    options = TrainOptions(**run, evaluation=Path("rows.jsonl"))
+    assert options.evaluation_steps == due
+    for version in range(steps + 2):
+        assert options.evaluations_from(version) == sum(at >= version for at in due)
     assert not TrainOptions(**run).evaluation_steps
 
 

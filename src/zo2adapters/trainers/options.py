@@ -333,6 +333,10 @@ class RunOptions:
         every = self.steps if self.evaluate_every is None else self.evaluate_every
         return [*range(0, self.steps, every), self.steps] if self.evaluates else []
 
+    def evaluations_from(self, step: int) -> int:
+        """Number of evaluations after this number of steps or more."""
+        return sum(at >= step for at in self.evaluation_steps)
+
     @property
     def takes_labels(self) -> bool:
         """Whether rows are texts with labels."""

@@ -336,7 +336,7 @@ class Trainer:
 
     def _evaluations_left(self, version: int) -> int:
         """Evaluations that are still due after this number of steps."""
-        return 0 if self._evaluated is None else sum(step >= version for step in self.options.evaluation_steps)
+        return 0 if self._evaluated is None else self.options.evaluations_from(version)
 
     def _evaluate(self, evaluated: Callable[[Engine], dict[str, float]], metrics: LiveMetrics, bar: StepBar) -> None:
         began = time.perf_counter()
