@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -52,6 +52,9 @@ class Watched(Proxy):
         self.closed = True
 
 
+NO_LIMITS: list[Any] = [0, -1, math.nan, math.inf, True, "1"]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -70,7 +73,7 @@ class Watched(Proxy):
                 partial(WriteBackPolicy, directory="run", terabytes_per_1000_steps=limit),
                 "write_back.terabytes_per_1000_steps",
             )
-            for limit in cast("list[Any]", [0, -1, math.nan, math.inf, True, "1"])
+            for limit in NO_LIMITS
         ),
     ],
 )
