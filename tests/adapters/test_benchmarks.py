@@ -158,9 +158,9 @@ def test_what_is_wrong_is_one_line(sst2: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"validation.jsonl, line 1: found -1; expected one of negative, positive"):
         benchmark_rows(BENCHMARKS["sst2"], sst2, Sizes(), seed=0)
     with pytest.raises(SystemExit) as ended:
-        main(["rows", "--task", "sst2", "--data", str(sst2), "--output", str(tmp_path / "rows")])
+        main(["rows", "--task", "sst2", "--data", str(sst2), "--output", str(tmp_path / "new" / "rows")])
     assert ended.value.code == 2
-    assert not (tmp_path / "rows").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

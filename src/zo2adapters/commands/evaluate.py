@@ -230,10 +230,11 @@ class WriteRows(Command):
 
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
-        from zo2core.checkpoint.shards import new_directory
+        from zo2core.checkpoint.shards import new_directory, require_unused
 
+        require_unused(self.output)
+        files = self.files()  # before anything is made at the path
         with new_directory(self.output) as partial:
-            files = self.files()
             for name, content in files.items():
                 (partial / name).write_bytes(content)
         self.print_summary(files)
@@ -301,7 +302,7 @@ def require_consistent(task: str, options: RunOptions) -> None:
         ("eval_split", options.eval_split, chosen),
         ("head", model_options.head if options.takes_labels else None, "because the rows have candidates"),
         ("beta", options.beta, "because the rows have candidates, not preferences"),
-        (model_options.adapter_option, model_options.adapter_name, "but rows of zo2 rows to train an adapter"),
+        (model_options.adapter_option, model_options.adapter_name, "because an adapter trains on rows of zo2 rows"),
     ):
         if found is not None:
             raise OptionError(option, found=f"{found} with --task", expected=f"none, {why}", remedy="leave it out")
