@@ -146,6 +146,14 @@ def test_numbers_follow_from_the_rows(here: Path) -> None:
     assert "there are too few rows, 4" in Path("recipe.yaml").read_text()
 
 
+def test_only_choices_are_written_and_not_what_this_machine_settled(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {torch.float32: 1.0, torch.bfloat16: 0.1}
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe.product_seconds", seconds.__getitem__)
+    values = written("pairs.jsonl")
+    assert values["precision"] == "mixed"
+    assert not {"dtype", "loss_chunk"} & values.keys(), "a run settles them"
+
+
 def test_an_objective_without_a_gradient_gets_zeroth_order_steps(here: Path) -> None:
     values = written("labels.csv", "--objective", "accuracy")
     assert values.keys().isdisjoint({"method", "lora_rank", "rank"})

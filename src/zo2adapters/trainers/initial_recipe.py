@@ -101,12 +101,13 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     options, lengths, rows = _with_lengths(options, model)
     inputs, plan = _packed(*_fitting(RunInputs.read(_with_held_out_rows(options, rows))))
     chosen = inputs.options
-    options = options.having(eval_split=chosen.eval_split, rank=chosen.optimization.rank, **vars(chosen.batching))
+    batching = replace(chosen.batching, loss_chunk=options.batching.loss_chunk)  # which a run on this machine has settled
+    options = options.having(eval_split=chosen.eval_split, rank=chosen.optimization.rank, **vars(batching))
     options = _with_steps(options, len(inputs.data), plan)
     is_written = inputs.data.format is RowFormat.TEXT and "prompt" in surveyed.kind
     if is_written and plan.host_plan.buckets is None:
         options = replace(options, samples=_SAMPLES)
-    plan = replace(plan, steps=options.steps, evaluations=len(options.evaluation_steps))
+    plan = replace(plan, steps=options.steps, evaluations=options.evaluations_from(0))
     reasons |= _reasons(options, surveyed, inputs, plan)
     reasons["batch_size" if options.batching.sequence_length is None else "sequence_length"] = lengths
     rates, schedule = schedule_of(options)
