@@ -35,7 +35,7 @@ from zo2core import DevicePlan, HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.names import EstimatorName, OptimizerName
 from zo2core.planning.memory import MemoryPart
-from zo2core.ranges import parse_size
+from zo2core.ranges import LARGEST, parse_size
 from zo2core.types import shown_bytes
 
 CONFIGURATIONS = {
@@ -193,10 +193,13 @@ def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: 
     due = [at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)]
     run: Any = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run"), "steps": steps, "evaluate_every": every}
     options = TrainOptions(**run, evaluation=Path("rows.jsonl"))
-    assert options.evaluation_steps == due
+    assert [at for at in range(steps + 1) if options.is_evaluated_after(at)] == due
     for version in range(steps + 2):
         assert options.evaluations_from(version) == sum(at >= version for at in due)
-    assert not TrainOptions(**run).evaluation_steps
+    assert not TrainOptions(**run).evaluations_from(0)
+    assert not TrainOptions(**run).is_evaluated_after(0)
+    long = TrainOptions(**{**run, "steps": LARGEST, "evaluate_every": 1}, evaluation=Path("rows.jsonl"))
+    assert long.evaluations_from(LARGEST - 2) == 3, "they are counted without a list of them"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -327,15 +327,16 @@ class RunOptions:
         """Whether there are rows to evaluate on."""
         return self.evaluation is not None or self.eval_split is not None
 
-    @property
-    def evaluation_steps(self) -> Sequence[int]:
-        """The steps after which the run is evaluated, 0 and the last one among them; empty without rows to evaluate on."""
-        every = self.steps if self.evaluate_every is None else self.evaluate_every
-        return [*range(0, self.steps, every), self.steps] if self.evaluates else []
+    def is_evaluated_after(self, step: int) -> bool:
+        """Whether the run is evaluated after this number of steps, among them 0 and all, if it has rows to evaluate on."""
+        every = self.evaluate_every
+        return self.evaluates and (step in (0, self.steps) or (every is not None and step % every == 0))
 
     def evaluations_from(self, step: int) -> int:
         """Number of evaluations after this number of steps or more."""
-        return sum(at >= step for at in self.evaluation_steps)
+        every = self.steps if self.evaluate_every is None else self.evaluate_every
+        earlier = range(-(-step // every) * every, self.steps, every)  # than the last one
+        return len(earlier) + (step <= self.steps) if self.evaluates else 0
 
     @property
     def takes_labels(self) -> bool:

@@ -244,7 +244,7 @@ def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, r
     if on_device:
         return forecast.on_device()
     planned = forecast.of_gradients(method) if isinstance(method, GradientRun) else forecast.of_zeroth_order()
-    nbytes, evaluations = sum(layout.nbytes for layout in spec.layouts), len(options.evaluation_steps)
+    nbytes, evaluations = sum(layout.nbytes for layout in spec.layouts), options.evaluations_from(0)
     planned = replace(planned, model_bytes=nbytes, steps=options.steps, evaluations=evaluations)
     if not evaluations:
         planned = replace(planned, evaluation_seconds=0.0)

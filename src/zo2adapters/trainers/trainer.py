@@ -247,7 +247,6 @@ class Trainer:
         evaluated = {*engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
-        due = {*options.evaluation_steps}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
@@ -266,9 +265,10 @@ class Trainer:
             snapshots = self._method.snapshot_bytes(engine)
             while True:
                 at = engine.version
-                if self._evaluated is not None and at in due and at not in evaluated:
+                is_due = options.is_evaluated_after(at)
+                if self._evaluated is not None and is_due and at not in evaluated:
                     self._evaluate(self._evaluated, metrics, bar)
-                answers = at in (0, options.steps) or (options.rewards.reward and at in due)
+                answers = at in (0, options.steps) or (options.rewards.reward and is_due)
                 if answers and self._samples is not None and is_first(self._workers):
                     self._samples.write(engine, options.output)
                 if at >= options.steps:
