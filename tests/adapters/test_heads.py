@@ -161,6 +161,16 @@ def test_a_head_that_reads_the_padding_notes_it(tmp_path: Path) -> None:
         Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal)
 
 
+def test_a_journal_goes_on_with_a_model_that_has_run_and_whose_trainer_has_set_the_padding(tmp_path: Path) -> None:
+    head, journal = "sequence-classification", tmp_path / "journal.jsonl"
+    model = open_checkpoint(saved(tmp_path / "base", "llama", head), head=head)
+    for step in range(2):  # the first forward writes the kind of problem into the config
+        with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal) as engine:
+            assert engine.version == step
+            engine.step(labelled(head, [6, 4]))
+        model.config.pad_token_id = 9
+
+
 @pytest.mark.parametrize(
     ("changes", "labels"),
     [

@@ -420,14 +420,15 @@ class HFHeadModel(HFBlockModel):
         super().__init__(*arguments, targets=head.targets, **options)
         assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
         assert self.loss_chunk is None, "chunks are for next-token losses"
-        self.kind = head
+        self.kind, config = head, self.config
+        labels = {"labels": config.num_labels, "problem": config.problem_type}
+        # As the checkpoint has them: transformers' forward writes the kind of problem into the config, trainers the padding.
+        self._decisive = {"head": head.name, **labels, "pad": getattr(config, "pad_token_id", None)}
 
     @property
     def description(self) -> Mapping[str, Any]:
         """The settings that determine the forward, including the head."""
-        labels = {"labels": self.config.num_labels, "problem": self.config.problem_type}
-        padding = getattr(self.config, "pad_token_id", None)
-        return {**super().description, "head": self.kind.name, **labels, "pad": padding}
+        return {**super().description, **self._decisive}
 
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch and its labels. See the contract."""
