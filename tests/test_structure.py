@@ -152,12 +152,12 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 459,
-    "zo2adapters/commands": 2682,
+    "zo2adapters/commands": 2683,
     "zo2adapters/edge": 464,
     "zo2adapters/frameworks": 956,
     "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2686,
-    "zo2adapters/trainers": 4416,
+    "zo2adapters/trainers": 4418,
     "zo2core": 4831,
     "zo2core/checkpoint": 726,
     "zo2core/io": 417,
