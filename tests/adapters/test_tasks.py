@@ -244,11 +244,12 @@ def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(here: Path, m
     monkeypatch.setattr(PreferenceTask, "prepare", noted)
     done("train", "--resume", "run", "--steps", "5")
     assert looked == [4]
-    assert "at least 5" in refusal("train", "--resume", "run", "--steps", 2)
     lines = (here / "preferences.jsonl").read_text()
     (here / "preferences.jsonl").write_text(lines + lines.splitlines()[0] + "\n")
     assert refusal("train", "--resume", "run", "--steps", 6)
     assert looked == [4]
+    (here / "preferences.jsonl").write_text(lines)
+    assert "at least 5" in refusal("train", "--resume", "run", "--steps", 2)
 
 
 def test_a_run_resumed_within_an_epoch_has_the_references_of_all_rows_to_come(here: Path) -> None:

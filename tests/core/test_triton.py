@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 def run(program: str, cache: Path, **environment: str) -> None:
     code = [sys.executable, str(Path(__file__).parents[1] / "support" / "triton_programs.py"), program]
-    subprocess.run(code, check=True, env=os.environ | {"TRITON_CACHE_DIR": str(cache)} | environment)
+    paths = os.pathsep.join(sys.path)  # those of pytest, too
+    subprocess.run(code, check=True, env=os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths} | environment)
 
 
 def test_the_interpreted_kernel_gives_the_references_bits(tmp_path: Path) -> None:
