@@ -108,7 +108,8 @@ class Scheduler(Protocol):
         """Visit the segments in this order. The next sweep is expected to have the same order.
 
         A block may be in the order more than once: it is released between two visits, and a source keeps segments that are
-        visited again soon. Embedding and head are in the order once.
+        visited again soon. Embedding and head are in the order once, except that a first-order sweep visits the embedding
+        again where it is trained.
 
         However the sweep ends, all buckets are released, except those that were acquired early for the next sweep.
         """
