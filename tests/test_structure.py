@@ -158,7 +158,7 @@ MOST_LINES = {
     "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2686,
     "zo2adapters/trainers": 4418,
-    "zo2core": 4831,
+    "zo2core": 4833,
     "zo2core/checkpoint": 726,
     "zo2core/io": 417,
     "zo2core/kernels": 1108,

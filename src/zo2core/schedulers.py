@@ -50,10 +50,8 @@ class SerialScheduler:
         try:
             for position, index in enumerate(order):
                 is_held = index in held
-                bucket = held.pop(index) if is_held else self._source.acquire(index)
-                if has_revisits:  # acquired blocks are needed again, before others
-                    self._source.prefetch(upcoming(order, position + 1))
-                version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
+                bucket = held[index] if is_held else self._source.acquire(index)
+                version: int | None = bucket.version  # None: the visit failed before its bytes were final, and they are lost
 
                 def commit(committed: int, bucket: Bucket = bucket) -> None:
                     nonlocal version
@@ -62,12 +60,16 @@ class SerialScheduler:
                     version = committed
 
                 try:
+                    if has_revisits:  # acquired blocks are needed again, before others
+                        self._source.prefetch(upcoming(order, position + 1))
+                    version = None
                     visitor.visit(index, self._store(bucket) if is_held else self._upload(bucket), bucket.version, commit)
                     version = bucket.version if version is None else version
                 finally:
                     if self._layouts[index].resident and version is not None:
                         held[index] = bucket._replace(version=version)
                     else:
+                        held.pop(index, None)
                         self._source.release(bucket, version)
         finally:
             for bucket in held.values():

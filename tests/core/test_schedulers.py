@@ -225,6 +225,30 @@ def test_a_failing_visit_releases_every_bucket(bench: Bench, what: str, index: i
 
 @every_device
 @every_scheduler
+@pytest.mark.parametrize("position", range(1, 5))
+def test_an_interrupt_between_two_visits_releases_every_bucket(
+    make: Make, on: Callable[[], Device], position: int, tmp_path: Path
+) -> None:
+    class InterruptedSource(RecordingSource):
+        calls = 0
+
+        def prefetch(self, order: Sequence[int]) -> int:
+            self.calls += 1
+            if self.calls == position + 2:  # one call at the beginning, and one before each visit
+                raise KeyboardInterrupt
+            return self.inner.prefetch(order)
+
+    order = [0, 1, 0, 1, 0]
+    with benched(make, on, InterruptedSource(recording_source(tmp_path).inner)) as (source, scheduler):
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.sweep(RecordingVisitor(source), order)
+        scheduler.release_all()
+        assert source.out == set()
+        scheduler.sweep(RecordingVisitor(source), range(4))
+
+
+@every_device
+@every_scheduler
 def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(bench: Bench) -> None:
     class CommittingLate(RecordingVisitor):
         """Changes a segment after its forwards, as an update that is fused into a backward pass does."""
