@@ -147,10 +147,6 @@ class MicroBatches(NamedTuple):
             return require_number(self.objective.loss(outputs, self.batches))
         return require_number(combined_loss(outputs, self.tokens))
 
-    def finish(self, outputs: Sequence[torch.Tensor]) -> float:
-        """Return the step's loss, once the gradients of all micro-batches are added."""
-        return float(self.loss(outputs))
-
 
 def with_objective(forward: Forward | None, model: Forward) -> tuple[Forward, Forward | None]:
     """Return a step's forward, by default the model, and what says how its losses join; None: they are the model's own."""
