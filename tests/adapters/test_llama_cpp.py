@@ -111,7 +111,8 @@ def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
         for _ in range(10):
             engine.step(batch)
         engine.export(tmp_path / "peft")
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
+        export_gguf(engine, model, tmp_path / "merged", base=base, tokenizer=load_tokenizer)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
     ids = batch["input_ids"][0].tolist()
     before = transformers_log_probabilities(whole, ids)
@@ -120,3 +121,5 @@ def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
     ours_after = log_probabilities(opened(base, tmp_path / "out" / "adapter.gguf"), ids)
     assert (after - before).abs().max() > 0.5
     torch.testing.assert_close(ours_after - ours_before, after - before, atol=1e-3, rtol=0)
+    merged = log_probabilities(opened(tmp_path / "merged" / "model.gguf"), ids)
+    torch.testing.assert_close(merged, after, atol=1e-3, rtol=0)
