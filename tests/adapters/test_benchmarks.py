@@ -253,4 +253,5 @@ def test_the_command_given_again_is_told_to_resume_the_run(folder: Path) -> None
     given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
     assert run_here(*given).status == 0
     assert f"continue the run with zo2 train --resume {folder / 'run'}" in refusal(*given)
+    assert "leave --task out" in refusal("train", "--task", "sst2", "--resume", folder / "run")
     assert run_here("train", "--resume", folder / "run").status == 0

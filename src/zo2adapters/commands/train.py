@@ -144,12 +144,12 @@ class Train(RunOptions, Command):
             if getattr(self, option) is None:
                 raise OptionError(option, found="nothing", expected=expected, remedy="see zo2 train --help")
 
-    def _require_none(self, *options: str, beside: str, expected: str) -> None:
+    def _require_none(self, *options: str, beside: str, expected: str, remedy: str = "leave it out") -> None:
         """Refuse the command with one of these options."""
         for option in options:
             if getattr(self, option) is not None:
                 found = f"{getattr(self, option)} {beside}"
-                raise OptionError(option, found=found, expected=f"none{expected}", remedy="leave it out")
+                raise OptionError(option, found=found, expected=f"none{expected}", remedy=remedy)
 
     def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
         """The options of a run of this command with these paths."""
@@ -249,7 +249,7 @@ class Train(RunOptions, Command):
 
     def _train_on_benchmark(self, task: str) -> None:
         expected = ": without --task it continues with the rows already written"
-        self._require_none("resume", beside="with --task", expected=expected)
+        self._require_none("resume", beside="with --task", expected=expected, remedy="leave --task out")
         require_consistent(task, self)
         self._require("model", "output")
         command = replace(self, task=None, shots=None, keep_best=True)
