@@ -108,6 +108,12 @@ def test_each_choice_has_a_reason_of_one_or_two_lines(here: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_options_of_the_rows_stand_together_behind_their_reason(here: Path) -> None:
+    written("moods.csv")
+    [group] = [group for group in Path("recipe.yaml").read_text().split("\n\n") if "\ndata: " in group]
+    assert [line.partition(":")[0] for line in group.splitlines()[1:]] == ["data", "prompt_template", "columns"]
+
+
 def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) -> None:
     said = done("init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml").out.splitlines()
     steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]

@@ -21,7 +21,7 @@ from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
-from zo2adapters.trainers.option_table import OPTIONS, SECTIONS, by_option, leaves, plain, section_of
+from zo2adapters.trainers.option_table import OPTIONS, SETTING_OF, by_option, leaves, plain
 from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.run_inputs import RunInputs, dtype_name
@@ -84,8 +84,8 @@ class InitialRecipe:
     def text(self) -> str:
         """The recipe as YAML, with the reasons as comments."""
         lines: list[str] = []
-        names = list(dict.fromkeys([*self.values, *self.reasons]))
-        for name in sorted(names, key=lambda name: SECTIONS.index(section_of(name) or "")):
+        order = [SETTING_OF.get(name, (name, ""))[0] for name in OPTIONS]  # an option stands where its first setting does
+        for name in sorted({**self.values, **self.reasons}, key=order.index):
             comment = [f"# {line}" for line in textwrap.wrap(self.reasons.get(name, ""), 98)]
             lines += ["", *comment] if comment else []
             if name in self.values:
