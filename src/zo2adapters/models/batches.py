@@ -325,7 +325,7 @@ def _require_classes(labels: torch.Tensor, classes: int) -> None:
     counted = labels[labels != IGNORE_INDEX]
     if not counted.numel():
         raise _refusal("labels", f"{IGNORE_INDEX} alone, which is not counted", "at least one other label")
-    _require_range("labels", "classes", counted, classes)
+    _require_range("labels", "classes", counted, classes, f"{_LABELS_REMEDY}, and {IGNORE_INDEX} where none counts")
 
 
 def _require_range(key: str, what: str, values: torch.Tensor, stop: int, remedy: str = _LABELS_REMEDY) -> None:
