@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
                 engine.step(wrong)
             with pytest.raises(BatchError, match="batch"):
                 engine.evaluate([wrong])
-        with pytest.raises(BatchError, match="found classes 0 to 3; expected 0 to 2. .*, and -100 where none counts"):
+        with pytest.raises(BatchError, match=r"found classes 0 to 3; expected 0 to 2\. .*, and -100 where none counts"):
             engine.step(bad[0])
         assert engine.version == 0
         with pytest.raises(UnsupportedModelError, match="found a forward without a cache"):
