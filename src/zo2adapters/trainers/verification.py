@@ -237,6 +237,7 @@ def _share_trained(
     """Give the whole model the values of what is trained; only these parameters then require gradients."""
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     trained = {name: parameter for name, parameter in whole.named_parameters() if name in names}
+    assert trained.keys() == names, "every trained parameter is compared"
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in names
     for name, value in values:
