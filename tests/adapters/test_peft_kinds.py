@@ -539,6 +539,8 @@ def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, request: pytest
     again = load_file(tmp_path / "again" / "model" / "adapter_model.safetensors")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
     assert done("generate", "--run", run, "--prompt", "the cat", "--max-new-tokens", "3").out.startswith("the cat")
+    if kind in ("lora", "rslora"):  # directions of low rank may train these
+        return
     train = ["train", "--model", options.model, "--data", str(options.data), *adapter, "--output", str(tmp_path / "beside")]
     assert refusal(*train, "--rank", 2).startswith("zo2: --adapter: found ")
     assert not (tmp_path / "beside").exists()
