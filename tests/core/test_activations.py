@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 CASES: dict[Wait, Case] = {
     Wait.COMPUTED: Case(forward=slow),
-    Wait.STAGING_OFFLOADED: Case(offload=slow, streams=1),
+    Wait.STAGING_OFFLOADED: Case(offload=slow),
     Wait.ACTIVATIONS_UPLOADED: Case(upload=slow),
 }
 
