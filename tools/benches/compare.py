@@ -2,12 +2,13 @@
 
     python tools/bench.py compare opt-125m --sides "--noise mezo" "--noise mezo --whole"
     python tools/bench.py compare opt-1.3b-bf16 --tokens 64 --sides "--buckets 3" "--buckets 3 --model opt-1.3b-nf4"
-    python tools/bench.py compare smollm2-135m --shapes 4x256,16x40 --sides "--lora adamw" "--lora adamw --whole"
+    python tools/bench.py compare smollm2-135m-bf16 --shapes 4x256,16x40 --sides "--lora adamw" "--lora adamw --whole"
 
 A side is a step with the options that ``compare --side-options`` lists. Sides alternate, with the same batch. A model is a
-checkpoint, or a geometry of ``make_checkpoint.py`` with synthetic weights (``synthetic.py``). Each row has seconds, how many
-times faster than the first side it is, whether its losses are the first's, the bytes and busy seconds of its lanes, a step's
-ratio to the slowest lane and to their sum, and the peak bytes of operations without weights and buffers.
+checkpoint or, where there is no file of its name, a geometry of ``make_checkpoint.py`` with synthetic weights
+(``synthetic.py``). Each row has seconds, how many times faster than the first side it is, whether its losses are the
+first's, the bytes and busy seconds of its lanes, a step's ratio to the slowest lane and to their sum, and the peak bytes of
+operations without weights and buffers.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ from zo2core.types import Batch
 ALL_GRAPHS = 1 << 34  # bytes
 DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")  # of configs; checkpointing turns them on
 NOISES = {"mezo": None} | {distribution.value: distribution for distribution in Distribution}
+OF_CHECKPOINTS = ("lora", "precision", "transfer_dtype", "loss_chunk", "rate")  # options without effect on a geometry
 LORA_LR, LR = 1e-4, 1e-6
 ADAMW = partial(torch.optim.AdamW, weight_decay=0.0, fused=True)  # of all parameters
 
@@ -154,6 +156,12 @@ class Measured:
         self.options, self.side = options, side
         self.rows, self.tokens = rows * side.batches, tokens
         self.name = side.model or options.model
+        self.is_geometry = self.name in geometries() and not Path(self.name).exists()
+        defaults = side_parser().parse_args([])
+        for option in OF_CHECKPOINTS if self.is_geometry else ():
+            if getattr(side, option) != getattr(defaults, option):
+                flag = f"--{option.replace('_', '-')}"
+                raise SystemExit(f"{self.name}: a geometry takes no {flag}; write a checkpoint by tools/make_checkpoint.py")
         self.forwards: list[float] = []  # seconds of forwards in each step
         self._forward = 0.0
 
@@ -177,7 +185,7 @@ class Measured:
 
     def model(self) -> HFBlockModel:
         side = self.side
-        if self.name in geometries():
+        if self.is_geometry:
             dtype = "float32" if side.dtype == "auto" else side.dtype
             return block_model(scaled(geometries()[self.name], 1, self.tokens), DTYPES[dtype])
         chunk: Any = None if side.loss_chunk == "none" else side.loss_chunk
@@ -272,7 +280,7 @@ class Measured:
 
     def whole(self, model: HFBlockModel, device: torch.device) -> Any:
         """The whole model, without dropout."""
-        if self.name in geometries():
+        if self.is_geometry:
             return whole_model(model.config, DTYPES[self.side.dtype.replace("auto", "float32")], device, model.weights)
         config: Any = AutoConfig.from_pretrained(self.name)
         for name in DROPOUTS:
