@@ -243,6 +243,15 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
         done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
     Path("recipe.yaml").unlink()
     assert "pack" not in written("pairs.jsonl"), "its rows have one length"
+    Path("recipe.yaml").unlink()
+    labelled = [{"prompt": f"the cat{' sat' * (i % 10)}", "completion": (" yes", " no")[i % 2]} for i in range(ROWS)]
+    write_rows(here / "labelled.jsonl", labelled)
+    values = written("labelled.jsonl")
+    assert ("pack" in values, values["columns"]) == (False, "label=completion"), "rows of candidates cannot be packed"
+    Path("recipe.yaml").unlink()
+    monkeypatch.setattr("zo2adapters.trainers.initial_recipe._ACTIVATIONS", 1e-9)
+    values = written("uneven.jsonl")
+    assert ("pack" in values, values["micro_batch_size"]) == (False, 1), "packed rows run together"
 
 
 def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
