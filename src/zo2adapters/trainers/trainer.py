@@ -203,7 +203,7 @@ class Trainer:
         """Take the remaining steps, with their evaluations."""
         try:
             self._take_steps()
-        except Exception as error:
+        except Exception as error:  # whatever ends the steps: nothing half-done stays, and the error is raised again
             try:
                 if isinstance(error, NonFiniteLossError):
                     require_finite_base(self._model, self.options.model)

@@ -400,7 +400,7 @@ class DrawnPerturber(TrajectoryPerturber):
         for view in self.buffer.segments[index]:
             name, dtype, own = view.spec.name, view.spec.dtype, view.owner == index
             z = self.buffer.drawing(dtype, "z move") if view.z is None else view.z  # a chunk at a time, or all
-            is_drawn = self._drawn.get(name) == seed
+            is_drawn, scratch = self._drawn.get(name) == seed, self.buffer.scratch(dtype, f"move {part}")
             for start, stop in view.chunks[part::parts]:
                 drawn = z[: stop - start] if view.z is None else z[start:stop]
                 if not is_drawn:
@@ -408,8 +408,7 @@ class DrawnPerturber(TrajectoryPerturber):
                 if replayed is not None and own and replayed.get() is None:
                     return
                 (out, rounded), theta = view.targets(start, stop), _weights(view, sources)[start:stop]
-                scratch = self.buffer.scratch(dtype, f"move {part}")[: stop - start]
-                perturb(out, theta, drawn, move, scratch=scratch, rounded=rounded)
+                perturb(out, theta, drawn, move, scratch=scratch[: stop - start], rounded=rounded)
             if view.z is not None:
                 self._drawn[name] = seed
 
