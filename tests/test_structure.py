@@ -24,7 +24,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 LEVELS = (
     {"errors", "io", "names", "exports", "encodings"},
     {"types", "ranges"},
-    {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
+    {"protocols", "profiling", "journal", "checkpoint", "kernels"},
     {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
     {"guard", "factors"},
     {"sweep", "planning"},

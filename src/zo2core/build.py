@@ -20,11 +20,11 @@ from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.factors import FactorStore
 from zo2core.journal import DRAWN, Journal, digest, json_object
-from zo2core.kernels.generators import numbers_drawn
+from zo2core.kernels.programs import seeds_of
 from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, FirstOrder, require_trainable, trained_bytes
 from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps, FusedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise
+from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
 from zo2core.perturbation import (
     DensePerturbation,
     LowRankPerturbation,
@@ -44,13 +44,11 @@ from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.exclusive_use import sole_use
+from zo2core.sweep.gradient_visitor import StoredParameters, TrainedParameters
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.trained import StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import HostReplay, LowBitScheduler, UpdateLoss, Visits
-from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.sweep.perturbers import WorkBuffer
+from zo2core.sweep.visitor import HostReplay, LowBitScheduler, UpdateLoss, Visits, sole_use
 from zo2core.types import Distribution
-from zo2core.updates import seeds_of
 from zo2core.workers import Workers, require_agreement, sync_journals
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 import weakref
 from collections.abc import Mapping
@@ -233,3 +235,23 @@ def choose_device(device: Device | str) -> Device:
     if kind != "cuda" or not (index or "0").isdecimal():
         raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="pass one of these")
     return CudaDevice(int(index or 0))
+
+
+def resident_memory() -> int:
+    """Resident bytes of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def memory_in_use() -> int:
+    """Resident bytes of this process, without what it has freed and will use again before it grows.
+
+    What an allocator keeps would otherwise count twice in the plan of a later run: as part of the process, and as the run's.
+    """
+    return_freed_memory()
+    return resident_memory()
+
+
+def return_freed_memory() -> None:
+    """Return memory that was freed to the system, whole pages of it. Without effect where the C library is not glibc."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

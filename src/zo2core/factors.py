@@ -20,15 +20,23 @@ import torch
 
 from zo2core.errors import ScratchError, ZO2Warning, reason
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
-from zo2core.io.durable import LockedFileError, make_directory, open_regular, replace_file
-from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.io.durable import (
+    DamagedRecordError,
+    LockedFileError,
+    Record,
+    RecordFile,
+    make_directory,
+    open_regular,
+    replace_file,
+    to_line,
+)
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
+from zo2core.kernels.programs import compile_updates, split_updates
 from zo2core.perturbation import DensePerturbation, Factors, LowRankPerturbation, Perturbation, PerturbedParameter
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
-from zo2core.updates import compile_updates, split_updates
 
 DATA = "factors.bin"
 MANIFEST = "factors.jsonl"

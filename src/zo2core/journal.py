@@ -1,6 +1,6 @@
 """The journal: an append-only list of updates. With the base checkpoint it determines the weights of every step.
 
-On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version and identity of
+On disk it is a file of checksummed records (``io/durable.py``): the first is the header (format version and identity of
 the run), each further one a step, digests of the base's bytes, or the result of an evaluation. The steps of a zeroth-order
 run are updates, which can be replayed. Those of a first-order run, whose header has a `method`, are commits, which cannot.
 
@@ -23,8 +23,18 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from zo2core.errors import JournalError, OptionError, OutputError, reason, system_errors_as
-from zo2core.io.durable import DisturbedFileError, LockedFileError, make_directory, replace_file
-from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
+from zo2core.io.durable import (
+    DamagedRecordError,
+    DisturbedFileError,
+    LockedFileError,
+    Record,
+    RecordFile,
+    from_line,
+    make_directory,
+    replace_file,
+    to_json,
+    to_line,
+)
 from zo2core.ranges import counted
 from zo2core.types import Commit, Evaluation, ParameterSpec, Update
 

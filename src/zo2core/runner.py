@@ -20,6 +20,7 @@ from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
 from zo2core.factors import FactorStore
 from zo2core.journal import Journal
+from zo2core.kernels.programs import Trajectory
 from zo2core.optimizers import form_of, require_finite, unusable_state
 from zo2core.perturbation import Perturbation, StackedModel
 from zo2core.planning.memory import RunSpec
@@ -28,15 +29,11 @@ from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, For
 from zo2core.sources.segment_store import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.gradient_visitor import GradientVisitor
+from zo2core.sweep.gradient_visitor import GradientVisitor, StoredParameters, TrainedParameters
 from zo2core.sweep.microbatch import grouped
-from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber, FactorPerturber, Groups, Perturber
-from zo2core.sweep.trained import StoredParameters, TrainedParameters
-from zo2core.sweep.visitor import SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
-from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber, FactorPerturber, Groups, Perturber, WorkBuffer
+from zo2core.sweep.visitor import ExclusiveUse, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.types import Batch, BlockLayout, Commit, Evaluation, ParameterSpec, StepResult, Update, require_tensors
-from zo2core.updates import Trajectory
 from zo2core.workers import Workers, sync_snapshots
 
 

@@ -29,8 +29,8 @@ from zo2core.protocols import BlockModel, Device, Replaying, Visitor
 from zo2core.schedulers import open_scheduler
 from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
-from zo2core.sweep.exclusive_use import ExclusiveUse, sole_use
 from zo2core.sweep.shared_visitor import BlockDecoder, RunReplay, RunSegments, RunSweep, SharedVisitor, SweepEnded
+from zo2core.sweep.visitor import ExclusiveUse, sole_use
 from zo2core.types import Batch, Bucket, StepResult
 
 _PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay

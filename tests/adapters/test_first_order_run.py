@@ -31,7 +31,7 @@ from zo2core.build import RunOptions, request_of
 from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.direct_file import whole_pages
-from zo2core.io.record_log import RecordFile, from_line, to_line
+from zo2core.io.durable import RecordFile, from_line, to_line
 from zo2core.names import OF_ADAPTERS, OptimizerName
 from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host

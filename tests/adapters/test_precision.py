@@ -25,7 +25,7 @@ from zo2adapters.trainers.options import RunModelOptions, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
 from zo2core.errors import OptionError
-from zo2core.kernels import dispatch, native
+from zo2core.kernels import dispatch
 from zo2core.types import Descend, Lane, Perturb, Program
 
 BATCH = make_batch(40, [12, 7])
@@ -185,7 +185,7 @@ def test_kernels_round_what_leaves_them_once(
         outcomes = []
         for compiled in (True, False):
             if not compiled:
-                monkeypatch.setattr(native, "library", lambda: None)
+                monkeypatch.setattr(dispatch, "library", lambda: None)
             theta = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
             out = None if then is None else torch.empty(3000, dtype=stored)
             rounded = torch.empty(3000, dtype=computed)

@@ -47,8 +47,8 @@ from zo2core import (
 from zo2core.encodings import Float8Blocks, FourBitGroups, Int8Rows, MatrixEncoding, MatrixStack, MXFP4Stack, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
 from zo2core.factors import factor_bytes
+from zo2core.kernels import dispatch
 from zo2core.kernels import encoding as kernels
-from zo2core.kernels import native
 from zo2core.kernels.encoding import encode
 from zo2core.types import Lane, shown_bytes
 
@@ -132,7 +132,7 @@ def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
     shifted = torch.cat([torch.zeros(askew, dtype=torch.uint8), stored])[askew:]
     out = torch.full(spec.shape, 7.0, dtype=spec.dtype)
     with (
-        patch.object(native, "decodes", native.decodes if compiled else lambda *tensors: False),
+        patch.object(dispatch, "decodes", dispatch.decodes if compiled else lambda *tensors: False),
         patch.object(kernels, "_TWO_THREADS", 1),
         ThreadPoolExecutor(1) as helper,
     ):
@@ -163,7 +163,7 @@ def test_factors_take_what_plans_count(tmp_path: Path) -> None:
             opened.step(batch)
 
 
-@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+@pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
 def test_the_compiled_kernels_decode_every_code_of_fp8() -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(5)  # more than a chunk
     spec = ParameterSpec("w", (1, len(codes)), torch.float32, 0, decays=False, encoding=Float8Blocks((1, 2048)))

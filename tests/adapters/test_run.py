@@ -29,7 +29,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import device_kinds
 from zo2core import Engine, Journal, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2Error, branch_journal
 from zo2core.errors import DataError, JournalError, OptionError, OutputError
-from zo2core.io.record_log import to_line
+from zo2core.io.durable import to_line
 from zo2core.journal import copy_journal
 from zo2core.names import OptimizerName
 

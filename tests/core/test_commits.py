@@ -21,7 +21,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2core import LOMO, AdaLOMO, AtSnapshot, BAdam, Engine, Journal, MeZOSGD, TorchOptimizer, ZerothOrder, branch_journal
 from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import CheckpointError, ClosedError, JournalError, OptionError, OutputError
-from zo2core.io.record_log import to_line
+from zo2core.io.durable import to_line
 from zo2core.types import Commit
 
 peft: Any = pytest.importorskip("peft")

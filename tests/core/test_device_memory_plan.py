@@ -21,7 +21,7 @@ from zo2core import Distribution, Engine, MemoryPolicy, MeZOSGD, MultiQueryRGE, 
 from zo2core.errors import MemoryBudgetError
 from zo2core.planning.memory import DevicePlan, Machine, RunRequest, plan_device_memory
 from zo2core.protocols import BlockSource, NoiseGenerator
-from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.sweep.perturbers import WorkBuffer
 from zo2core.types import BlockLayout, Lane
 
 GB = 10**9

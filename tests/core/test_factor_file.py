@@ -21,7 +21,7 @@ from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, facto
 from zo2core.errors import JournalError, ZO2Warning
 from zo2core.factors import DATA, MANIFEST, kept_bytes_a_step, sum_elements
 from zo2core.io.direct_file import RangedFile
-from zo2core.io.record_log import RecordFile
+from zo2core.io.durable import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
 from zo2core.sweep.visitor import SegmentVisitor

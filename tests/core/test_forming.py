@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zo2core.kernels import form, native, reference
+from zo2core.kernels import dispatch, form, reference
 
-needs_kernels = pytest.mark.skipif(native.library() is None, reason="needs the compiled kernels")
+needs_kernels = pytest.mark.skipif(dispatch.library() is None, reason="needs the compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

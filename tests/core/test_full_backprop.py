@@ -41,7 +41,7 @@ from zo2core.methods.first_order import LossScale, gradient_bytes, trained_bytes
 from zo2core.methods.gradient_steps import _SegmentSteps
 from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
 from zo2core.protocols import UpdateInputs
-from zo2core.sweep.trained import StoredParameters
+from zo2core.sweep.gradient_visitor import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
 ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)

@@ -16,7 +16,7 @@ from counted_weights import BLOCKS, CountingWeights, layouts
 from zo2core import BlockLayout, HostDevice, SegmentStore
 from zo2core.errors import ScratchError
 from zo2core.io.direct_file import RangedFile, whole_pages
-from zo2core.io.record_log import RecordFile, to_line
+from zo2core.io.durable import RecordFile, to_line
 from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.sources.slot_file import DATA, MANIFEST, Generations, Scratch
 from zo2core.types import StateSpec

@@ -13,13 +13,13 @@ from drawn_numbers import DTYPES, one_parameter, reference, z_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zo2core.kernels import generators, native
-from zo2core.kernels.generators import CompiledGenerator, TorchGenerator, agrees, seeded
+from zo2core.kernels import dispatch
+from zo2core.noise import CompiledGenerator, Generator, TorchGenerator, agrees, seeded
 
 CPU = torch.device("cpu")
-compiled = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not built")
+compiled = pytest.mark.skipif(dispatch.library() is None, reason="the compiled kernels are not built")
 agreeing = pytest.mark.skipif(
-    native.library() is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
     reason="the compiled kernels are not built, or torch computes otherwise on this processor",
 )
 
@@ -34,7 +34,7 @@ def compared_anew() -> Iterator[None]:
     agrees.cache_clear()
 
 
-def drawn(generator: generators.Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
+def drawn(generator: Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Bits of the next numbers, written to an odd address."""
     out = torch.empty(size + 1, dtype=dtype)[1:]
     generator.fill(out)
@@ -80,7 +80,7 @@ def test_millions_of_compiled_numbers_are_torchs() -> None:
 def test_skipping_leads_where_drawing_does(
     kind: str, dtype: torch.dtype, seed: int, before: int, skipped: list[int], after: int
 ) -> None:
-    one: generators.Generator = CompiledGenerator(seed) if kind == "compiled" else TorchGenerator(seed, CPU)
+    one: Generator = CompiledGenerator(seed) if kind == "compiled" else TorchGenerator(seed, CPU)
     drawn(one, before, dtype)
     other = one.copy()
     for size in skipped:
@@ -121,7 +121,7 @@ def test_a_library_that_gives_other_numbers_is_not_used(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_the_library_torch_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "library", lambda: None)
     assert isinstance(seeded(3, CPU, {dtype}), TorchGenerator)
     spec, noise = one_parameter(1000, dtype)
     assert torch.equal(z_of(noise, spec, 9), reference(9, 1000, dtype))

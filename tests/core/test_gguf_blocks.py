@@ -13,7 +13,7 @@ from gguf_models import SCALES
 
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import OptionError
-from zo2core.kernels import native
+from zo2core.kernels import dispatch
 from zo2core.kernels.encoding import decode, grid_of
 from zo2core.types import ParameterSpec
 
@@ -68,8 +68,8 @@ def decoded(
 @pytest.fixture(params=["compiled", "reference"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "reference":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
+        monkeypatch.setattr(dispatch, "library", lambda: None)
+    elif dispatch.library() is None:
         pytest.skip("no compiled kernels")
     return str(request.param)
 

@@ -19,7 +19,7 @@ from zo2core import Engine, HostDevice, Journal, MeZOSGD, ParameterSpec, PhiloxN
 from zo2core.encodings import Int8Rows, NF4Blocks
 from zo2core.errors import JournalError, OptionError
 from zo2core.journal import digest
-from zo2core.kernels.generators import TorchGenerator, numbers_drawn
+from zo2core.noise import TorchGenerator, numbers_drawn
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 BATCH = make_batch(40, [7, 5])

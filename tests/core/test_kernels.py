@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core.errors import ZO2Warning
-from zo2core.kernels import dispatch, native, reference
-from zo2core.kernels.reference import table
+from zo2core.kernels import dispatch, reference
+from zo2core.kernels.programs import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-compiled = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not built")
+compiled = pytest.mark.skipif(dispatch.library() is None, reason="the compiled kernels are not built")
 
 # 0, -0, subnormal numbers, the largest, what overflows, what is not a number, ties of 16-bit roundings.
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 6e-8, 5.9e-8, -6.1e-5, 6.2e-5, 65504.0, 65519.9, 65520.0, -65536.0, 3.3e38, 3.4e38]
@@ -35,7 +35,7 @@ lengths = st.one_of(st.integers(1, 70), st.integers(1000, 1100), st.sampled_from
 def test_the_compiled_kernels_are_there_where_a_compiler_is() -> None:
     """They are optional for users; here a build that fails must not pass as tests that are skipped."""
     compiler = str(sysconfig.get_config_var("CC") or "cc").split()[0]
-    assert native.library() is not None or shutil.which(compiler) is None
+    assert dispatch.library() is not None or shutil.which(compiler) is None
 
 
 def instructions(directions: int) -> st.SearchStrategy[list[Perturb | Descend]]:
@@ -76,7 +76,7 @@ def test_compiled_arithmetic_gives_the_references_bits(
     theta = weights(length, dtype, seed)
     zs = [weights(length, dtype, 10 + i) for i in range(directions)]
     ours, scratch, other = unaligned(theta), torch.empty_like(theta), torch.empty_like(theta)
-    assert native.takes(ours, *zs)
+    assert dispatch.takes(ours, *zs)
     dispatch.apply(ours, program, zs, scratch=scratch, decay_scratch=other)
     reference.apply(theta, program, zs, scratch=scratch, decay_scratch=other)
     assert_same(ours, theta)
@@ -90,7 +90,7 @@ def test_compiled_noise_gives_the_references_bits(
     dtype: torch.dtype, distribution: Distribution, seed: int, parameter: int, start: int, length: int
 ) -> None:
     ours, theirs = (unaligned(torch.zeros(length, dtype=dtype)) for _ in range(2))
-    assert native.takes(ours)
+    assert dispatch.takes(ours)
     dispatch.fill(ours, distribution, seed, parameter, start)
     reference.fill(theirs, distribution, seed, parameter, start)
     assert_same(ours, theirs)
@@ -125,7 +125,7 @@ def test_one_pass_is_the_composition_of_its_parts(
     out = None if then is None else theta if in_place else torch.empty_like(theta)
     with pytest.MonkeyPatch.context() as patch:
         if not with_library:
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(dispatch, "library", lambda: None)
         dispatch.apply_drawing(theta, program, distribution, 6, start, out=out)
     if out is not None:
         assert_same(out, moved)
@@ -152,23 +152,23 @@ def test_plain_kernels_give_the_references_bits(dtype: torch.dtype) -> None:
 
 def test_tensors_that_the_compiled_kernels_cannot_take_go_to_the_reference() -> None:
     numbers = torch.zeros(64)
-    assert not native.takes(numbers.double())
-    assert not native.takes(numbers[::2])
-    assert not native.takes(numbers, numbers.half())
-    assert native.takes(numbers) == (native.library() is not None)
+    assert not dispatch.takes(numbers.double())
+    assert not dispatch.takes(numbers[::2])
+    assert not dispatch.takes(numbers, numbers.half())
+    assert dispatch.takes(numbers) == (dispatch.library() is not None)
 
 
 def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_REVISION", -1)
-    if native.library() is not None:
+    monkeypatch.setattr(dispatch, "_REVISION", -1)
+    if dispatch.library() is not None:
         with pytest.warns(ZO2Warning, match="revision"):
-            assert native.library.__wrapped__() is None
+            assert dispatch.library.__wrapped__() is None
 
 
 @compiled
 @pytest.mark.parametrize("kind", ["garbage", "empty", "cut", "cut in its header", "other functions", "a directory"])
 def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(kind: str, tmp_path: Path) -> None:
-    whole = native.library()
+    whole = dispatch.library()
     assert whole is not None
     content = Path(whole._name).read_bytes()
     renamed = content.replace(b"zo2core_twister_skip", b"zo2core_twister_skap")
@@ -179,7 +179,7 @@ def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(kind: 
     else:
         path.write_bytes({**contents, "other functions": renamed}[kind])
     with pytest.warns(ZO2Warning, match="compiled kernels are not used") as warned:
-        assert native._loaded(path) is None
+        assert dispatch._loaded(path) is None
     assert len(warned) == 1
     assert "\n" not in str(warned[0].message)
 
@@ -291,7 +291,7 @@ def test_moves_by_themselves_are_each_one_move(
     out, before = torch.empty(len(shifts), length, dtype=into), theta.clone()
     with pytest.MonkeyPatch.context() as patch:
         if not compiles:
-            patch.setattr(native, "takes", lambda *tensors: False)
+            patch.setattr(dispatch, "takes", lambda *tensors: False)
         dispatch.perturb_each(theta, moves, distribution, 3, out)
         assert_same(theta, before)
         for row, place, shift in zip(out, places, shifts, strict=True):

@@ -14,10 +14,10 @@ from parity import assert_same_bits
 from toy import ToyBlockModel
 
 from zo2core import BlockLayout, Engine, Evaluation, Journal, MemoryPolicy, MeZOSGD, SequentialNoise, Update, ZerothOrder
+from zo2core.kernels.programs import seeds_of, split_updates
 from zo2core.noise import GENERATOR, STREAM
 from zo2core.planning.memory import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
-from zo2core.updates import seeds_of, split_updates
 
 UPDATES = 3 * SEEDS_IN_TURN  # more than are held at a time
 

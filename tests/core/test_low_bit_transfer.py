@@ -47,7 +47,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import JournalError, OptionError
-from zo2core.kernels import fill, native
+from zo2core.kernels import dispatch, fill
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
@@ -447,7 +447,7 @@ def test_options_that_do_not_go_together_are_one_line(given: list[str], said: st
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+@pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
 @given(
     rows=st.integers(1, 5),
     columns=st.integers(1, 70),
@@ -468,8 +468,8 @@ def test_compiled_kernels_round_to_8_bits_as_torch_does(
         transfer_dtype, scales, out = torch.empty_like(theta, dtype=FP8), torch.empty(rows), torch.empty_like(theta)
         with pytest.MonkeyPatch.context() as patch:
             if not compiled:
-                patch.setattr(native, "takes", lambda *tensors: False)
-                patch.setattr(native, "decodes", lambda *tensors: False)
+                patch.setattr(dispatch, "takes", lambda *tensors: False)
+                patch.setattr(dispatch, "decodes", lambda *tensors: False)
             encode(theta, transfer_dtype, scales)
             decode(transfer_dtype, scales, out)
         bits.append(
@@ -478,7 +478,7 @@ def test_compiled_kernels_round_to_8_bits_as_torch_does(
     assert bits[0] == bits[1]
 
 
-@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+@pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
 def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     numbers = codes[codes.isfinite()].sort().values

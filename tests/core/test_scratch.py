@@ -19,7 +19,7 @@ from toy import ToyBlockModel
 from zo2core import Engine, MeZOSGD, PhiloxNoise, SegmentStore, WriteBackPolicy
 from zo2core.errors import JournalError
 from zo2core.io.direct_file import PAGE, RangedFile
-from zo2core.io.record_log import RecordFile, to_line
+from zo2core.io.durable import RecordFile, to_line
 
 IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}

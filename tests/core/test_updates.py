@@ -13,8 +13,8 @@ import zo2core.kernels
 import zo2core.sweep.perturbers
 from zo2adapters import open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder
+from zo2core.kernels.programs import compile_moves, compile_updates, seeds_of
 from zo2core.types import Descend, Evaluation, Perturb, Program, Update
-from zo2core.updates import compile_moves, compile_updates, seeds_of
 
 
 def update(seeds: tuple[int, ...], *, weight_decay: float = 0.0, in_place: bool = True) -> Update:

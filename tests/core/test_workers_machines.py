@@ -20,7 +20,7 @@ from runs import small_run
 from zo2adapters import open_checkpoint
 from zo2core import Distribution, Engine, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZerothOrder
 from zo2core.errors import WorkerError
-from zo2core.kernels import native
+from zo2core.kernels import dispatch
 from zo2core.planning.memory import HostPlan
 
 KINDS = ("default", "avx2", "avx512")  # of vector instructions that torch uses
@@ -46,7 +46,7 @@ def _none() -> None:
 def machine(kind: str, asked: Any, told: Any) -> None:
     """A machine: train as it is asked, and tell its own losses and its weights, or what it was refused with."""
     if kind == KINDS[0]:
-        native.library = _none  # type: ignore[assignment]
+        dispatch.library = _none  # type: ignore[assignment]
     for one in iter(asked.get, None):
         try:
             told.put(trained(one))
@@ -115,7 +115,7 @@ class Machines:
 
 pytestmark = pytest.mark.long_profile  # processes that import everything
 several_kinds = pytest.mark.skipif(
-    native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
+    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
 )
 
 

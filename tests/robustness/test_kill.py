@@ -47,7 +47,7 @@ KEPT = {"scratch.bin", "scratch.jsonl", "factors.bin", "factors.jsonl", "samples
 DRAWN = {"reward", "best", "completion", "generated", "drift"}  # first words of what the journal does not have of a step
 
 Place = tuple[str, str, str, int, str]  # module, owner, function, call from 1, moment
-SLOTS, RECORDS = "zo2core.sources.slot_file", "zo2core.io.record_log"
+SLOTS, RECORDS = "zo2core.sources.slot_file", "zo2core.io.durable"
 GENERATION, TASK = "zo2adapters.tasks.generation", "zo2adapters.tasks.task"
 TORCH_UPDATE = ("zo2core.optimizers", "TorchOptimizer", "apply")  # four calls a step
 PROBES = 4  # of them, by which the plan of a run measures the optimizer, before its first step

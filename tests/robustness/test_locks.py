@@ -19,8 +19,7 @@ from parity import assert_same_weights
 from zo2core import Engine, Journal
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
 from zo2core.factors import DATA as FACTORS
-from zo2core.io.durable import LockedFileError, close_locked, open_locked
-from zo2core.io.record_log import RecordFile
+from zo2core.io.durable import LockedFileError, RecordFile, close_locked, open_locked
 from zo2core.sources.slot_file import DATA, MANIFEST
 
 

@@ -391,7 +391,7 @@ def test_options_that_are_a_pipe_or_a_directory_do_not_hang(run: Path) -> None:
 
 
 def test_a_header_without_noise_is_told(run: Path) -> None:
-    from zo2core.io.record_log import to_line
+    from zo2core.io.durable import to_line
 
     first, *lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
     header = json.loads(first)

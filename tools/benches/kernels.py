@@ -25,7 +25,7 @@ from measuring import spread, timed
 from zo2adapters.models.checkpoint import DTYPES
 from zo2core import CudaDevice, Distribution
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows, NF4Blocks
-from zo2core.kernels import dispatch, native, reference
+from zo2core.kernels import dispatch, reference
 from zo2core.kernels.encoding import decode
 from zo2core.types import Descend, ParameterSpec, Perturb, Program
 
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)  # this program starts its own threads
     measure = decoding if options.gguf else passes
-    measured: dict[str, Any] = {"compiled kernels": native.library() is not None}
+    measured: dict[str, Any] = {"compiled kernels": dispatch.library() is not None}
     for name in options.dtypes:
         measured[f"{name}: bytes a second"] = measure(DTYPES[name], options)
     return measured | ({"bus: bytes a second": bus(1 << 30, options.rounds)} if options.device == "cuda" else {})

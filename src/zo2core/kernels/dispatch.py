@@ -1,24 +1,148 @@
 """Chooses the kernel: compiled or Triton's if it is installed and supports the tensors, else the reference.
 
-All give the same bits.
+All give the same bits. The compiled kernels are the C files beside this one, through ctypes: for CPU tensors of 32 and 16
+bits. The library is built when the package is installed; where that was not possible, everything runs on the reference.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Sequence
+import struct
+import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from zo2core.kernels import native, reference
-from zo2core.kernels.native import DTYPES
+from zo2core.errors import ZO2Warning
+from zo2core.kernels import reference
+from zo2core.kernels.programs import copying, table
 from zo2core.types import Distribution, Perturb, Program
+
+_REVISION = 12  # of the C files
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions; None if they were not built, or, with one warning, if they cannot be used."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_native{suffix}")
+        if path.exists():
+            return _loaded(path)
+    return None
+
+
+@cache
+def functions() -> ctypes.CDLL:
+    """The compiled functions, where ``library`` has found them."""
+    loaded = library()
+    assert loaded is not None
+    return loaded
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    """Load a library; None, with a warning, if it is damaged or was built for other hardware or from other sources."""
+    try:
+        _require_whole(path)
+        loaded = ctypes.CDLL(str(path))
+        revision = loaded.zo2core_revision()
+        if revision != _REVISION:
+            raise OSError(f"{path}: revision {revision} of the kernels, where {_REVISION} is expected")
+        _declare(loaded)
+    except (OSError, AttributeError) as error:  # the latter for a function that is not in it
+        warnings.warn(
+            f"compiled kernels are not used ({' '.join(str(error).split())[:300]}); all runs on the reference instead, "
+            "slower and with the same bits. Install zo2core again to build them",
+            ZO2Warning,
+            stacklevel=2,
+        )
+        return None
+    return loaded
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse a truncated file: the loader would map missing pages, and the process would end when it touches them.
+
+    A 64-bit ELF file ends with its section headers, whose offset, size and number are at bytes 40, 58 and 60.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) == 64 and header[:6] == b"\x7fELF\x02\x01":
+            (offset,), (size, number) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+            length = file.seek(0, 2)
+            if offset + size * number > length:
+                raise OSError(f"{path}: {length} bytes of {offset + size * number}")
+
+
+def _declare(loaded: ctypes.CDLL) -> None:
+    integer, real, size, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_size_t, ctypes.c_void_p
+    u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+    matrix = (integer, pointer, pointer, pointer)
+    for name, arguments in {
+        "fill": (integer, pointer, u64, integer, u64, u32, u64),
+        "walk": (integer, pointer, pointer, integer, pointer, u64, pointer, size, size, pointer, integer, u32, u64),
+        "move_each": (integer, pointer, integer, pointer, u64, pointer, size, pointer, integer, u32),
+        "twister_seed": (pointer, u64),
+        "twister_fill": (pointer, integer, pointer, u64),
+        "twister_skip": (pointer, integer, u64),
+        "decode_int8": (*matrix, real, u64, u64),
+        "decode_float8": (*matrix, u64, u64, u64, u64, u64),
+        "decode_nf4": (*matrix, pointer, pointer, pointer, u64, real, u64, u64, u64),
+        "decode_mxfp4": (*matrix, u64, u64, u64, u64),
+        "decode_four_bits": (*matrix, pointer, pointer, integer, integer, *[u64] * 5),
+        "decode_gguf": (integer, pointer, pointer, integer, pointer, *[u64] * 6),
+        "form": (*matrix, pointer, u64, u64, u64),
+        "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
+    }.items():
+        function = getattr(loaded, f"zo2core_{name}")
+        function.argtypes, function.restype = arguments, None
+    loaded.zo2core_twister_size.restype = size
+    loaded.zo2core_encode_float8.restype = integer
+
+
+def run_in_halves(run: Callable[[int, int], None], rows: int, helper: Executor | None) -> None:
+    """Run a function of the first row and the end of the last one over all rows; a helper runs the second half."""
+    if helper is None:
+        run(0, rows)
+        return
+    second_half = helper.submit(run, rows // 2, rows)
+    try:
+        run(0, rows // 2)
+    finally:
+        second_half.result()
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether the compiled kernels are installed and support these tensors."""
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES or library() is None:
+        return False
+    for tensor in tensors:  # noqa: SIM110 - called for every parameter: a generator takes as long as a small one
+        if not (tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous()):
+            return False
+    return True
+
+
+def rounds_to(*tensors: torch.Tensor | None) -> bool:
+    """Whether results can be rounded to all of these tensors; None entries are skipped."""
+    for tensor in tensors:
+        if tensor is not None and not (tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous()):
+            return False
+    return True
+
+
+def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the compiled kernels are installed and can decode these bytes into this memory."""
+    return library() is not None and stored.device.type == "cpu" and stored.is_contiguous() and rounds_to(out)
+
 
 _CHUNK = 32768  # elements that the reference draws at a time on the CPU
 _DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more than memory
@@ -35,8 +159,8 @@ class _Direction(ctypes.Structure):
 
 def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor, rounded: Tensor | None = None) -> None:
     """Do what ``reference.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
-    if native.takes(theta, z) and native.rounds_to(out, rounded):
-        _walk(theta, reference.copying(by), _given([z]), (0, 0, 0), out, rounded)
+    if takes(theta, z) and rounds_to(out, rounded):
+        _walk(theta, copying(by), _given([z]), (0, 0, 0), out, rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
         kernels.perturb([out], [theta], [z], by)
@@ -48,7 +172,7 @@ def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tens
 
 def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
     """Do what ``reference.apply`` does."""
-    if native.takes(theta, *zs):
+    if takes(theta, *zs):
         _walk(theta, program, _given(zs), (0, 0, 0))
     elif (kernels := triton_kernels(theta)) is not None:
         kernels.apply([theta], program, [[z] for z in zs])
@@ -58,9 +182,9 @@ def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Ten
 
 def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
     """Do what ``reference.fill`` does."""
-    if native.takes(out):
+    if takes(out):
         drawn = out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
-        native.functions().zo2core_fill(DTYPES[out.dtype], out.data_ptr(), *drawn)
+        functions().zo2core_fill(DTYPES[out.dtype], out.data_ptr(), *drawn)
         return
     if (kernels := triton_kernels(out)) is not None:
         kernels.fill(out, distribution, seed, parameter, start)
@@ -94,8 +218,8 @@ def apply_drawing(
             overlaps no other tensor.
     """
     assert (out is None) == (program.then is None)
-    if native.takes(theta) and native.rounds_to(out, rounded):
-        directions = reference.table(program, theta.device).directions.data_ptr()
+    if takes(theta) and rounds_to(out, rounded):
+        directions = table(program, theta.device).directions.data_ptr()
         _walk(theta, program, directions, (_DISTRIBUTIONS[distribution], parameter, start), out, rounded)
         return
     if (kernels := triton_kernels(theta)) is not None:
@@ -127,11 +251,11 @@ def perturb_each(theta: Tensor, perturbations: Program, distribution: Distributi
         parameter: Index of the parameter in registration order.
         out: (instructions, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
     """
-    if native.takes(theta) and native.rounds_to(out):
-        coded, memory = reference.table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
+    if takes(theta) and rounds_to(out):
+        coded, memory = table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
         moves = coded.instructions.data_ptr(), len(perturbations.instructions), coded.directions.data_ptr()
         drawn = _DISTRIBUTIONS[distribution], parameter
-        native.functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *moves, *drawn)
+        functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *moves, *drawn)
         return
     for row, perturbation in zip(out, perturbations.instructions, strict=True):
         assert isinstance(perturbation, Perturb), "only perturbations make copies"
@@ -151,10 +275,10 @@ def _walk(
     rounded: Tensor | None = None,
 ) -> None:
     """Run a program on host memory with the compiled kernels, with its ``then`` where there is memory for that copy."""
-    coded, in_place = reference.table(program, theta.device).instructions.data_ptr(), len(program.instructions)
+    coded, in_place = table(program, theta.device).instructions.data_ptr(), len(program.instructions)
     memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
     run = coded, in_place, in_place + (out is not None), directions
-    native.functions().zo2core_walk(*memory, *run, *drawn)
+    functions().zo2core_walk(*memory, *run, *drawn)
 
 
 def _given(zs: Sequence[Tensor]) -> object:
@@ -204,15 +328,15 @@ def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executo
     left = left.contiguous()
     if (kernels := triton_kernels(base)) is not None:
         kernels.form(base, left, right.float().t().contiguous(), out)
-    elif native.takes(base, out):
+    elif takes(base, out):
         columns, rank = right.shape
         padded = torch.nn.functional.pad(right.float(), (0, 0, 0, -columns % _PANEL))
         panels = padded.view(len(padded) // _PANEL, _PANEL, rank).transpose(1, 2).contiguous()  # forming.c's layout
 
         def run(first: int, last: int) -> None:
             rows = (matrix[first:last].data_ptr() for matrix in (base, out, left))
-            native.functions().zo2core_form(DTYPES[base.dtype], *rows, panels.data_ptr(), last - first, columns, rank)
+            functions().zo2core_form(DTYPES[base.dtype], *rows, panels.data_ptr(), last - first, columns, rank)
 
-        native.run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
+        run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
     else:
         reference.form(base, left, right, out)

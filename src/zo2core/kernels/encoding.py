@@ -28,7 +28,7 @@ from torch import Tensor
 
 import zo2core.encodings as encodings
 from zo2core.errors import OptionError
-from zo2core.kernels import native
+from zo2core.kernels import dispatch
 from zo2core.types import ParameterSpec
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
@@ -76,20 +76,20 @@ def _decode_matrix(
             first, begin = first + rows, end
         return
     parts = _Parts(encoding.parts(shape), stored)
-    if not native.decodes(stored, matrix):
+    if not dispatch.decodes(stored, matrix):
         _decode(encoding, parts, matrix)
         return
     units, run = _compiled(encoding, parts, matrix, shape)
     splits_block = isinstance(encoding, encodings.NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
-    native.run_in_halves(run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper)
+    dispatch.run_in_halves(run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper)
 
 
 def _compiled(
     encoding: encodings.MatrixEncoding | encodings.MXFP4Stack, parts: _Parts, matrix: Tensor, shape: Sequence[int]
 ) -> tuple[int, Callable[[int, int], None]]:
     """The compiled kernel: number of units of work, and a function that does those from a first one to a last one."""
-    compiled, (rows, columns), stored = native.functions(), matrix.shape, parts.bytes
-    memory = native.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
+    compiled, (rows, columns), stored = dispatch.functions(), matrix.shape, parts.bytes
+    memory = dispatch.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
     if isinstance(encoding, encodings.MXFP4Stack):
         *stack, inputs, outputs = shape
         powers = stored["scales"].data_ptr()

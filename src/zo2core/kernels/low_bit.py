@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zo2core.kernels import native
+from zo2core.kernels import dispatch
 from zo2core.types import BlockLayout, ParameterSpec, aligned
 
 FP8 = torch.float8_e4m3fn
@@ -53,9 +53,9 @@ def encode(theta: Tensor, encoded: Tensor, scales: Tensor | None) -> None:
         encoded.copy_(theta)
         return
     rows = theta.view(len(scales), -1)
-    if theta.dtype is torch.float32 and native.takes(theta) and native.takes(scales) and encoded.is_cpu:
+    if theta.dtype is torch.float32 and dispatch.takes(theta) and dispatch.takes(scales) and encoded.is_cpu:
         addresses = (tensor.data_ptr() for tensor in (encoded, scales, theta))
-        if native.functions().zo2core_encode_float8(*addresses, _LARGEST_FP8, _LEAST_SCALE, *rows.shape):
+        if dispatch.functions().zo2core_encode_float8(*addresses, _LARGEST_FP8, _LEAST_SCALE, *rows.shape):
             return  # else a row is not finite
     torch.linalg.vector_norm(rows, ord=torch.inf, dim=1, out=scales)
     half_to_one, exponent = torch.frexp(scales.div_(_LARGEST_FP8).clamp_(min=_LEAST_SCALE))
@@ -74,10 +74,10 @@ def decode(encoded: Tensor, scales: Tensor | None, out: Tensor) -> None:
         scales: Scales from ``encode``, of 8-bit rows.
         out: Memory for the weights, 1-D, of the stored dtype.
     """
-    if scales is not None and native.decodes(encoded, out):
+    if scales is not None and dispatch.decodes(encoded, out):
         rows, addresses = out.view(len(scales), -1), (tensor.data_ptr() for tensor in (out, encoded, scales))
         block = 1, max(rows.shape[1], 1)
-        native.functions().zo2core_decode_float8(native.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block)
+        dispatch.functions().zo2core_decode_float8(dispatch.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block)
         return
     out.copy_(encoded)
     if scales is not None:

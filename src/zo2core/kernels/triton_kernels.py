@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.reference import copying, table
+from zo2core.kernels.programs import copying, table
 from zo2core.types import Distribution, Perturb, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups

@@ -3,7 +3,7 @@
  * torch draws from a Mersenne twister one word after the other, and turns sixteen uniforms at a time into normal numbers
  * with AVX2, eight pairs side by side. Which of those operations round once and which twice was read off torch's machine
  * code: fmaf below stands where one instruction multiplies and adds, and nothing else may be contracted. Whether a torch
- * computes like that depends on its version and on the machine: generators.py compares both before it uses this one.
+ * computes like that depends on its version and on the machine: noise.py compares both before it uses this one.
  *
  * Numbers below sixteen are drawn one by one in float64, with the machine's libm, as torch draws them.
  */

@@ -38,7 +38,15 @@ from zo2core.protocols import BlockUpdate, DifferentiableModel, Forward, Objecti
 from zo2core.runner import Runner, Steps, TrainedSteps
 from zo2core.sources import SegmentStore
 from zo2core.sweep.activations import ActivationFile, ActivationOffload, KeptActivations
-from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, gradient_bytes
+from zo2core.sweep.gradient_visitor import (
+    Complete,
+    GradientVisitor,
+    GradientVisits,
+    StoredParameters,
+    TrainedParameters,
+    Update,
+    gradient_bytes,
+)
 from zo2core.sweep.microbatch import (
     MicroBatches,
     batches_of,
@@ -49,7 +57,6 @@ from zo2core.sweep.microbatch import (
     split_batches,
     with_objective,
 )
-from zo2core.sweep.trained import Complete, StoredParameters, TrainedParameters, Update
 from zo2core.types import HALVES, Batch, Commit, StepResult, widened
 from zo2core.workers import Split, Workers, require_equal
 

@@ -18,11 +18,11 @@ from typing import Literal, Self, TypeAlias
 
 import psutil
 
+from zo2core.devices import memory_in_use
+from zo2core.devices import resident_memory as resident_memory
 from zo2core.errors import MemoryBudgetError, OptionError, without_effect
 from zo2core.factors import factor_bytes
 from zo2core.io.direct_file import STAGING, whole_pages
-from zo2core.io.process_memory import memory_in_use
-from zo2core.io.process_memory import resident_memory as resident_memory
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
 from zo2core.noise import SCRATCH, PhiloxNoise, drawn_bytes, noise_bytes
 from zo2core.perturbation import DensePerturbation, Perturbation

@@ -21,11 +21,11 @@ from zo2core.devices import HostDevice
 from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import apply, apply_drawing
+from zo2core.kernels.programs import compile_updates
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.ranges import require_number, require_whole
 from zo2core.sources.segment_store import CHUNK, READ_AHEAD, READERS
 from zo2core.types import BlockLayout, Evaluation, ParameterSpec, Program, Update, shown_bytes, trained
-from zo2core.updates import compile_updates
 
 MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # further buckets only keep blocks from sweep to sweep
 

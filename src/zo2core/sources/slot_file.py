@@ -39,8 +39,16 @@ import torch
 
 from zo2core.errors import ScratchError, reason
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum, whole_pages
-from zo2core.io.durable import LockedFileError, make_directory, read_regular, replace_file
-from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.io.durable import (
+    DamagedRecordError,
+    LockedFileError,
+    Record,
+    RecordFile,
+    make_directory,
+    read_regular,
+    replace_file,
+    to_line,
+)
 from zo2core.types import BlockLayout, shown_bytes
 
 DATA = "scratch.bin"

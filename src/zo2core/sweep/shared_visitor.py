@@ -16,7 +16,7 @@ from zo2core.errors import OptionError
 from zo2core.kernels.encoding import decode
 from zo2core.protocols import BlockModel, Device, Replaying, Store, Visitor
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest
-from zo2core.sweep.work_buffer import named_views
+from zo2core.sweep.perturbers import named_views
 from zo2core.types import BlockLayout, ParameterSpec, SegmentKind, flat_views, packed_bytes
 
 

@@ -1,17 +1,36 @@
-"""Compiled updates: programs that apply missing updates to a weight, or perturb it from one evaluation to the next.
+"""Programs: what missing updates do to a weight, or what perturbs it from one evaluation to the next, and tables of them.
 
 MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) it adds +1, -2 and, to restore them, +1 times
 ``zo_eps * z(s)`` (MeZO, arXiv 2305.17333, Algorithm 1). Each of these moves rounds, so that the program that replays a step
 includes them.
+
+Note: Folding the shift. ``(k * z) * eps`` equals ``z * (k * eps)`` bit for bit when k is a power of two, because scaling
+by k is then exact on both sides of the rounding, if k is at least 1: halving a subnormal number rounds. MeZO's shifts, 1 and
+-2, are folded; other shifts are multiplied in two steps.
+
+Note: Tables. Compiled kernels read a program as two tables, made once for each device. A row of ``instructions`` is five
+32-bit words, native.c's ``struct instruction``: kind, direction, and three float32 scalars, which depend on the kind:
+
+    0  perturb             shift, zo_eps, -
+    1  perturb, folded     shift * zo_eps, -, -        see the note on folding
+    2  descend             projected_grad, lr, weight_decay
+
+A row of ``directions`` is two 64-bit words, native.c's ``struct direction``: the seed, and 0 for a z that the kernel draws.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from zo2core.types import Descend, Evaluation, Perturb, Program, Update
+import torch
+
+from zo2core.types import Descend, Evaluation, Perturb, Program, Table, Update, aligned
+
+_PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)  # kinds of instructions
 
 
 class Trajectory(NamedTuple):
@@ -93,3 +112,50 @@ def _moves(before: Evaluation | None, after: Evaluation | None) -> list[tuple[in
         out = [] if after is None else [(after.seed, after.shift)]
         moves = back + out
     return [(seed, shift) for seed, shift in moves if shift != 0]
+
+
+def folds(shift: float) -> bool:
+    """Whether a shift may be multiplied with ``zo_eps`` first. See the note on folding."""
+    return abs(shift) >= 1 and math.frexp(shift)[0] in (0.5, -0.5)
+
+
+def _row(instruction: Perturb | Descend) -> tuple[int, float, float, float]:
+    """Code one instruction, without its direction."""
+    if not isinstance(instruction, Perturb):
+        return _DESCEND, instruction.projected_grad, instruction.lr, instruction.weight_decay
+    if folds(instruction.shift):
+        return _PERTURB_FOLDED, instruction.shift * instruction.zo_eps, 0.0, 0.0
+    return _PERTURB, instruction.shift, instruction.zo_eps, 0.0
+
+
+@lru_cache(maxsize=256)
+def copying(by: Perturb) -> Program:
+    """The program of one perturbed copy. Cached: coding it takes as long as the pass over a small parameter."""
+    return Program((0,), (), then=by._replace(direction=0))
+
+
+def table(program: Program, device: torch.device) -> Table:
+    """The program in a device's memory, with ``then`` as its last instruction. Made at the first call."""
+    if device not in program.tables:
+        program.tables.setdefault(device, _coded(program, device))
+    return program.tables[device]
+
+
+def _coded(program: Program, device: torch.device) -> Table:
+    """Code a program and copy it to the device. The host does not wait for the copy."""
+    run = program.instructions if program.then is None else (*program.instructions, program.then)
+    rows = [_row(instruction) for instruction in run]
+    instructions = torch.empty((len(rows), 5), dtype=torch.int32)
+    instructions[:, 0] = torch.tensor([kind for kind, *_ in rows], dtype=torch.int32)
+    instructions[:, 1] = torch.tensor([instruction.direction for instruction in run], dtype=torch.int32)
+    scalars = torch.tensor([coded[1:] for coded in rows], dtype=torch.float64).view(len(rows), 3)
+    instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)  # rounded as C rounds a double
+    directions = torch.tensor([(seed, 0) for seed in program.seeds], dtype=torch.int64)
+    # One copy for both. Both are aligned alike: Triton would compile again for another alignment.
+    begin, end = aligned(instructions.nbytes), aligned(instructions.nbytes) + directions.nbytes
+    packed = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed[: instructions.nbytes] = instructions.view(-1).view(torch.uint8)
+    packed[begin:] = directions.view(-1).view(torch.uint8)
+    on_device = packed.to(device, non_blocking=True)
+    words, seeds = on_device[: instructions.nbytes], on_device[begin:].view(torch.int64)
+    return Table(words.view(torch.int32).view(-1, 5), words.view(torch.float32).view(-1, 5), seeds.view(-1, 2))
