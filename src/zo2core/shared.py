@@ -8,6 +8,7 @@ bit, those of the run alone. Only the reads, the decoding of quantised blocks an
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,17 +22,18 @@ import torch
 
 from zo2core.devices import choose_device
 from zo2core.errors import BusyError, MemoryBudgetError, OptionError
+from zo2core.kernels.encoding import decode
 from zo2core.perturbation import DensePerturbation
 from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy, RunRequest, RunSpec, decoded_bytes, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
-from zo2core.protocols import BlockModel, Device, Replaying, Visitor
+from zo2core.protocols import BlockModel, Device, Replaying, Store, Visitor
 from zo2core.schedulers import open_scheduler
 from zo2core.sources import SegmentStore
-from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
-from zo2core.sweep.shared_visitor import BlockDecoder, RunReplay, RunSegments, RunSweep, SharedVisitor, SweepEnded
+from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
+from zo2core.sweep.perturbers import named_views
 from zo2core.sweep.visitor import ExclusiveUse, sole_use
-from zo2core.types import Batch, Bucket, StepResult
+from zo2core.types import Batch, Bucket, ParameterSpec, SegmentKind, StepResult, flat_views, packed_bytes
 
 _PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
 
@@ -171,7 +173,7 @@ EngineT = TypeVar("EngineT", bound=Stepping)
 
 
 class _Opened:
-    """The source of the base, the scheduler, and what decodes blocks, for the plan at one time."""
+    """The source of the base, the scheduler, and memory for decoded blocks, for the plan at one time."""
 
     def __init__(self, model: BlockModel, device: Device, spec: RunSpec, *, overlap: bool) -> None:
         with ExitStack() as opened:
@@ -187,11 +189,24 @@ class _Opened:
             )
             opened.callback(source.close)
             self.scheduler = open_scheduler(source, device, self.timeline, overlap=overlap, kept=spec.kept)
-            helper = None
+            self._layouts, self._memory = model.layouts, device.empty(decoded_bytes(model.layouts))
+            self._helper: ThreadPoolExecutor | None = None
             if device.torch_device.type == "cpu":
-                helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-decode"))
-            self.decoder = BlockDecoder(model.layouts, device.empty(decoded_bytes(model.layouts)), helper)
+                self._helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-decode"))
             self.close = opened.pop_all().close
+
+    @torch.no_grad()
+    def decoded(self, index: int, store: Store) -> Store:
+        """Return a segment's parameters; a block's encoded ones are decoded, once for all runs."""
+        layout, decoded = self._layouts[index], list(store)
+        if layout.kind is not SegmentKind.BLOCK:  # embedding and head are decoded by each run, if at all
+            return store
+        views = iter(flat_views([spec.decoded for spec in layout.parameters if spec.encoding is not None], self._memory))
+        for position, spec in enumerate(layout.parameters):
+            if spec.encoding is not None:
+                decoded[position] = next(views)
+                decode(spec, store[position], decoded[position], self._helper)
+        return decoded
 
 
 class SharedBase:
@@ -232,7 +247,7 @@ class SharedBase:
             self._spec = self._planned([])
             self._closing = opened.pop_all()
         self._work = self.device.empty(0)
-        self.lockstep: Lockstep[_SweepRequest] = Lockstep(self._serve)  # makes sweeps of runs together
+        self.lockstep: Lockstep[_RunSweep] = Lockstep(self._serve)  # makes sweeps of runs together
         self._use = ExclusiveUse(type(self).__name__)
 
     @property
@@ -297,8 +312,7 @@ class SharedBase:
         _require_shareable(request)
         takes_steps = request.takes_steps or request.updates > 0 or request.trained_copies > 0
         changes = takes_steps and isinstance(request.perturbation, DensePerturbation)
-        segments = RunSegments(model, self._model, self.device, digests, changes_base=changes)
-        run = SharedRun(self, segments, timeline)
+        run = SharedRun(self, self._model, model, timeline, digests, changes_base=changes)
         with self._use.locked():  # an iteration over parameters has a bucket
             self._close_segments()
         try:
@@ -336,10 +350,10 @@ class SharedBase:
         self.close()
 
     @contextmanager
-    def replayed(self, segments: RunSegments, visitor: Replaying, index: int) -> Iterator[Bucket]:
+    def replayed(self, run: SharedRun, visitor: Replaying, index: int) -> Iterator[Bucket]:
         """Bring a run's part of a segment to the present version, with the run's parameters on the host."""
-        with self._use.locked(), self._segments().scheduler.replayed(RunReplay(segments, visitor), index) as bucket:
-            views = tuple(view.cpu() for view in segments.views(index, bucket.views))
+        with self._use.locked(), self._segments().scheduler.replayed(_RunReplay(run, visitor), index) as bucket:
+            views = tuple(view.cpu() for view in run.views(index, bucket.views))
             yield Bucket(index, bucket.data, views, bucket.version)
 
     def spare_bytes(self) -> int:
@@ -368,57 +382,125 @@ class SharedBase:
             self._opened.close()
             self._opened = None
 
-    def _serve(self, requests: Sequence[_SweepRequest]) -> None:
+    def _serve(self, sweeps: Sequence[_RunSweep]) -> None:
         """Make the sweeps of several runs: one for all whose orders begin alike."""
-        left = list(requests)
+        left = list(sweeps)
         while left:
-            longest = max((request.sweep.order for request in left), key=len)
-            together = [request for request in left if request.sweep.order == longest[: len(request.sweep.order)]]
-            left = [request for request in left if request not in together]
+            longest = max((sweep.order for sweep in left), key=len)
+            together = [sweep for sweep in left if sweep.order == longest[: len(sweep.order)]]
+            left = [sweep for sweep in left if sweep not in together]
             self._sweep(together, longest)
 
-    def _sweep(self, requests: Sequence[_SweepRequest], order: Sequence[int]) -> None:
-        sweeps = [request.sweep for request in requests]
+    def _sweep(self, sweeps: Sequence[_RunSweep], order: Sequence[int]) -> None:
         try:
             with self._use.locked():
                 opened = self._segments()
-                visitor = SharedVisitor(sweeps, self._model.layouts, opened.decoder, opened.digests)
-                opened.scheduler.sweep(visitor, order)
-        except SweepEnded:
+                opened.scheduler.sweep(_SharedVisitor(sweeps, self._model, opened), order)
+        except _SweepEnded:
             pass
         except Exception as error:  # whatever ends the sweep ends it for all runs in it, each of which raises it
             for sweep in sweeps:
                 sweep.error = sweep.error or error
             return
         for span in opened.timeline.take():
-            for request in requests:
-                request.timeline.note(*span[:5], track=span.track)
+            for sweep in sweeps:
+                sweep.run.timeline.note(*span[:5], track=span.track)
 
 
-class _SweepRequest(NamedTuple):
-    """A sweep that a run waits for."""
+class _RunSweep:
+    """What one run does in a shared sweep."""
 
-    sweep: RunSweep
-    timeline: Timeline  # of the run
+    def __init__(self, run: SharedRun, visitor: Visitor, order: Sequence[int]) -> None:
+        self.run, self.visitor, self.order = run, visitor, tuple(order)
+        self.error: Exception | None = None  # which ended it
+
+
+class _SweepEnded(Exception):  # noqa: N818 - no error
+    """No run is left in a sweep."""
+
+
+class _SharedVisitor:
+    """Visits segments for several runs, whose orders begin alike. A run that fails ends alone."""
+
+    def __init__(self, sweeps: Sequence[_RunSweep], model: BlockModel, opened: _Opened) -> None:
+        self._sweeps, self._layouts, self._opened = sweeps, model.layouts, opened
+        self._position = 0
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Let each run visit a segment. See the contract."""
+        commit(version)
+        here = [sweep for sweep in self._sweeps if sweep.error is None and self._position < len(sweep.order)]
+        self._position += 1
+        if not here:
+            raise _SweepEnded
+        digest = self._opened.digests.known(self._layouts[index])
+        decoded = self._opened.decoded(index, store)
+        for sweep in here:
+            try:
+                sweep.run.check(index, store, digest)
+                sweep.run.visit(sweep.visitor, index, decoded)
+            except Exception as error:  # of one run: it ends alone, and raises it
+                sweep.error = error
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Do nothing: the base does not change. See the contract."""
+        return version
+
+
+class _RunReplay(NamedTuple):
+    """Brings one run's part of a segment to the present version; the base does not change."""
+
+    run: SharedRun
+    visitor: Replaying
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring the run's part to the present version. See the contract."""
+        self.run.replay(self.visitor, index, store)
+        return version
 
 
 class SharedRun:
-    """A run's part of the shared base: a scheduler whose sweeps are made together with those of other runs."""
+    """A run's part of the shared base: a scheduler whose sweeps are made together with those of other runs.
 
-    def __init__(self, base: SharedBase, segments: RunSegments, timeline: Timeline) -> None:
-        self._base, self._segments, self._timeline = base, segments, timeline
+    The base is only read. What the run has beside it, such as an adapter's parameters, is in memory of its own, and so is
+    their version: the run's visitor cannot tell that others share its segments.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        shared: BlockModel,
+        model: BlockModel,
+        timeline: Timeline,
+        digests: BaseDigests,
+        *,
+        changes_base: bool,
+    ) -> None:
+        self._base, self._model, self.timeline, self._digests = base, model, timeline, digests
         self.activation_bytes = 0  # for its activations
+        self._checked: set[int] = set()
+        if [layout.kind for layout in model.layouts] != [layout.kind for layout in shared.layouts]:
+            raise _other_base(f"{len(model.layouts)} segments", f"the {len(shared.layouts)} segments of the shared base")
+        # For each parameter: its position in the base, or own memory.
+        self._sources: list[list[int | torch.Tensor]] = []
+        self._versions: list[int | None] = [None] * len(shared.layouts)  # of own memory; None: it has to be read
+        for index, layout in enumerate(model.layouts):
+            positions = _positions(model, shared, index, changes_base=changes_base)
+            own = [spec for spec in layout.parameters if spec.name not in positions]
+            memory = base.device.empty(packed_bytes(own))
+            sources: dict[str, int | torch.Tensor] = {**positions, **named_views(own, memory)}
+            self._sources.append([sources[spec.name] for spec in layout.parameters])
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        sweep = RunSweep(self._segments, visitor, order)
-        self._base.lockstep.request(_SweepRequest(sweep, self._timeline))
+        sweep = _RunSweep(self, visitor, order)
+        self._base.lockstep.request(sweep)
         if sweep.error is not None:
             raise sweep.error
 
     def replayed(self, visitor: Replaying, index: int) -> AbstractContextManager[Bucket]:
         """Bring one segment to the present version, with its bytes on the host. See the contract."""
-        return self._base.replayed(self._segments, visitor, index)
+        return self._base.replayed(self, visitor, index)
 
     def release_all(self) -> None:
         """Do nothing: nothing newer is on a device than the run's own memory. See the contract."""
@@ -426,6 +508,57 @@ class SharedRun:
     def leave(self) -> None:
         """Free the run's place."""
         self._base.leave(self)
+
+    def views(self, index: int, shared: Store) -> tuple[torch.Tensor, ...]:
+        """Return a segment's parameters in the order of the run's layout, given those of the base."""
+        return tuple(shared[source] if isinstance(source, int) else source for source in self._sources[index])
+
+    def visit(self, visitor: Visitor, index: int, shared: Store) -> None:
+        """Let the run's visitor visit a segment."""
+        store, version = self._at_version(index, shared)
+
+        def commit(committed: int) -> None:
+            self._versions[index] = committed
+
+        visitor.visit(index, store, version, commit)
+        if self._versions[index] is None:
+            self._versions[index] = version  # nothing was committed, so nothing was changed
+
+    def replay(self, visitor: Replaying, index: int, shared: Store) -> None:
+        """Let the run's visitor bring a segment to the present version."""
+        store, version = self._at_version(index, shared)
+        self._versions[index] = visitor.replay(index, store, version)
+
+    def check(self, index: int, shared: Store, digest: str) -> None:
+        """Compare the digest of a segment's base with that of the run, when the run first uses it."""
+        layout = self._model.layouts[index]
+        if index in self._checked or not self._digests.wants(layout):
+            return
+        self._checked.add(index)
+        if not all(isinstance(source, int) for source in self._sources[index]):
+            views = self._at_version(index, shared)[0]
+            self._versions[index] = 0
+            if any(view.device.type != "cpu" for view in views):
+                return  # a run alone computes the digest of this segment when it continues
+            own = SegmentDigest(views)
+            for number, view in enumerate(views):
+                own.add(number, 0, view.numel())
+            digest = own.value()
+        if digest:
+            self._digests.check(layout, digest, self._model.weights)
+
+    def _at_version(self, index: int, shared: Store) -> tuple[tuple[torch.Tensor, ...], int]:
+        """A segment's parameters and their version. The version is unknown until the visitor has said it."""
+        views, version = self.views(index, shared), self._versions[index]
+        if version is None:
+            for spec, source in zip(self._model.layouts[index].parameters, self._sources[index], strict=True):
+                if not isinstance(source, int):
+                    values = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
+                    self._model.weights.read_into(spec.name, values)
+                    source.copy_(values)
+            version = 0
+        self._versions[index] = None
+        return views, version
 
 
 def _require_shareable(request: RunRequest) -> None:
@@ -442,3 +575,50 @@ def _require_shareable(request: RunRequest) -> None:
             raise OptionError(
                 option, found=str(found), expected="none for a run of a shared base", remedy="pass it to SharedBase"
             )
+
+
+def _positions(model: BlockModel, base: BlockModel, index: int, *, changes_base: bool) -> dict[str, int]:
+    """Find the base's parameters in a segment of a run, and refuse those that are not the base's, or that would change.
+
+    An adapter may give a parameter another name, but it neither moves it nor puts parameters of its own into blocks.
+    """
+    layout, shared = model.layouts[index], base.layouts[index]
+    by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
+    files = {_file(base, spec) for spec in shared.parameters}
+    renamed = [spec for spec in layout.parameters if spec.name not in by_name and _file(model, spec) in files]
+    names = {spec.name for spec in layout.parameters}
+    left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
+    positions = {spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name}
+    positions.update(zip((spec.name for spec in renamed), left, strict=False))
+    for spec in layout.parameters:
+        if spec.name in positions:
+            expected = shared.parameters[positions[spec.name]]
+            _require_same(spec, expected, _file(model, spec), _file(base, expected))
+            if changes_base and not spec.frozen:
+                raise OptionError(
+                    "shared",
+                    found=f"a run that would change {spec.name}",
+                    expected="runs that only read the base",
+                    remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
+                )
+        elif not layout.resident or spec in renamed:
+            raise _other_base(spec.name, f"only the parameters that {shared.name} has")
+    return positions
+
+
+def _file(model: BlockModel, spec: ParameterSpec) -> str:
+    """The file of a parameter, by one path however the model was named."""
+    return os.path.realpath(model.weights.origin(spec.name))
+
+
+def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_file: str) -> None:
+    """Refuse a parameter that is not the base's."""
+    names = ("shape", "dtype", "encoding", "transfer_dtype")
+    attributes = {name: (getattr(spec, name), getattr(shared, name)) for name in names} | {"file": (file, shared_file)}
+    for name, (found, expected) in attributes.items():
+        if found != expected:
+            raise _other_base(f"{spec.name} of {name} {found}", f"{name} {expected}, as in the shared base")
+
+
+def _other_base(found: str, expected: str) -> OptionError:
+    return OptionError("shared", found=found, expected=expected, remedy="open the run's model as the shared base was opened")

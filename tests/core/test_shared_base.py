@@ -206,7 +206,7 @@ def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple
 
 def test_quantised_blocks_are_decoded_once_for_all_runs(four: tuple[SharedBase, dict[str, Any]]) -> None:
     shared, engines = four
-    with patch("zo2core.sweep.shared_visitor.decode") as decode, patch("zo2core.kernels.encoding.decode") as others:
+    with patch("zo2core.shared.decode") as decode, patch("zo2core.kernels.encoding.decode") as others:
         shared.step({engines["low-rank"]: batch_of(0, 0), engines["exact"]: batch_of(0, 0)})
     matrices = 7 * 3
     assert decode.call_count == matrices
