@@ -27,7 +27,7 @@ from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.profiling import Timeline, Trace
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Objective, Scheduler
 from zo2core.shared import SharedBase
-from zo2core.sweep.microbatch import evaluate, evaluate_objective
+from zo2core.sweep.microbatch import evaluate
 from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
 from zo2core.workers import Workers
@@ -301,9 +301,8 @@ class Engine:
         runner.use.require_open()
         if forward is None and isinstance(runner.model, Objective):
             forward = runner.model
-        if forward is not None:
-            return evaluate_objective(partial(self.forwards, forward=forward), batches, runner.micro_batch_size, forward)
-        return evaluate(self.forwards, batches, runner.micro_batch_size, runner.workers)
+        forwards = partial(self.forwards, forward=forward)
+        return evaluate(forwards, batches, runner.micro_batch_size, runner.workers, forward)
 
     def forwards(
         self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None

@@ -132,7 +132,7 @@ class MicroBatches(NamedTuple):
 
     objective: Objective | None  # None: the forward's own loss, a mean over labelled tokens
     batches: Sequence[Batch]
-    tokens: Sequence[int]  # labelled tokens of each micro-batch, if there are several
+    tokens: Sequence[int]  # labelled tokens of each micro-batch; of a single one they may be left out
 
     @property
     def weights(self) -> list[float] | None:
@@ -232,48 +232,10 @@ def evaluate(
     batches: Iterable[Batch],
     rows: int | None,
     workers: Workers,
+    objective: Objective | None = None,
 ) -> EvaluationResult:
-    """Compute the mean loss over batches."""
-    started = time.perf_counter()
-    tokens: list[list[int]] = []  # labelled tokens of each micro-batch of each batch
-    digest = 0  # of all batches
-
-    def micro_batches() -> Iterator[Batch]:
-        nonlocal digest
-        for number, batch in enumerate(batches):
-            digest ^= workers.digest([batch]) * (2 * number + 1) % 2**64
-            if number % workers.size != workers.rank:
-                continue
-            tokens.append([])
-            for micro_batch in split_rows(batch, rows):
-                tokens[-1].append(labelled_tokens(micro_batch))
-                yield micro_batch
-
-    sweeps = list(forwards(micro_batches()))
-    if workers.size == 1:
-        _require_outputs(sweeps)
-    outputs = chain.from_iterable(sweeps)
-    losses = [combined_loss(list(islice(outputs, len(of_batch))), of_batch).item() for of_batch in tokens]
-    workers.require_same("batches", digest)
-    of_all = workers.in_order(list(zip(losses, map(sum, tokens), strict=True)))
-    losses, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
-    if sum(counts) == 0:
-        raise BatchError(
-            "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
-        )
-    mean = math.fsum(loss * count for loss, count in of_all if count) / sum(counts)
-    seconds = time.perf_counter() - started
-    return EvaluationResult(mean, tuple(losses), sum(counts), len(sweeps), seconds, tuple(counts))
-
-
-def evaluate_objective(
-    forwards: Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]],
-    batches: Iterable[Batch],
-    rows: int | None,
-    objective: Objective,
-) -> EvaluationResult:
-    """Evaluate an objective for all batches together, and for each batch."""
-    if not isinstance(objective, Objective):
+    """Compute the mean loss over batches, which the workers share, or an objective for all batches and for each."""
+    if objective is not None and not isinstance(objective, Objective):
         raise OptionError(
             "forward",
             found=f"a {type(objective).__name__} without split and loss",
@@ -281,25 +243,40 @@ def evaluate_objective(
             remedy="add these two methods, or use forwards()",
         )
     started = time.perf_counter()
-    split: list[Sequence[Batch]] = []  # micro-batches of each batch
+    split: list[MicroBatches] = []  # of each batch; an objective needs them later, the model's loss only their tokens
+    digest = 0  # of all batches
 
     def micro_batches() -> Iterator[Batch]:
-        for batch in batches:
-            split.append(objective.split(batch, rows) or [batch])
-            yield from split[-1]
-
-    def loss(outputs: Sequence[torch.Tensor], of: Sequence[Batch]) -> float:
-        return require_number(objective.loss(outputs, of)).item()
+        nonlocal digest
+        for number, batch in enumerate(batches):
+            if objective is not None:
+                parts = objective.split(batch, rows) or [batch]
+                split.append(MicroBatches(objective, parts, [0] * len(parts)))
+                yield from parts
+                continue
+            digest ^= workers.digest([batch]) * (2 * number + 1) % 2**64
+            if number % workers.size == workers.rank:
+                parts = split_rows(batch, rows)
+                split.append(MicroBatches(None, (), [labelled_tokens(part) for part in parts]))
+                yield from parts
 
     sweeps = list(forwards(micro_batches()))
-    _require_outputs(sweeps)
+    if not any(sweeps) and (objective is not None or workers.size == 1):
+        raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
     outputs = list(chain.from_iterable(sweeps))
     in_order = iter(outputs)
-    losses = tuple(loss(list(islice(in_order, len(of_batch))), of_batch) for of_batch in split)
-    total = loss(outputs, list(chain.from_iterable(split)))
-    return EvaluationResult(total, losses, 0, len(sweeps), time.perf_counter() - started)
-
-
-def _require_outputs(sweeps: Sequence[Sequence[torch.Tensor]]) -> None:
-    if not any(sweeps):
-        raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
+    losses = [of_batch.loss(list(islice(in_order, len(of_batch.tokens)))).item() for of_batch in split]
+    if objective is not None:
+        of_all = MicroBatches(objective, [part for of_batch in split for part in of_batch.batches], [])
+        total = of_all.loss(outputs).item()
+        return EvaluationResult(total, tuple(losses), 0, len(sweeps), time.perf_counter() - started)
+    workers.require_same("batches", digest)
+    gathered = workers.in_order([(loss, sum(of_batch.tokens)) for loss, of_batch in zip(losses, split, strict=True)])
+    losses, counts = [loss for loss, _ in gathered], [count for _, count in gathered]
+    if sum(counts) == 0:
+        raise BatchError(
+            "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
+        )
+    mean = math.fsum(loss * count for loss, count in gathered if count) / sum(counts)
+    seconds = time.perf_counter() - started
+    return EvaluationResult(mean, tuple(losses), sum(counts), len(sweeps), seconds, tuple(counts))
