@@ -36,7 +36,7 @@ from zo2core.errors import (
 )
 from zo2core.planning.memory import DevicePlan
 from zo2core.shared import Lockstep
-from zo2core.sources.segment_store import SegmentLoader
+from zo2core.sources import SegmentStore
 from zo2core.sweep.gradient_visitor import GraphRoom
 from zo2core.types import Lane
 
@@ -189,13 +189,13 @@ def four(bases: Mapping[str, Path]) -> Iterator[tuple[SharedBase, dict[str, Any]
 def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple[SharedBase, dict[str, Any]]) -> None:
     shared, engines = four
     reads: list[int] = []
-    load = SegmentLoader.load
+    load = SegmentStore._begin_reads
 
-    def counted(self: SegmentLoader, segment: int, *arguments: Any, **options: Any) -> Any:
+    def counted(self: SegmentStore, segment: int, *arguments: Any, **options: Any) -> Any:
         reads.append(segment)
         return load(self, segment, *arguments, **options)
 
-    with patch.object(SegmentLoader, "load", counted):
+    with patch.object(SegmentStore, "_begin_reads", counted):
         results = stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
     # One bucket: the last block stays for the turn, and the first one of the next sweep may be read ahead.
     assert sorted(reads[:7]) == [0, 1, 1, 2, 2, 3, 4]
@@ -274,7 +274,7 @@ def test_functions_run_one_at_a_time_and_in_order(four: tuple[SharedBase, dict[s
 
 def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: tuple[SharedBase, dict[str, Any]]) -> None:
     shared, engines = four
-    with patch.object(SegmentLoader, "load", side_effect=OSError("gone")):
+    with patch.object(SegmentStore, "_begin_reads", side_effect=OSError("gone")):
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
     assert all(isinstance(result, OSError) for result in results.values())
     assert all(engine.version == 0 for engine in engines.values())

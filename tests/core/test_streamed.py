@@ -19,7 +19,7 @@ from zo2core import BlockLayout, HostDevice, ParameterSpec, SegmentKind, Segment
 from zo2core.errors import OptionError, ScratchError
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
-from zo2core.sources.segment_store import READERS, SegmentLoader
+from zo2core.sources.segment_store import READERS
 from zo2core.sources.slot_file import Scratch
 
 
@@ -77,14 +77,15 @@ def test_blocks_are_read_ahead_along_the_order_and_round_its_end() -> None:
     source.close()
 
 
-def test_what_was_not_read_when_a_loader_was_closed_does_not_count() -> None:
+def test_what_was_not_read_when_a_source_was_closed_does_not_count() -> None:
     weights = CountingWeights()
     specs = tuple(ParameterSpec(f"p{i}", (4,), torch.float32, i, True) for i in range(READERS + 1))
-    loader = SegmentLoader(weights, (BlockLayout("block", SegmentKind.BLOCK, specs),))
+    source = SegmentStore(weights, (BlockLayout("block", SegmentKind.BLOCK, specs),), HostDevice().host_memory)
     weights.go.clear()
-    loading = loader.load(0, torch.empty(0, dtype=torch.uint8), [torch.zeros(4) for _ in specs])
+    source.prefetch([0])
+    loading = source._own[0].state.loading  # type: ignore[union-attr]
     threading.Timer(0.2, weights.go.set).start()
-    loader.close()
+    source.close()
     assert sum(weights.reads.values()) == READERS, "those that had begun"
     assert loading.done()
     with pytest.raises(CancelledError):

@@ -210,114 +210,6 @@ class Loading:
         return self.check()
 
 
-class SegmentLoader:
-    """Threads that read segments."""
-
-    def __init__(
-        self,
-        weights: TensorReader,
-        layouts: Sequence[BlockLayout],
-        scratch: SlotFile | None = None,
-        base_digests: BaseDigests | None = None,
-        timeline: Timeline | None = None,
-    ) -> None:
-        self._weights = weights
-        self._layouts = layouts
-        self._scratch = scratch
-        self._base_digests = base_digests or BaseDigests({}, learns=False)
-        self._timeline = timeline or Timeline()
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
-        self._closed = False
-
-    def load(
-        self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor], *, weights: bool = True, states: bool = True
-    ) -> Loading:
-        """Start filling a segment's memory and return at once.
-
-        Args:
-            segment: The segment.
-            pages: Its memory.
-            views: Views of its parameters and states in the memory.
-            weights: Whether its parameters are read; they may be left out where its states follow them.
-            states: Whether its optimizer's states are read, if the segment was written. They are always read with bytes
-                that have not been compared with their checksum.
-        """
-        scratch, layout = self._scratch, self._layouts[segment]
-        if scratch is None or scratch.version(segment) == 0:
-            assert weights, "states are left out where they are written"
-            return self._load_base(segment, views)
-        is_unchecked = scratch.is_unchecked(segment)
-        states = states or not layout.states or is_unchecked
-        end = whole_pages(layout.nbytes) if states else layout.weight_bytes
-        starts = range(0 if weights else layout.weight_bytes, end, CHUNK)
-        version, checksums = scratch.version(segment), [0] * len(starts)
-
-        def read(index: int, out: torch.Tensor) -> None:
-            scratch.read(segment, out, starts[index])
-            if is_unchecked:
-                checksums[index] = chunk_checksum(byte_view(out))  # while the bytes are in a cache
-
-        def check() -> bool:
-            return not is_unchecked or scratch.confirm(segment, checksums)
-
-        chunks = [pages[start : min(start + CHUNK, end)] for start in starts]
-        reads: list[_Read] = [(out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)]
-        return Loading(self._submit(segment, reads), version, check, has_states=states)
-
-    def _load_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
-        layout, digests = self._layouts[segment], self._base_digests
-        count = len(layout.parameters)
-        views, states = views[:count], views[count:]
-        digest = SegmentDigest(views) if digests.wants(layout) else None
-
-        def read(parameter: int, start: int, stop: int) -> None:
-            # `.data` has its own version counter. Slices of one memory share theirs, and torch.autograd refuses a graph on
-            # another slice if it changes.
-            self._weights.read_into(layout.parameters[parameter].name, views[parameter].data[start:stop], start)
-            if digest is not None:
-                digest.add(parameter, start, stop)
-
-        def check() -> bool:
-            if digest is not None:
-                digests.check(layout, digest.value(), self._weights)
-            return True
-
-        reads: list[_Read] = []
-        for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
-            step, offset = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
-            bounds = [0, *range(step - offset, view.numel(), step), view.numel()]  # at page boundaries
-            itemsize = self._weights.itemsize(spec.name)
-            reads += [
-                ((stop - start) * itemsize, partial(read, parameter, start, stop))
-                for start, stop in itertools.pairwise(bounds)
-            ]
-        reads += [(0, state.data.zero_) for state in states]  # of a segment without a step they are zero
-        return Loading(self._submit(segment, reads), 0, check)
-
-    def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:
-        """Start all reads as one task per thread; submitting each read would take the caller 40 us."""
-        gathered = Gathered(self._timeline, Lane.READ, self._layouts[segment].name, len(reads))
-        queue = deque(reads)
-
-        def run_reads() -> None:
-            while True:
-                try:
-                    nbytes, read = queue.popleft()
-                except IndexError:
-                    return
-                if self._closed:
-                    raise CancelledError
-                with gathered.part(nbytes):
-                    read()
-
-        return [self._pool.submit(run_reads) for _ in range(min(READERS, len(reads)))]
-
-    def close(self) -> None:
-        """Drop reads that have not started, and wait for the others."""
-        self._closed = True
-        self._pool.shutdown(cancel_futures=True)
-
-
 READ_AHEAD = 2  # blocks: one is ready while the next one is read. More would evict blocks that are kept for later
 NEVER = sys.maxsize  # rank of a segment that is not needed
 
@@ -405,9 +297,12 @@ class SegmentStore:
             )
         self.layouts = tuple(layouts)
         self.write_back_every = write_back_every
+        self._weights = weights
         self._scratch = scratch
+        self._base_digests = base_digests or BaseDigests({}, learns=False)
         self._timeline = timeline or Timeline()
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self.layouts, scratch, base_digests, self._timeline)
+        self._closed = False
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
         self._writes: dict[int, Future[None]] = {}
         self._failed_write: BaseException | None = None  # not reported yet
@@ -434,20 +329,19 @@ class SegmentStore:
     def prefetch(self, order: Sequence[int]) -> int:
         """Read ahead along this order from now on. See the contract."""
         with self._lock:
-            self._open_loader()
+            self._require_open()
             self._ranks, self._next_rank = dict(zip(order, range(len(order)), strict=True)), len(order)
             self._read_ahead()
             held = (self._holding.get(segment) for segment in self._ahead())
             return sum(1 for _ in itertools.takewhile(lambda one: one is not None and self._is_idle(one.state), held))
 
     def close(self) -> None:
-        """Wait for reads and writes in flight and free the memory."""
+        """Drop reads that have not started, wait for reads and writes in flight, and free the memory."""
         with self._lock:
-            loader, self._loader = self._loader, None
-        if loader is not None:
-            loader.close()
-            for memory in (self._ring, self._own, self._holding):
-                memory.clear()
+            self._closed = True
+        self._readers.shutdown(cancel_futures=True)
+        for memory in (self._ring, self._own, self._holding):
+            memory.clear()
         self._writer.shutdown()
         if self._scratch is not None:
             self._scratch.close()
@@ -456,7 +350,7 @@ class SegmentStore:
         """Wait until a segment is read. See the contract."""
         self._wait_for_write(index)
         with self._lock:
-            self._open_loader()
+            self._require_open()
             self._report_failed_write()
             memory = self._holding.get(index) or self._memory_for(index)
             assert memory is not None, "not all buckets are acquired"
@@ -495,7 +389,7 @@ class SegmentStore:
             segments: Fewer blocks than there are buckets. Segments that were pinned until now have to be written.
         """
         with self._lock:
-            self._open_loader()
+            self._require_open()
             blocks = sum(not self.layouts[segment].resident for segment in segments)
             assert blocks < len(self._ring), "other blocks need a bucket"
             self._pinned = frozenset(segments)
@@ -522,7 +416,7 @@ class SegmentStore:
             ScratchError: if a segment cannot be written.
         """
         with self._lock:
-            self._open_loader()
+            self._require_open()
             for segment, memory in list(self._holding.items()):
                 if isinstance(memory.state, _Held) and not self._is_being_written(segment):
                     self._write_if_due(segment, memory, memory.state.loading.version)
@@ -584,7 +478,7 @@ class SegmentStore:
     def _read_ahead(self) -> None:
         """Start reading the next segments, as far as that evicts only segments that are needed later."""
         with self._lock:
-            if self._loader is None:
+            if self._closed:
                 return
             for segment in self._ahead():
                 if segment not in self._holding and (memory := self._memory_for(segment, idle=True)) is not None:
@@ -649,17 +543,98 @@ class SegmentStore:
             raise
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
-        views, states = memory.views(segment, self.layouts[segment]), self._needs_states or segment in self._own
+        """Start reading a segment into memory, with its optimizer states if they are needed."""
         with self._lock:
-            loading = self._open_loader().load(segment, memory.pages, views, states=states)
+            loading = self._begin_reads(segment, memory, states=self._needs_states or segment in self._own)
             memory.states = _NO_READS if loading.has_states else None
             return loading
+
+    def _begin_reads(self, segment: int, memory: _BucketMemory, *, weights: bool = True, states: bool = True) -> Loading:
+        """Start filling a segment's memory and return at once.
+
+        Args:
+            segment: The segment.
+            memory: Its memory.
+            weights: Whether its parameters are read; they may be left out where its states follow them.
+            states: Whether its optimizer's states are read, if the segment was written. They are always read with bytes
+                that have not been compared with their checksum.
+        """
+        self._require_open()
+        scratch, layout = self._scratch, self.layouts[segment]
+        if scratch is None or scratch.version(segment) == 0:
+            assert weights, "states are left out where they are written"
+            return self._read_base(segment, memory.views(segment, layout))
+        is_unchecked = scratch.is_unchecked(segment)
+        states = states or not layout.states or is_unchecked
+        end = whole_pages(layout.nbytes) if states else layout.weight_bytes
+        starts = range(0 if weights else layout.weight_bytes, end, CHUNK)
+        version, checksums = scratch.version(segment), [0] * len(starts)
+
+        def read(index: int, out: torch.Tensor) -> None:
+            scratch.read(segment, out, starts[index])
+            if is_unchecked:
+                checksums[index] = chunk_checksum(byte_view(out))  # while the bytes are in a cache
+
+        def check() -> bool:
+            return not is_unchecked or scratch.confirm(segment, checksums)
+
+        chunks = [memory.pages[start : min(start + CHUNK, end)] for start in starts]
+        reads: list[_Read] = [(out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)]
+        return Loading(self._submit(segment, reads), version, check, has_states=states)
+
+    def _read_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
+        layout, digests = self.layouts[segment], self._base_digests
+        count = len(layout.parameters)
+        views, states = views[:count], views[count:]
+        digest = SegmentDigest(views) if digests.wants(layout) else None
+
+        def read(parameter: int, start: int, stop: int) -> None:
+            # `.data` has its own version counter. Slices of one memory share theirs, and torch.autograd refuses a graph on
+            # another slice if it changes.
+            self._weights.read_into(layout.parameters[parameter].name, views[parameter].data[start:stop], start)
+            if digest is not None:
+                digest.add(parameter, start, stop)
+
+        def check() -> bool:
+            if digest is not None:
+                digests.check(layout, digest.value(), self._weights)
+            return True
+
+        reads: list[_Read] = []
+        for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
+            step, offset = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
+            bounds = [0, *range(step - offset, view.numel(), step), view.numel()]  # at page boundaries
+            itemsize = self._weights.itemsize(spec.name)
+            reads += [
+                ((stop - start) * itemsize, partial(read, parameter, start, stop))
+                for start, stop in itertools.pairwise(bounds)
+            ]
+        reads += [(0, state.data.zero_) for state in states]  # of a segment without a step they are zero
+        return Loading(self._submit(segment, reads), 0, check)
+
+    def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:
+        """Start all reads as one task per thread; submitting each read would take the caller 40 us."""
+        gathered = Gathered(self._timeline, Lane.READ, self.layouts[segment].name, len(reads))
+        queue = deque(reads)
+
+        def run_reads() -> None:
+            while True:
+                try:
+                    nbytes, read = queue.popleft()
+                except IndexError:
+                    return
+                if self._closed:
+                    raise CancelledError
+                with gathered.part(nbytes):
+                    read()
+
+        return [self._readers.submit(run_reads) for _ in range(min(READERS, len(reads)))]
 
     def _start_states(self, segment: int, memory: _BucketMemory) -> Loading:
         """Start reading the optimizer states of an acquired segment, if it was read without them."""
         if memory.states is None:
             with self._lock:
-                memory.states = self._open_loader().load(segment, memory.pages, (), weights=False)
+                memory.states = self._begin_reads(segment, memory, weights=False)
         return memory.states
 
     def _wait_for_states(self, segment: int, memory: _BucketMemory) -> None:
@@ -668,8 +643,6 @@ class SegmentStore:
             memory.states = None
         loading.wait()
 
-    def _open_loader(self) -> SegmentLoader:
-        """The reading threads of a source that is open."""
-        if self._loader is None:
+    def _require_open(self) -> None:
+        if self._closed:
             raise ClosedError("SegmentStore", found="a closed source", expected="an open one", remedy="open it again")
-        return self._loader
