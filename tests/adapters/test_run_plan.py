@@ -23,7 +23,7 @@ from zo2adapters.models.batches import KeptLosses
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
-from zo2adapters.trainers import run_plan
+from zo2adapters.trainers import run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import FirstOrder, Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
@@ -489,6 +489,27 @@ def test_the_first_line_has_method_time_memory_and_disk(here: Path, more: list[o
     assert first.startswith(begins)
     writes = f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute" if "--method" in more else "negligible"
     assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} free[.] Disk writes: {writes}", first)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_measured_steps_correct_the_plan_of_a_long_run(here: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
+    planned = run_plan.plan_run
+    step = 50.0 if is_wrong else 20.0
+
+    def told(*given: Any, **options: Any) -> RunPlan:
+        plan = planned(*given, **options)
+        plan = replace(plan, forward_seconds=step, update_seconds=0.0, disk_seconds=0.0)
+        return replace(plan, host_plan=replace(plan.host_plan, parts=(MemoryPart("all", 100),)))
+
+    monkeypatch.setattr(run_plan, "plan_run", told)
+    monkeypatch.setattr(trainer, "peak_memory", lambda: 100)
+    monkeypatch.setattr(trainer.statistics, "median", lambda _: 20.0)  # seconds of a step
+    corrections = [line for line in lines("--lr", 1e-3, "--steps", 6) if line.startswith("measured")]
+    expected = (
+        "measured in 3 steps: 20 s a step (planned: 50 s), about 60 s left; peak memory 100 bytes (planned: 100 bytes)"
+    )
+    assert corrections == ([expected] if is_wrong else [])
 
 
 def test_memory_that_is_limited_is_called_so(here: Path) -> None:

@@ -107,6 +107,11 @@ class StepBar(tqdm):  # type: ignore[type-arg]
             self.last_print_t += seconds
 
     @property
+    def evaluation_seconds(self) -> float:
+        """Expected seconds of the remaining evaluations."""
+        return self._evaluations * self._longest
+
+    @property
     def format_dict(self) -> dict[str, Any]:
         """The values of tqdm, with elapsed and remaining time including evaluations."""
         values: dict[str, Any] = dict(super().format_dict)
@@ -116,5 +121,5 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         rate = values["rate"] or (taken / elapsed if elapsed else 0.0)
         left = "?"
         if rate and taken:
-            left = self.format_interval((values["total"] - values["n"]) / rate + self._evaluations * self._longest)
+            left = self.format_interval((values["total"] - values["n"]) / rate + self.evaluation_seconds)
         return {**values, "spent": self.format_interval(elapsed + self._evaluated), "left": left}

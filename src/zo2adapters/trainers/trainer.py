@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow, training_batches
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
-from zo2adapters.trainers.allocator import with_kept_memory
+from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
@@ -51,7 +52,7 @@ from zo2adapters.trainers.run_directory import (
     require_same_files,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_plan import first_line, planned
+from zo2adapters.trainers.run_plan import duration, first_line, planned
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import (
@@ -64,8 +65,13 @@ from zo2core.errors import (
 )
 from zo2core.io.durable import open_no_follow
 from zo2core.ranges import counted
+from zo2core.types import shown_bytes
 
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # errors of a disk, after whose repair runs resume
+
+_MEASURED = 3  # steps after which a plan is compared with what they took
+_WRONG_TIME, _WRONG_MEMORY = 1.3, 1.1  # factors from which on a plan is corrected
+_LONG = 60  # seconds that are left from which on a plan is corrected
 
 
 class Trainer:
@@ -183,12 +189,16 @@ class Trainer:
 
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
-        host, engine = self.host_plan, self.engine
-        if self.plan is not None and self.plan.host_plan.buckets == host.buckets:
-            host = self.plan.host_plan  # with the graphs that a first-order step keeps in spare memory
-        memory = self._method.storage(self._model, host, engine.device_plan, engine.write_back_every)
+        engine = self.engine
+        memory = self._method.storage(self._model, self._told_plan, engine.device_plan, engine.write_back_every)
         line = memory if self.plan is None else f"{first_line(self.options, self.plan)} {memory}"
         return [line, *self.notices()]
+
+    @property
+    def _told_plan(self) -> HostPlan:
+        """The plan of host memory, with the graphs that a first-order step keeps in spare memory."""
+        is_same = self.plan is not None and self.plan.host_plan.buckets == self.host_plan.buckets
+        return self.plan.host_plan if self.plan is not None and is_same else self.host_plan
 
     def how_to_continue(self) -> str:
         """Lines that say how to continue the interrupted run."""
@@ -262,7 +272,7 @@ class Trainer:
             ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._method.shared is not None),
         ):
-            snapshots = self._method.snapshot_bytes(engine)
+            snapshots, seconds = self._method.snapshot_bytes(engine), list[float]()
             while True:
                 at = engine.version
                 is_due = options.is_evaluated_after(at)
@@ -282,10 +292,27 @@ class Trainer:
                 record = step_record(engine.journal.steps[result.step], result, batch, measured)
                 if result.step >= recorded:
                     metrics.row(record)
+                seconds.append(record["seconds"])
+                if len(seconds) == _MEASURED and (correction := self._correction(seconds, bar)):
+                    lines.append(correction)
                 for line in lines:
                     self._print(bar, line)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
+
+    def _correction(self, seconds: Sequence[float], bar: StepBar) -> str | None:
+        """A line with the measured time and memory of a long run's first steps, unless the plan told the same."""
+        step, used, planned = statistics.median(seconds), peak_memory(), self._told_plan.nbytes
+        left = (self.options.steps - self.engine.version) * step + bar.evaluation_seconds
+        if self._quiet or self._label is not None or left < _LONG:
+            return None
+        measured, memory = f"{duration(step)} a step", f"peak memory {shown_bytes(used)}"
+        if self.plan is not None:
+            told = self.plan.seconds
+            if max(step, told) <= _WRONG_TIME * min(step, told) and max(used, planned) <= _WRONG_MEMORY * min(used, planned):
+                return None
+            measured, memory = f"{measured} (planned: {duration(told)})", f"{memory} (planned: {shown_bytes(planned)})"
+        return f"measured in {counted(len(seconds), 'step')}: {measured}, about {duration(left)} left; {memory}"
 
     def _export(self) -> Path:
         """Write the model, unless an earlier process did: a directory appears whole or not at all."""
