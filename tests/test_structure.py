@@ -157,7 +157,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 956,
     "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2686,
-    "zo2adapters/trainers": 4419,
+    "zo2adapters/trainers": 4444,
     "zo2core": 4986,
     "zo2core/checkpoint": 726,
     "zo2core/io": 390,

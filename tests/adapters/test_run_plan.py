@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -504,7 +505,7 @@ def test_measured_steps_correct_the_plan_of_a_long_run(here: Path, monkeypatch: 
 
     monkeypatch.setattr(run_plan, "plan_run", told)
     monkeypatch.setattr(trainer, "peak_memory", lambda: 100)
-    monkeypatch.setattr(trainer.statistics, "median", lambda _: 20.0)  # seconds of a step
+    monkeypatch.setattr(statistics, "median", lambda _: 20.0)  # seconds of a step
     corrections = [line for line in lines("--lr", 1e-3, "--steps", 6) if line.startswith("measured")]
     expected = (
         "measured in 3 steps: 20 s a step (planned: 50 s), about 60 s left; peak memory 100 bytes (planned: 100 bytes)"
