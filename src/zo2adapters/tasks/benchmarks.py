@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
 from zo2adapters.tasks.rows import shuffled
 from zo2core.errors import DataError, OptionError
+from zo2core.ranges import require_whole
 
 Row = Mapping[str, Any]
 Rows = list[dict[str, Any]]
@@ -49,17 +50,25 @@ def _label(row: Row, *names: str) -> int:
     raise row_error(repr(value)[:40], f"one of {', '.join(names)}, or its number", "use rows with labels")
 
 
+def _template(prompt: str, candidates: Sequence[str], *labels: str) -> Callable[[Row], Rows]:
+    """Questions whose prompt is a text with columns in it, and whose candidates stand for the labels, in order."""
+    return lambda row: _question(prompt.format_map(row), candidates, _label(row, *labels))
+
+
+def _pair(instruction: str, first: str, second: str, candidates: Sequence[str], *labels: str) -> Callable[[Row], Rows]:
+    """Questions about two sentences, each of a column."""
+    prompt = f"{instruction} Yes or No?\nSentence 1: {{{first}}}\nSentence 2: {{{second}}}\n"
+    return _template(prompt, candidates, *labels)
+
+
+_NO_YES, _YES_NO, _YES_NO_MAYBE = ("No", "Yes"), ("Yes", "No"), ("Yes", "No", "Maybe")
+
+
 def _boolq(row: Row) -> Rows:
     """BoolQ: is the answer to a question about a passage yes?"""
     text = row["question"] if row["question"].endswith("?") else f"{row['question']}?"
     prompt = f"{row['passage']} {text[:1].upper()}{text[1:]}\n"
-    return _question(prompt, ("No", "Yes"), _label(row, "no", "yes"))
-
-
-def _cb(row: Row) -> Rows:
-    """CommitmentBank: does a premise entail a hypothesis, contradict it, or neither?"""
-    prompt = f'Suppose {row["premise"]} Can we infer that "{row["hypothesis"]}"? Yes, No, or Maybe?\n'
-    return _question(prompt, ("Yes", "No", "Maybe"), _label(row, "entailment", "contradiction", "neutral"))
+    return _question(prompt, _NO_YES, _label(row, "no", "yes"))
 
 
 _CONJUNCTIONS = {"cause": "because", "effect": "so"}
@@ -85,13 +94,6 @@ def _drop(row: Row) -> Rows:
     return [{"prompt": prompt, "completion": f" {answers[0]}\n", "answers": answers}]
 
 
-def _mrpc(row: Row) -> Rows:
-    """MRPC: do two sentences mean the same?"""
-    instruction = "Do the following two sentences mean the same thing? Yes or No?"
-    prompt = f"{instruction}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
-    return _question(prompt, ("No", "Yes"), _label(row, "not_equivalent", "equivalent"))
-
-
 def _multirc(row: Row) -> Rows:
     """MultiRC: is an answer to a question about a paragraph right? Each answer gives a row."""
     if "passage" not in row:
@@ -107,21 +109,7 @@ def _multirc(row: Row) -> Rows:
 
 def _multirc_question(paragraph: str, text: str, answer: str, labelled: Row) -> Rows:
     prompt = f'{paragraph}\nQuestion: {text}\nI found this answer "{answer}". Is that correct? Yes or No?\n'
-    return _question(prompt, ("No", "Yes"), _label(labelled, "no", "yes"))
-
-
-def _qnli(row: Row) -> Rows:
-    """QNLI: does a sentence answer a question?"""
-    instruction = "Does this sentence answer the question? Yes or No?"
-    prompt = f"{instruction}\nSentence 1: {row['question']}\nSentence 2: {row['sentence']}\n"
-    return _question(prompt, ("Yes", "No"), _label(row, "entailment", "not_entailment"))
-
-
-def _qqp(row: Row) -> Rows:
-    """QQP: do two questions ask the same?"""
-    instruction = "Are these two questions asking the same thing? Yes or No?"
-    prompt = f"{instruction}\nQuestion 1: {row['question1']}\nQuestion 2: {row['question2']}\n"
-    return _question(prompt, ("No", "Yes"), _label(row, "not_duplicate", "duplicate"))
+    return _question(prompt, _NO_YES, _label(labelled, "no", "yes"))
 
 
 def _record(row: Row) -> Rows:
@@ -143,12 +131,6 @@ def _record_question(passage: str, query: str, entities: list[str], answers: lis
     return _question(prompt, [f" {query.replace('@placeholder', entity)}" for entity in entities], right)
 
 
-def _rte(row: Row) -> Rows:
-    """RTE: does a premise entail a hypothesis?"""
-    prompt = f'{row["premise"]}\nDoes this mean that "{row["hypothesis"]}" is true? Yes or No?\n'
-    return _question(prompt, ("Yes", "No"), _label(row, "entailment", "not_entailment"))
-
-
 def _squad(row: Row) -> Rows:
     """SQuAD: answer a question with words of a paragraph."""
     answers = row["answers"]["text"]
@@ -162,13 +144,6 @@ def _sst2(row: Row) -> Rows:
     return _question(prompt, (" terrible", " great"), _label(row, "negative", "positive"))
 
 
-def _wic(row: Row) -> Rows:
-    """Words in context: has a word the same meaning in two sentences?"""
-    instruction = f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?'
-    prompt = f"{instruction}\n{row['sentence1']}\n{row['sentence2']}\n"
-    return _question(prompt, ("No", "Yes"), _label(row, "no", "yes"))
-
-
 def _winogrande(row: Row) -> Rows:
     """WinoGrande: which of two nouns belongs in a sentence? The candidates are the noun and the rest of the sentence."""
     before, _, after = row["sentence"].partition("_")
@@ -176,39 +151,39 @@ def _winogrande(row: Row) -> Rows:
     return _question(before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer)
 
 
-def _wnli(row: Row) -> Rows:
-    """WNLI: does one sentence follow from another?"""
-    instruction = "Given the first sentence, is the second sentence true? Yes or No?"
-    prompt = f"{instruction}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
-    return _question(prompt, ("No", "Yes"), _label(row, "not_entailment", "entailment"))
-
-
 def _wsc(row: Row) -> Rows:
     """Winograd schemas: does a pronoun refer to a noun?"""
     spans = row.get("target", row)  # an object in the benchmark's own files
     noun, pronoun = spans["span1_text"], spans["span2_text"].lower()
     prompt = f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n'
-    return _question(prompt, ("No", "Yes"), _label(row, "no", "yes"))
+    return _question(prompt, _NO_YES, _label(row, "no", "yes"))
 
 
+_CB = 'Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?\n'
+_RTE = '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'
+_WIC = 'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n{sentence1}\n{sentence2}\n'
+_MRPC = "Do the following two sentences mean the same thing?", "sentence1", "sentence2"
+_QNLI = "Does this sentence answer the question?", "question", "sentence"
+_QQP = "Are these two questions asking the same thing? Yes or No?\nQuestion 1: {question1}\nQuestion 2: {question2}\n"
+_WNLI = "Given the first sentence, is the second sentence true?", "sentence1", "sentence2"
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("boolq", "aps/super_glue:boolq", _boolq),
-        Benchmark("cb", "aps/super_glue:cb", _cb),
+        Benchmark("cb", "aps/super_glue:cb", _template(_CB, _YES_NO_MAYBE, "entailment", "contradiction", "neutral")),
         Benchmark("copa", "aps/super_glue:copa", _copa),
         Benchmark("drop", "ucinlp/drop", _drop),
-        Benchmark("mrpc", "nyu-mll/glue:mrpc", _mrpc),
+        Benchmark("mrpc", "nyu-mll/glue:mrpc", _pair(*_MRPC, _NO_YES, "not_equivalent", "equivalent")),
         Benchmark("multirc", "aps/super_glue:multirc", _multirc),
-        Benchmark("qnli", "nyu-mll/glue:qnli", _qnli),
-        Benchmark("qqp", "nyu-mll/glue:qqp", _qqp),
+        Benchmark("qnli", "nyu-mll/glue:qnli", _pair(*_QNLI, _YES_NO, "entailment", "not_entailment")),
+        Benchmark("qqp", "nyu-mll/glue:qqp", _template(_QQP, _NO_YES, "not_duplicate", "duplicate")),
         Benchmark("record", "aps/super_glue:record", _record),
-        Benchmark("rte", "aps/super_glue:rte", _rte),
+        Benchmark("rte", "aps/super_glue:rte", _template(_RTE, _YES_NO, "entailment", "not_entailment")),
         Benchmark("squad", "rajpurkar/squad", _squad),
         Benchmark("sst2", "nyu-mll/glue:sst2", _sst2),
-        Benchmark("wic", "aps/super_glue:wic", _wic),
+        Benchmark("wic", "aps/super_glue:wic", _template(_WIC, _NO_YES, "no", "yes")),
         Benchmark("winogrande", "allenai/winogrande:winogrande_debiased", _winogrande),
-        Benchmark("wnli", "nyu-mll/glue:wnli", _wnli),
+        Benchmark("wnli", "nyu-mll/glue:wnli", _pair(*_WNLI, _NO_YES, "not_entailment", "entailment")),
         Benchmark("wsc", "aps/super_glue:wsc.fixed", _wsc),
     )
 }
@@ -254,8 +229,7 @@ def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *
 
 def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:
     """Prefix the prompts of rows with the first training rows and their answers, for in-context learning."""
-    if not 1 <= shots <= len(train):
-        raise OptionError("shots", found=str(shots), expected=f"1 to {len(train)}", remedy="pass a value in this range")
+    require_whole("shots", shots, 1, len(train))
     demonstrations = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])
     return [{**row, "prompt": demonstrations + row["prompt"]} for row in rows]
 
