@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters.tasks.demo_task import read_rows
-from zo2adapters.trainers.demo_base import prepare
+from zo2adapters.commands.demo import prepare, read_rows
 from zo2core.checkpoint.shards import new_directory
 from zo2core.errors import DataError, MissingPackageError
 

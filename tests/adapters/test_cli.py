@@ -158,7 +158,7 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing(base: Path, rows: Pat
     assert {f"{name}={json.dumps(value)}" for name, value in saved.items()} == set(SAVED.split())
     del record["options"]["batching"]  # a format that is not this version's
     (whole / "options.json").write_text(json.dumps(record))
-    assert "options.json: found no value for the key 'batching'" in refusal("train", "--resume", whole)
+    assert "options.json: found no value for the key 'batch_size'" in refusal("train", "--resume", whole)
 
 
 def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(

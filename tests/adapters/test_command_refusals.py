@@ -231,7 +231,7 @@ REFUSED: list[tuple[str, str]] = [
             ("--reward-options top_p=0.5,temperature=0", "zo2: top_p of --reward-options: "),
         )
     ),
-    (f"{TRAIN} --reward-options max_new_tokens=5", "max_new_tokens of --reward-options: found 5 without --reward"),
+    (f"{TRAIN} --reward-options max_new_tokens=5", "max_new_tokens of --reward-options: found 5; expected --reward"),
     # Benchmarks in one command
     (f"{TASK} --task sst3", "zo2: --task: found"),
     (f"{TASK} --lr 0", "zo2: --lr: found"),

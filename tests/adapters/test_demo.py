@@ -14,11 +14,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters.commands.demo import accuracy, run_demo
+from zo2adapters.commands.demo import (
+    LABELS,
+    QUESTION,
+    DemoTask,
+    Recipe,
+    accuracy,
+    docstrings_and_code,
+    prepare,
+    pretraining_texts,
+    question_rows,
+    read_rows,
+    run_demo,
+    source_texts,
+)
 from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.tasks import demo_task
-from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, question_rows, read_rows, source_texts
-from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Batching
 from zo2core.errors import DataError, OutputError
@@ -115,10 +125,10 @@ def test_lines_are_docstrings_and_statements_by_syntax() -> None:
     source = (
         '"""First line.\n\n>>> 1\n  Second: line.\n"""\nx = "é"; y = 2  # why\n\x0cif x:\n    z = "Not prose."\n    f(\n)\n'
     )
-    prose, code = demo_task._lines(source)
+    prose, code = docstrings_and_code(source)
     assert prose == ["First line.", "Second: line."]
     assert sorted(code) == sorted(['x = "é"', "y = 2", 'z = "Not prose."'])
-    assert demo_task._lines("def (") == ([], [])
+    assert docstrings_and_code("def (") == ([], [])
 
 
 def test_same_seed_gives_the_same_files_and_another_seed_others(task: DemoTask, tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
-from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, flag, section_of, setting_text
+from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, described, filled, flag, section_of, setting_text
 from zo2core.errors import DeviceError, MemoryBudgetError, OptionError, OutputError, ZO2Error, reason
 from zo2core.ranges import counted
 
@@ -172,19 +172,11 @@ def option_fields(command: Any) -> list[OptionField]:
 
 def _fields(command: Any) -> Iterator[OptionField]:
     """Yield the fields of a command and of its groups that are options or settings."""
-    owner = command if isinstance(command, type) else type(command)
-    hints = get_type_hints(owner, include_extras=True)
-    for option in fields(command):
-        if option.default_factory is not MISSING:
-            yield from _fields(option.default_factory())
-            continue
-        hint, mark = hints[option.name], None
-        if get_origin(hint) is Annotated:
-            hint, mark = get_args(hint)
+    for owner, field, hint, default in described(command):
+        kind, mark = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
         name, aliases = mark if isinstance(mark, Written) else Written()
-        name, default = name or option.name, getattr(command, option.name, MISSING)
-        called = f"--{name.replace('_', '-')}"
-        yield OptionField(owner, option.name, name, called, hint, default, aliases, is_positional=mark == POSITIONAL)
+        called = f"--{(name or field).replace('_', '-')}"
+        yield OptionField(owner, field, name or field, called, kind, default, aliases, is_positional=mark == POSITIONAL)
 
 
 def option_names(command: Any) -> list[str]:
@@ -232,7 +224,7 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
     ]
     if missing and default is None:
         raise _refused(", ".join(f"no {written.partition(' ')[0]}" for written in missing), " and ".join(missing), see)
-    return _filled(options if default is None else default, values)
+    return filled(options if default is None else default, values)
 
 
 def _refused(found: str, expected: str, remedy: str) -> OptionError:
@@ -324,18 +316,6 @@ def _converted(option: OptionField, see: str, text: str) -> Any:
 
 def _meant(near: str | None) -> str:
     return "" if near is None else f"; did you mean {near}"
-
-
-def _filled(options: Any, values: Mapping[str, Any]) -> Any:
-    """Options with values in them and in their groups; a class is made with them."""
-    is_new, given = isinstance(options, type), dict[str, Any]()
-    for option in fields(options):
-        if option.default_factory is not MISSING:
-            group = option.default_factory() if is_new else getattr(options, option.name)
-            given[option.name] = _filled(group, values)
-        elif option.name in values:
-            given[option.name] = values[option.name]
-    return options(**given) if is_new else replace(options, **given)
 
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:

@@ -15,12 +15,10 @@ from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks import reward_program
 from zo2core.errors import DataError, OptionError, reason
 from zo2core.io.durable import open_regular
-from zo2core.ranges import parse_size, require_number, require_whole
 
 _PROGRAM = Path(reward_program.__file__)
 _MOST_NAMES = 12  # that an error lists
 _LARGEST = 1e30  # absolute value of a reward: sums and squares of many have to be finite, in float32 also each of them
-_MOST_SECONDS = 1e6  # of a call; the system's timers end at some number
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
 
@@ -93,20 +91,9 @@ class RewardOptions:
         return self.max_new_tokens if self.reward else None
 
     def require_valid(self) -> None:
-        """Check the options."""
-        if not self.names:
-            for option, value in vars(RewardOptions()).items():
-                if getattr(self, option) != value:
-                    found = f"{getattr(self, option)} without --reward"
-                    raise OptionError(option, found=found, expected="--reward", remedy="pass --reward, or leave it out")
-            return
-        if len(set(self.reward)) < len(self.reward):
+        """Refuse names of no reward, and one twice."""
+        if len({*self.names}) < len(self.reward):
             raise OptionError("reward", found="one twice", expected="different ones", remedy="give it a weight of 2")
-        require_whole("max_new_tokens", self.max_new_tokens, 1)
-        require_number("reward_seconds", self.reward_seconds, above=0, most=_MOST_SECONDS)
-        parse_size(self.reward_memory, option="reward_memory")
-        if self.max_drift is not None:
-            require_number("max_drift", self.max_drift, above=0)
 
     def absolute(self) -> RewardOptions:
         """The same options, whose files do not depend on the current directory."""

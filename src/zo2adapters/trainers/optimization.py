@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from zo2adapters.optional_package import optional_package
 from zo2core.errors import OptionError
 from zo2core.names import EstimatorName, Fitness, OptimizerName
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator
@@ -38,13 +39,7 @@ class LearningRate:
     steps: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.warmup_steps < max(self.steps, 1):
-            raise OptionError(
-                "warmup_steps",
-                found=repr(self.warmup_steps),
-                expected=f"0 to {self.steps - 1}, fewer than the run's steps",
-                remedy="pass a value in this range",
-            )
+        require_whole("warmup_steps", self.warmup_steps, 0, max(self.steps - 1, 0), otherwise=", fewer than the run's steps")
 
     def __call__(self, step: int) -> float:
         """The learning rate of a 0-based step."""

@@ -9,11 +9,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -124,8 +124,12 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("method", "zo_eps", _BRANCH, _ZEROTH, _number(above=0)),
     ("method", "queries", _BRANCH, _ZEROTH, _whole(1, MOST_QUERIES)),
     ("method", "clip_grad clip_median", _BRANCH, _ZEROTH, None),
-    ("method", "noise exact_mezo rank period stack reward max_new_tokens temperature top_p", _NEVER, _ZEROTH, None),
-    ("method", "reward_seconds reward_memory max_drift", _RESUME, _ZEROTH, None),
+    ("method", "noise exact_mezo rank period stack reward", _NEVER, _ZEROTH, None),
+    ("method", "max_new_tokens", _NEVER, _ZEROTH, _whole(1)),
+    ("method", "temperature top_p", _NEVER, _ZEROTH, None),
+    ("method", "reward_seconds", _RESUME, _ZEROTH, _number(above=0, most=1e6)),  # the system's timers end at some number
+    ("method", "reward_memory", _RESUME, _ZEROTH, _size),
+    ("method", "max_drift", _RESUME, _ZEROTH, _number(above=0)),
     ("schedule", "steps", _RESUME, _ANY, _whole(1)),
     ("schedule", "lr", _BRANCH, _ANY, _number(above=0)),
     ("schedule", "decay warmup_steps weight_decay", _BRANCH, _ANY, None),
@@ -211,6 +215,7 @@ NEEDED: Sequence[tuple[str, Sequence[str]]] = [
     ("adapter_frozen", ["adapter", "lora_rank"]),
     ("period", ["rank"]),
     ("stack", ["rank"]),
+    *((name, ["reward"]) for name in SETTINGS["reward_options"].values()),
     ("keep_best", ["evaluation", "eval_split"]),
     ("evaluate_every", ["evaluation", "eval_split"]),
 ]
@@ -258,7 +263,7 @@ def require_valid(options: object) -> None:
                 raise OptionError(name, found=found, expected=expected, remedy=remedy)
     for name, (value, _) in values.items():
         check = OPTIONS[name].check
-        unchecked = (None, "auto", "never") if name != "activation_memory" else (None,)
+        unchecked = (None, "auto", "never") if name not in ("activation_memory", "reward_memory") else (None,)
         if check is not None and value not in unchecked:
             check(name, value)
 
@@ -311,13 +316,27 @@ def _shown(value: object) -> str:
     return " ".join(map(str, texts))
 
 
-def filled(options: OptionsT, values: Mapping[str, Any]) -> OptionsT:
-    """The options with these values, also in groups."""
-    given = dict[str, Any]()
-    for option in fields(options):  # type: ignore[arg-type]
-        value = getattr(options, option.name)
-        given[option.name] = filled(value, values) if is_dataclass(value) else values.get(option.name, value)
-    return replace(options, **given)  # type: ignore[type-var]
+def described(options: Any) -> Iterator[tuple[type, str, Any, Any]]:
+    """Class, name, type and default of each option, also in groups; of options with values these are the defaults."""
+    owner = options if isinstance(options, type) else type(options)
+    hints = get_type_hints(owner, include_extras=True)
+    for option in fields(options):
+        if option.default_factory is not MISSING:
+            yield from described(option.default_factory())
+        else:
+            yield owner, option.name, hints[option.name], getattr(options, option.name, MISSING)
+
+
+def filled(options: Any, values: Mapping[str, Any]) -> Any:
+    """The options with these values, also in groups; a class is made with them."""
+    is_new, given = isinstance(options, type), dict[str, Any]()
+    for option in fields(options):
+        if option.default_factory is not MISSING:
+            group = option.default_factory() if is_new else getattr(options, option.name)
+            given[option.name] = filled(group, values)
+        elif option.name in values:
+            given[option.name] = values[option.name]
+    return options(**given) if is_new else replace(options, **given)
 
 
 def changed(saved: OptionsT, given: object, change: Change) -> OptionsT:
@@ -326,7 +345,8 @@ def changed(saved: OptionsT, given: object, change: Change) -> OptionsT:
     names = [name for name in before if name in now and name in OPTIONS and OPTIONS[name].change is change]
     if change is Change.MOVED:
         names = [name for name in names if None not in (before[name], now[name])]
-    return filled(saved, {name: now[name] for name in names})
+    options: OptionsT = filled(saved, {name: now[name] for name in names})
+    return options
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.registry import AUTO, REWARD, function_file
@@ -18,10 +17,10 @@ from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
-from zo2adapters.trainers.option_table import filled, leaves, require_valid
+from zo2adapters.trainers.option_table import described, filled, flat, leaves, require_valid
 from zo2core.errors import OptionError
 from zo2core.names import OF_ADAPTERS, OptimizerName
-from zo2core.ranges import LARGEST, require_number
+from zo2core.ranges import LARGEST, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -217,13 +216,7 @@ class Batching:
         longest = model.longest_row
         if self.sequence_length is None:
             return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-        if longest is not None and self.sequence_length > longest:
-            raise OptionError(
-                "sequence_length",
-                found=repr(self.sequence_length),
-                expected=f"at most {longest}, the longest sequence the model takes",
-                remedy=f"pass a value of at most {longest}",
-            )
+        require_whole("sequence_length", self.sequence_length, 2, longest or LARGEST, otherwise=", what the model takes")
         return self.sequence_length
 
 
@@ -320,7 +313,8 @@ class RunOptions:
 
     def having(self, **values: Any) -> Self:
         """The same options with other values, by name."""
-        return filled(self, values)
+        options: Self = filled(self, values)
+        return options
 
     @property
     def evaluates(self) -> bool:
@@ -492,31 +486,16 @@ class TrainOptions(RunOptions):
     @classmethod
     def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
         """Convert the values of ``to_json`` back to options."""
-        of_model = {option.name: values[option.name] for option in dataclasses.fields(RunModelOptions)}
-        others = {name: value for name, value in values.items() if name not in of_model}
-        options = from_json(cls, {**others, "model_options": of_model, "output": str(output)})
+        given, hints = {**flat(values), "output": str(output)}, {name: hint for _, name, hint, _ in described(cls)}
+        options: TrainOptions = filled(cls, {name: _value(given[name], hint, name) for name, hint in hints.items()})
+        if unknown := given.keys() - hints.keys():
+            raise TypeError(f"the unknown key {min(unknown)[:80]}")
         options.require_valid()
         return options
 
 
-OptionsT = TypeVar("OptionsT")
-
-
-def from_json(kind: type[OptionsT], values: Mapping[str, Any]) -> OptionsT:
-    """A dataclass from the value of each field, also of nested ones."""
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{type(values).__name__} in place of options")
-    hints = get_type_hints(kind)
-    given = {option.name: _value(values[option.name], hints[option.name], option.name) for option in fields(kind)}  # type: ignore[arg-type]
-    if unknown := values.keys() - given.keys():
-        raise TypeError(f"the unknown key {min(unknown)[:80]}")
-    return kind(**given)
-
-
 def _value(value: Any, hint: Any, name: str) -> Any:
     """The value as its field has it."""
-    if is_dataclass(hint):
-        return from_json(hint, value)  # type: ignore[arg-type]
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
         items = get_args(kind)
         if get_origin(kind) is Literal and type(value) is str and value in items:
