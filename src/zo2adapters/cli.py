@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # modules of zo2adapters.commands, and
     "demo": ("demo", "Demo"),
     "init": ("init", "Init"),
     "train": ("train", "Train"),
-    "tune": ("tune", "Tune"),
+    "tune": ("train", "Tune"),
     "evaluate": ("evaluate", "Evaluate"),
     "generate": ("generate", "Generate"),
     "chat": ("generate", "Chat"),

@@ -13,7 +13,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import main
 from zo2adapters.commands.evaluate import Evaluate
-from zo2adapters.tasks.benchmarks import BENCHMARKS, Sizes, benchmark_of, benchmark_rows
+from zo2adapters.tasks.benchmarks import BENCHMARKS, benchmark_of, benchmark_rows
 from zo2core.errors import DataError, MissingPackageError, OptionError
 
 YES, NO = ["Yes", "No"], ["No", "Yes"]
@@ -151,12 +151,12 @@ def test_what_is_wrong_is_one_line(sst2: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="task: found 'sst'; expected one of boolq, cb"):
         benchmark_of("sst")
     with pytest.raises(DataError, match=r"found no train.jsonl"):
-        benchmark_rows(BENCHMARKS["sst2"], tmp_path, Sizes(), seed=0)
+        benchmark_rows(BENCHMARKS["sst2"], tmp_path, seed=0)
     with pytest.raises(DataError, match=r"train.jsonl, line 1: found a row that cannot be read \(KeyError"):
-        benchmark_rows(BENCHMARKS["rte"], sst2, Sizes(), seed=0)
+        benchmark_rows(BENCHMARKS["rte"], sst2, seed=0)
     (sst2 / "validation.jsonl").write_text('{"sentence": "hidden", "label": -1}\n')
     with pytest.raises(DataError, match=r"validation.jsonl, line 1: found -1; expected one of negative, positive"):
-        benchmark_rows(BENCHMARKS["sst2"], sst2, Sizes(), seed=0)
+        benchmark_rows(BENCHMARKS["sst2"], sst2, seed=0)
     with pytest.raises(SystemExit) as ended:
         main(["rows", "--task", "sst2", "--data", str(sst2), "--output", str(tmp_path / "new" / "rows")])
     assert ended.value.code == 2
@@ -173,18 +173,18 @@ def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.M
     with pytest.raises(
         DataError, match="nyu-mll/glue:sst2:train: found ConnectionError: no route to host; expected rows of text"
     ):
-        benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
+        benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
     features = datasets.Features(
         sentence=datasets.Value("string"), label=datasets.ClassLabel(names=["negative", "positive"])
     )
     rows = {"sentence": ["a"] * 8, "label": [0, 1] * 4}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_dict(rows, features))
-    parts = benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
-    assert [len(rows) for rows in parts] == [6, 2, 8]
-    assert [row["answer"] for row in parts.test] == [0, 1] * 4
+    parts = benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
+    assert [len(rows) for rows in parts.values()] == [6, 2, 8]
+    assert [row["answer"] for row in parts["test"]] == [0, 1] * 4
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'"):
-        benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
+        benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
 
 
 # A benchmark in one command

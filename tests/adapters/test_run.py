@@ -651,7 +651,7 @@ def test_a_branch_of_a_run_without_a_guard_may_have_one(options: TrainOptions, t
 
 
 REFUSED = [
-    (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected 0 to {STEPS}, the steps of the run"),
+    (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected at most {STEPS}, the steps of the run"),
     (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
     (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
     (["--from-step", "2", "--output", "{run}"], "found a run that has already started"),

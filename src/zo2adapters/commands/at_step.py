@@ -23,7 +23,7 @@ from zo2adapters.trainers.options import (
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core.errors import JournalError, OptionError
-from zo2core.ranges import counted, shown
+from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -75,10 +75,8 @@ class AtStep(Command):
                 expected = "a directory that save_pretrained wrote"
                 raise OptionError("adapter", found=str(model_options.adapter), expected=expected, remedy="check the path")
             if model_options.lora_rank is not None:
-                expected, remedy = (
-                    "none: the adapter that a run has trained is in its directory",
-                    "pass --run or --adapter DIR",
-                )
+                expected = "none: the adapter that a run has trained is in its directory"
+                remedy = "pass --run or --adapter DIR"
                 raise OptionError("lora_rank", found=str(model_options.lora_rank), expected=expected, remedy=remedy)
             replays = self.journal is not None  # and has to round as the run did
             precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu")
@@ -195,21 +193,13 @@ class AtStep(Command):
         """
         from zo2core import Engine, Journal, MemoryPolicy
 
-        journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
-        taken = 0 if journal is None else journal.version
-        if self.at is not None and not 0 <= self.at <= taken:
-            steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
-            raise OptionError("at", found=shown(self.at), expected=steps, remedy="pass a number of steps in this range")
-        step, reason = (taken, None) if self.at is None else (self.at, None)
-        if self.at is None and journal is not None and self.run_directory is not None and self.saved is not None:
-            step, reason = _step_of_run(self.run_directory, journal, keeps_best=self.saved.keep_best)
-        if reason is not None and is_first(workers):
-            print(f"{self.run_directory}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
-        if step < taken and journal is not None and journal.is_replayable:
+        journal = Journal() if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
+        step, replays = self._step(journal, tells=is_first(workers)), self.journal is not None and journal.is_replayable
+        if replays and step < journal.version:
             journal = journal.until(step)
         if self.verify_base:
-            _verify(model, Journal() if journal is None else journal, self.journal)
-        reads_itself = shared is None and self.resources.device == "cpu" and (journal is None or not journal.is_replayable)
+            _verify(model, journal, self.journal)
+        reads_itself = shared is None and self.resources.device == "cpu" and not replays
         experts = model.route(tokens) if tokens is not None and reads_itself else None
         room = activation_bytes + (0 if experts is None else experts.buffer_bytes)
         given: dict[str, Any] = {"memory": MemoryPolicy(activations=room), "shared": shared}
@@ -218,13 +208,38 @@ class AtStep(Command):
             limited = MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=room)
             given = {"memory": limited, "device": local_device(resources.device, workers)}
         given |= {"micro_batch_size": micro_batch_size, "trace": worker_trace(trace, workers)}
-        if journal is None or journal.is_replayable:
-            engine = Engine(model, journal=journal, workers=workers, **given)
+        if replays or self.journal is None:
+            engine = Engine(model, journal=journal if replays else None, workers=workers, **given)
         else:
             engine = self._at_snapshot(model, journal, step, workers, given)
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)
         return engine
+
+    def _step(self, journal: Journal, *, tells: bool) -> int:
+        """The step whose weights are taken: the given one, else that of the model that the run exports.
+
+        It is the step of the best evaluation if the run keeps the best, otherwise the last step. A first-order run that was
+        stopped has no weights of its last step, but those of its last snapshot.
+        """
+        from zo2core.checkpoint.snapshots import Snapshots
+
+        step, reason, last, run = self.at, "", journal.version, self.run_directory
+        if step is not None:
+            require_whole("at", step, 0, last, otherwise=", the steps of the run; there are none without --run or --journal")
+            return step
+        if run is None or self.saved is None:
+            return last
+        evaluations = {step: results for step, results in journal.evaluations.items() if step <= last}
+        if (step := best_step(evaluations) if self.saved.keep_best else None) is not None:
+            reason = f"best of {counted(len(evaluations), 'evaluation')}"
+        elif not journal.is_replayable:
+            steps = Snapshots(run, journal.chain, journal.require_version).steps
+            step = max((kept for kept in steps if kept <= last), default=last)
+            reason = "" if step == last else f"the last snapshot of {last} steps"
+        if reason and tells:
+            print(f"{run}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
+        return last if step is None else step
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
         """Build a runner from a first-order run's snapshot of the step."""
@@ -243,27 +258,6 @@ class AtStep(Command):
             raise JournalError(self.journal, found=found, expected=expected, remedy="pass the run's own base and adapter")
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
         return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
-
-
-def _step_of_run(run: Path, journal: Journal, *, keeps_best: bool) -> tuple[int, str | None]:
-    """The step whose weights are taken if none is asked for, and the reason if it is another one than the last.
-
-    It is the step whose model the run exports: that of the best evaluation if it keeps the best, otherwise the last step.
-    A first-order run that was stopped has no weights of its last step, but those of its last snapshot.
-    """
-    from zo2core.checkpoint.snapshots import Snapshots
-
-    last = journal.version
-    evaluations = {step: results for step, results in journal.evaluations.items() if step <= last}
-    best = best_step(evaluations) if keeps_best else None
-    if best is not None:
-        return best, f"best of {counted(len(evaluations), 'evaluation')}"
-    if journal.is_replayable:
-        return last, None
-    steps = [step for step in Snapshots(run, journal.chain, journal.require_version).steps if step <= last]
-    if not steps or steps[-1] == last:
-        return last, None
-    return steps[-1], f"the last snapshot of {last} steps"
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

@@ -194,11 +194,8 @@ def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) ->
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:
         require_finite_base(model, at.base())
-        found, remedy = (
-            f"a loss or log-likelihood of {not_finite[0]}",
-            "evaluate an earlier step with --at, or in a wider --dtype",
-        )
-        remedy += ": the base's weights are finite"
+        found = f"a loss or log-likelihood of {not_finite[0]}"
+        remedy = "evaluate an earlier step with --at, or in a wider --dtype: the base's weights are finite"
         raise NonFiniteLossError("evaluation", found=found, expected="finite numbers", remedy=remedy)
 
 
@@ -246,17 +243,16 @@ class WriteRows(Command):
 
     def files(self) -> dict[str, bytes]:
         """The content of each file, by its name."""
-        from zo2adapters.tasks.benchmarks import Sizes, benchmark_of, benchmark_rows, with_demonstrations
+        from zo2adapters.tasks.benchmarks import benchmark_of, benchmark_rows, with_demonstrations
 
         benchmark = benchmark_of(self.task)
-        for name in ("train_rows", "dev_rows", "test_rows"):
-            require_whole(name, getattr(self, name), 1, LARGEST)
+        sizes = {name: getattr(self, f"{name}_rows") for name in ("train", "dev", "test")}
+        for name, most in sizes.items():
+            require_whole(f"{name}_rows", most, 1, LARGEST)
         require_whole("seed", self.seed, -LARGEST, LARGEST)
-        sizes = Sizes(self.train_rows, self.dev_rows, self.test_rows)
-        parts = benchmark_rows(benchmark, self.data, sizes, seed=self.seed)
-        named = {"train": parts.train, "dev": parts.dev, "test": parts.test}
+        named = benchmark_rows(benchmark, self.data, seed=self.seed, **sizes)
         if self.shots is not None:
-            named["in-context"] = with_demonstrations(parts.test, parts.train, self.shots)
+            named["in-context"] = with_demonstrations(named["test"], named["train"], self.shots)
         lines = {
             name: [json.dumps(row, ensure_ascii=False).encode() + NEWLINE for row in rows] for name, rows in named.items()
         }

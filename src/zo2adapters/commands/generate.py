@@ -206,10 +206,7 @@ class Chat(Command):
             raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
         names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
-            expected, remedy = (
-                f"directories with different names, none of them {_BASE!r}",
-                "rename one of them, or pass links",
-            )
+            expected, remedy = f"different names, none of them {_BASE!r}", "rename one of the directories, or pass links"
             raise OptionError("adapter", found=f"the names {', '.join(names)}", expected=expected, remedy=remedy)
         adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
         variants = [replace(base, model_options=model_options).resolved() for model_options in adapted]
@@ -374,10 +371,8 @@ class _Conversation(_Session):
         ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
         room = self._length - len(ids)
         if room < 1:
-            said = (
-                f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room for an answer"
-            )
-            print(f"{said}: shorten the message, or type /reset", file=sys.stderr)
+            said = f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room"
+            print(f"{said} for an answer: shorten the message, or type /reset", file=sys.stderr)
             return
         most, ends = min(room, self._options.max_new_tokens), end_token_ids(self._model, self._tokenizer)
         stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))

@@ -1,12 +1,16 @@
-"""``zo2 train``: fine-tune a checkpoint, continue a run, or train several at once; ``zo2 plan`` says what that takes."""
+"""``zo2 train``: fine-tune a checkpoint, continue a run, or train several at once; ``zo2 plan`` says what that takes.
+
+``zo2 tune`` finds the learning rate for a model and its data, within a budget of forward passes.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -16,10 +20,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zo2adapters.commands.evaluate import require_consistent, run_task
+from zo2adapters.commands.journal import metrics_of
 from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments, text_table
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
+from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
@@ -32,6 +38,7 @@ from zo2adapters.trainers.run_directory import (
     branched_run,
     directory_lock,
     replace_file,
+    writing,
 )
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
@@ -41,10 +48,11 @@ from zo2adapters.trainers.worker_options import (
     torchrun_rank,
     worker_directory,
 )
-from zo2core.errors import OptionError, OutputError, ZO2Error, system_errors_as
-from zo2core.ranges import counted
+from zo2core.errors import OptionError, ZO2Error
+from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
+    from zo2adapters.trainers.tuning import Schedule, Trial  # command lines are parsed without importing transformers
     from zo2core import SharedBase, Workers
 
 TABLE = "runs.json"  # name of the comparison of several runs in their output directory
@@ -401,80 +409,61 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
             require_shareable(options)
         except OptionError as error:
             raise OptionError(name, found=error.found, expected=error.expected, remedy=error.remedy) from error
-    with system_errors_as(OutputError, output, expected="a directory that can be written", remedy="choose another one"):
+    with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         held = acquire(directory_lock(output))  # before its runs': else two processes take some of them each, and both end
     tell(f"{len(runs)} runs share each pass over the blocks: {', '.join(runs)}")
-    outcomes = {name: _Outcome(run=name, directory=str(options.output)) for name, options in runs.items()}
     with held, open_shared_base(next(iter(runs.values()))) as shared:
-        functions: Mapping[str, Callable[[], None]] = {
-            name: partial(_trained, outcomes[name], options, shared) for name, options in runs.items()
-        }
         try:
-            ended = shared.together(functions)
+            ended = shared.together({name: partial(_trained, name, options, shared) for name, options in runs.items()})
         except KeyboardInterrupt:
             tell("\nstopped; the same command continues all runs; to continue one of them:")
             tell(*(options.resume_command for options in runs.values()), prefix="  ")
             raise
     failures = {name: result for name in runs if isinstance(result := ended[name], Exception)}
-    for name, failure in failures.items():
-        tell(f"{name} ended: {failure}")
-        outcomes[name].failed(failure)
-    replace_file(output / TABLE, json.dumps([vars(outcome) for outcome in outcomes.values()], indent=2) + "\n")
-    cells = [("run", "steps", "loss", "evaluation", "s a step", ""), *(outcome.cells for outcome in outcomes.values())]
+    tell(*(f"{name} ended: {failure}" for name, failure in failures.items()))
+    outcomes = [_outcome(name, options.output, failures.get(name)) for name, options in runs.items()]
+    replace_file(output / TABLE, json.dumps(outcomes, indent=2) + "\n")
+    cells = [("run", "steps", "loss", "evaluation", "s a step", ""), *map(_cells, outcomes)]
     print(text_table(cells, left=(0, 5)))
-    directories = " ".join(outcome.directory for outcome in outcomes.values() if outcome.steps)
+    directories = " ".join(outcome["directory"] for outcome in outcomes if outcome["steps"])
     if directories:
         print(f"their curves side by side: zo2 report {directories} --output runs.html")
     for failure in failures.values():
         raise failure
 
 
-@dataclass(kw_only=True)
-class _Outcome:
-    """What became of one of several runs."""
-
-    run: str
-    steps: int = 0
-    loss: float | None = None  # mean over the last steps; None without steps
-    evaluation: float | None = None  # the best loss of its evaluations; None without evaluations
-    seconds: float = 0.0  # of its steps, each of which includes the time of the sweep that it shares
-    directory: str
-    error: str | None = None  # with which it ended early
-
-    def took(self, losses: Sequence[float]) -> None:
-        """Note the losses of its steps."""
-        self.steps, last = len(losses), losses[-max(1, round(_JUDGED * len(losses))) :]
-        self.loss = fmean(last) if last else None
-
-    def failed(self, error: Exception) -> None:
-        """Note that it ended early, with the steps that its journal has."""
-        from zo2core import Journal
-
-        self.error, directory = str(error), Path(self.directory)
-        if (directory / OPTIONS).exists():
-            with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:  # its journal may be what failed
-                self.took([step.losses[0] for step in journal.updates] or [commit.loss for commit in journal.commits])
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Its line of the table."""
-        values = ["" if value is None else f"{value:.4f}" for value in (self.loss, self.evaluation)]
-        seconds = f"{self.seconds / self.steps:.2f}" if self.steps and self.seconds else ""
-        return self.run, str(self.steps), *values, seconds, self.directory if self.error is None else "ended early"
-
-
-def _trained(outcome: _Outcome, options: TrainOptions, shared: SharedBase) -> None:
+def _trained(name: str, options: TrainOptions, shared: SharedBase) -> None:
     """Train and export one of several runs; the sweeps are made together with those of the others."""
     from zo2adapters.trainers.trainer import Trainer
 
-    name = outcome.run
     with Trainer(options, resume=holds_run(options.output), label=name, shared=shared) as trainer:
         tell(*trainer.first_lines(), prefix=f"{name}: ")
         trainer.run()
         tell(trainer.divergence(), trainer.best_evaluation(), prefix=f"{name}: ")
-        outcome.took(trainer.losses)
-        outcome.evaluation, outcome.seconds = min(trainer.evaluation_losses(), default=None), trainer.seconds()
+
+
+def _outcome(name: str, directory: Path, failure: Exception | None) -> dict[str, Any]:
+    """What became of one of several runs, as its directory says: the mean loss of the last steps, the best evaluation."""
+    from zo2core import Journal
+
+    losses, evaluation, seconds = list[float](), None, 0.0  # of its steps, each with the time of the sweep that it shares
+    if (directory / OPTIONS).exists():
+        with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:  # its journal may be what failed
+            losses, evaluations = losses_of(journal), journal.evaluations.values()
+            evaluation = min(map(criterion, evaluations), default=None)
+            seconds = math.fsum(row.get("seconds", 0.0) for row in align_rows(metrics_of(directory), journal).rows)
+    loss = fmean(losses[-max(1, round(_JUDGED * len(losses))) :]) if losses else None
+    numbers = {"steps": len(losses), "loss": loss, "evaluation": evaluation, "seconds": seconds}
+    return {"run": name, **numbers, "directory": str(directory), "error": None if failure is None else str(failure)}
+
+
+def _cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
+    """A run's line of the table."""
+    values = ["" if outcome[key] is None else f"{outcome[key]:.4f}" for key in ("loss", "evaluation")]
+    steps, seconds = outcome["steps"], outcome["seconds"]
+    speed = f"{seconds / steps:.2f}" if steps and seconds else ""
+    return outcome["run"], str(steps), *values, speed, outcome["directory"] if outcome["error"] is None else "ended early"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,3 +534,88 @@ class Plan(Train):
             expected = "the memory of the GPU for a plan, which needs none in this machine"
             raise OptionError("device_memory", found="auto", expected=expected, remedy="pass it, such as 24GB")
         return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(RunOptions, Command):
+    """Find the learning rate for a model and its data by short runs; the better half of them runs for longer."""
+
+    needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.trainers.tuning")
+    first_options: ClassVar = "model data output forwards learning_rates zo_eps_to_try batch_size memory"
+
+    model: str
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
+    data: Path
+    """File to train on, as for zo2 train."""
+    output: Path
+    """Directory for tune.json and the trials, each of which is a run. The same command continues interrupted trials."""
+    forwards: int = 2000
+    """Forward passes of a batch that all trials together may take. With --method, a step counts as three for an adapter,
+    and as four or eight for all parameters."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five: from 3e-5 to 3e-3 for an adapter,
+    and on the optimizer's own scale for all parameters. --lr has no effect here and is refused."""
+    zo_eps_to_try: tuple[float, ...] = ()
+    """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
+
+    def after_interruption(self) -> str:
+        """How to continue after an interruption."""
+        return f"run the same command again to continue: finished work is in {self.output} and is not repeated"
+
+    def check(self) -> None:
+        """See the contract."""
+        require_whole("forwards", self.forwards, 1)
+        for option, value, default, expected, remedy in (
+            ("lr", self.optimization.lr, Optimization().lr, "none", "pass --learning-rates"),
+            ("steps", self.steps, RunOptions().steps, "no --steps, because --forwards sets the budget", "leave it out"),
+        ):
+            if value != default:
+                raise OptionError(option, found=repr(value), expected=expected, remedy=remedy)
+
+    def run(self) -> None:
+        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
+        from zo2adapters.trainers.tuning import tune
+
+        options = self.of_run(model=self.model, data=self.data, output=self.output)
+        with WorkerOptions().workers() as workers:
+            first = is_first(workers)
+            say = tell if first else lambda *lines: None
+            best = tune(
+                options,
+                forwards=self.forwards,
+                learning_rates=self.learning_rates,
+                zo_eps=self.zo_eps_to_try,
+                before=lambda schedule: say(_trials_cost(schedule, options, workers)),
+                after_round=lambda trials: say(_trials_table(trials)),
+                quiet=not first,
+                workers=workers,
+            )
+        if not first:
+            return
+        scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
+        print(
+            f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
+            f"to continue this run: {replace(options, output=best.directory).resume_command} --steps 1000"
+        )
+
+
+def _trials_cost(schedule: Schedule, options: TrainOptions, workers: Workers | None) -> str:
+    """The number of steps and forward passes and, on the CPU, the planned time."""
+    from zo2adapters.trainers.run_plan import duration
+    from zo2adapters.trainers.tuning import expected_seconds
+
+    line = (
+        f"{schedule.trials} trials in {len(schedule.rounds)} rounds, of up to {schedule.rounds[-1]} steps: "
+        f"{schedule.steps:,} steps, {schedule.forwards:,} forward passes of {options.batching.batch_size} rows"
+    )
+    if options.storage.device != "cpu":
+        return line
+    return f"{line}, about {duration(expected_seconds(options, schedule))}{'' if workers is None else ' with one worker'}"
+
+
+def _trials_table(trials: Sequence[Trial]) -> str:
+    losses = [f"{trial.loss:.4f}" if math.isfinite(trial.loss) else "diverged" for trial in trials]
+    rows = [(f"{trial.lr:.1e}", f"{trial.zo_eps:.1e}", str(trial.steps)) for trial in trials]
+    return text_table(
+        [("lr", "zo_eps", "steps", "loss"), *((*row, loss) for row, loss in zip(rows, losses, strict=True))], left=()
+    )

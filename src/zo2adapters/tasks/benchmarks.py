@@ -189,22 +189,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 
-class Sizes(NamedTuple):
-    """Most rows of each part; the defaults are MeZO's."""
-
-    train: int = 1000
-    dev: int = 500
-    test: int = 1000
-
-
-class Parts(NamedTuple):
-    """A benchmark's rows."""
-
-    train: Rows
-    dev: Rows  # other rows of the training file
-    test: Rows  # rows of the held-out file
-
-
 def benchmark_of(name: str) -> Benchmark:
     """Look up a benchmark by name."""
     if name not in BENCHMARKS:
@@ -212,19 +196,21 @@ def benchmark_of(name: str) -> Benchmark:
     return BENCHMARKS[name]
 
 
-def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *, seed: int) -> Parts:
-    """Read a benchmark and sample its parts."""
+def benchmark_rows(
+    benchmark: Benchmark, directory: Path | None, *, train: int = 1000, dev: int = 500, test: int = 1000, seed: int
+) -> dict[str, Rows]:
+    """Read a benchmark and sample its parts: rows to train on, other rows of the training file, and those to test on.
+
+    The numbers are the most rows of each part; the defaults are MeZO's.
+    """
     training = _questions(benchmark, directory, ("train",))
     held_out = _questions(benchmark, directory, _HELD_OUT)
-    count = len(training)
-    dev = sizes.dev if sizes.train + sizes.dev <= count else min(sizes.dev, max(count // 4, count - sizes.train))
-    order = shuffled(count, f"train {seed}")
-    train = order[: min(sizes.train, count - dev)]
-    others = order[len(train) : len(train) + dev]
-    test = sorted(shuffled(len(held_out), f"test {seed}")[: sizes.test])
-    return Parts(
-        [training[index] for index in train], [training[index] for index in others], [held_out[index] for index in test]
-    )
+    count, order = len(training), shuffled(len(training), f"train {seed}")
+    others = dev if train + dev <= count else min(dev, max(count // 4, count - train))
+    most = min(train, count - others)
+    chosen = {"train": order[:most], "dev": order[most : most + others]}
+    parts = {name: [training[index] for index in indices] for name, indices in chosen.items()}
+    return {**parts, "test": [held_out[index] for index in sorted(shuffled(len(held_out), f"test {seed}")[:test])]}
 
 
 def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:

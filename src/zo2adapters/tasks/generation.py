@@ -366,7 +366,7 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
     if not prompts:
         raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass a prompt")
     vocabulary = model.config.get_text_config().vocab_size
-    longest, most = model.longest_row, None
+    longest = model.longest_row
     for number, prompt in enumerate(prompts):
         where = f"prompts[{number}]"
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
@@ -377,9 +377,8 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
             found = counted(len(prompt), "token")
             expected = f"at most {longest - 1}, one less than the model's longest sequence"
             raise BatchError(where, found=found, expected=expected, remedy="shorten this prompt")
-    if longest is not None:
-        most = longest - max(map(len, prompts))
-    if max_new_tokens < 1 or (most is not None and max_new_tokens > most):
-        expected = "at least 1" if most is None else f"1 to {most}, with which prompts reach the model's limit of {longest}"
-        remedy = "pass a value in this range"
-        raise OptionError("max_new_tokens", found=repr(max_new_tokens), expected=expected, remedy=remedy)
+    if longest is None:
+        require_whole("max_new_tokens", max_new_tokens, 1)
+    else:
+        limit = f", with which prompts reach the model's limit of {longest}"
+        require_whole("max_new_tokens", max_new_tokens, 1, longest - max(map(len, prompts)), otherwise=limit)

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,8 @@ class RowReader:
         long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
         if not rows:
             found = f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}"
-            expected, remedy = (
-                "a row that is short enough, with --too-long drop",
-                "raise `sequence_length`, or pass --too-long cut",
-            )
+            expected = "a row that is short enough, with --too-long drop"
+            remedy = "raise `sequence_length`, or pass --too-long cut"
             raise DataError(path, found=found, expected=expected, remedy=remedy)
         new_tokens = self.sequence_length - self._most(kind)
         return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options)
@@ -136,13 +134,11 @@ class RowReader:
         """A row as tokens, shortened where that is possible, and its length."""
         if kind is RowFormat.TEXT:
             return self._text(row, source, line)
-        read: Mapping[RowFormat, Callable[[dict[str, Any]], tuple[AnyRow, int]]] = {
-            RowFormat.LABELS: self._labelled,
-            RowFormat.CANDIDATES: self._choice,
-            RowFormat.PREFERENCES: self._preference,
-            RowFormat.ANSWERS: self._question,
-        }
-        return read[kind](row)
+        if kind is RowFormat.LABELS:
+            return self._labelled(row)
+        if kind is RowFormat.ANSWERS:
+            return self._question(row)
+        return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
 
     def _text(self, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
         kept, most = json.dumps({**source, **row}) if self.keeps_sources else "", self.sequence_length
@@ -238,11 +234,8 @@ class RowReader:
                 raise row_error(found, "answers that stay the same in a longer conversation", remedy)
             answers.append((start, end))
         expected = "at least one message of the assistant, whose tokens are learned"
-        found, remedy = (
-            "messages without an answer, that is without the role 'assistant'",
-            "add the answer, or pass --train-on all",
-        )
-        _require(bool(answers), found, expected, remedy)
+        found = "messages without an answer, that is without the role 'assistant'"
+        _require(bool(answers), found, expected, "add the answer, or pass --train-on all")
         bounds = [*answers, (len(whole), len(whole))]
         later = tuple((end, start) for (_, end), (start, _) in itertools.pairwise(bounds) if end < start)
         return whole, answers[0][0], later
@@ -263,11 +256,9 @@ def with_labels(options: RowOptions, path: Path) -> RowOptions:
         return options
     labels = options.labels_in(row for _, row in parsed_rows(path))
     if len(labels) == 1:
-        found, remedy = (
-            f"the label {labels[0]!r} in every row",
-            "name all labels with --labels, or pass --columns completion=NAME",
-        )
-        raise DataError(path, found=found, expected="at least two labels, which are compared", remedy=remedy)
+        found, expected = f"the label {labels[0]!r} in every row", "at least two labels, which are compared"
+        remedy = "name all labels with --labels, or pass --columns completion=NAME"
+        raise DataError(path, found=found, expected=expected, remedy=remedy)
     return replace(options, labels=labels)
 
 
@@ -304,10 +295,8 @@ def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  
 
 def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
     """Refuse a row without a token to predict: one after the prompt, not the row's first, and within the length."""
-    found, expected = (
-        f"a text of {'1 token' if tokens else 'no tokens'}",
-        "at least 2 tokens, of which the first predicts the second",
-    )
+    found = f"a text of {'1 token' if tokens else 'no tokens'}"
+    expected = "at least 2 tokens, of which the first predicts the second"
     _require(tokens > 1 or prompt > 0, found, expected, "lengthen the text, or remove the row")
     found = f"a prompt of {counted(prompt, 'token')}"
     expected, remedy = "at least one token after the prompt", "write a completion, or remove the row"

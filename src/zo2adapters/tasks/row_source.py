@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from zo2adapters.optional_package import optional_package
-from zo2core.errors import DataError, ZO2Error, reason
+from zo2core.errors import DataError, ZO2Error, system_errors_as
 from zo2core.io.durable import open_regular
 
 RowDict = dict[str, Any]  # a row's values by column, as JSON values
@@ -64,12 +64,10 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
     of a malformed row without its line. Importing it takes a second and 140 MB.
     """
     path, is_empty = Path(path), True
-    try:
+    with system_errors_as(DataError, path, **_UNREADABLE):
         for number, row in _rows(path):
             is_empty = False
             yield number, {key: value for key, value in row.items() if value is not None}
-    except OSError as error:
-        raise DataError(path, found=reason(error), **_UNREADABLE) from error
     if is_empty:
         expected = "a JSON object on each line" if _counts_lines(path) else "at least one row"
         raise DataError(path, found="no rows", expected=expected, remedy="write at least one row")
@@ -121,11 +119,8 @@ def data_sha256(path: Path) -> str:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes."""
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(path, found=reason(error), **_UNREADABLE) from error
+    with system_errors_as(DataError, path, **_UNREADABLE), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _dataset(path: Path) -> _Dataset | None:

@@ -28,19 +28,25 @@ Label = int | float | tuple[float, ...]  # a class, a number, or a number for ea
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizedRow:
-    """A row of text, or of a prompt and its completion."""
+class _Text:
+    """A row that is one sequence."""
 
     input_ids: array[int]  # (length,), int32
-    prompt_length: int  # number of leading tokens without loss
-    line: int  # line of the file, or number of the row, from 1
-    later_prompts: tuple[tuple[int, int], ...] = ()  # start and end of further tokens without loss, within the row
-    source: str = ""  # the row of the file as JSON, for runs that need it
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
         """The texts of the row, each as its tokens."""
         return [self.input_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow(_Text):
+    """A row of text, or of a prompt and its completion."""
+
+    prompt_length: int  # number of leading tokens without loss
+    line: int  # line of the file, or number of the row, from 1
+    later_prompts: tuple[tuple[int, int], ...] = ()  # start and end of further tokens without loss, within the row
+    source: str = ""  # the row of the file as JSON, for runs that need it
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -56,17 +62,11 @@ class TokenizedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledRow:
+class LabelledRow(_Text):
     """A text, or two, with a label."""
 
-    input_ids: array[int]  # (length,), int32
     token_type_ids: array[int]  # (length,), int32; empty if the tokenizer makes none
     label: Label
-
-    @property
-    def parts(self) -> Sequence[Sequence[int]]:
-        """The texts of the row, each as its tokens."""
-        return [self.input_ids]
 
     @property
     def sequences(self) -> list[tuple[int, int]]:

@@ -111,12 +111,9 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     reasons |= _reasons(options, surveyed, inputs, plan)
     reasons["batch_size" if options.batching.sequence_length is None else "sequence_length"] = lengths
     rates, schedule = schedule_of(options)
-    steps, seconds, tried = (
-        counted(schedule.steps, "step"),
-        schedule.steps * plan.seconds,
-        ", ".join(f"{rate:g}" for rate in rates),
-    )
-    reasons["lr"] = f"auto tries {tried} in short runs first, and takes the best: {steps}, about {duration(seconds)}."
+    tried = ", ".join(f"{rate:g}" for rate in rates)
+    costs = f"{counted(schedule.steps, 'step')}, about {duration(schedule.steps * plan.seconds)}"
+    reasons["lr"] = f"auto tries {tried} in short runs first, and takes the best: {costs}."
     memory = method_of(options).storage(inputs.model, plan.host_plan, None, plan.write_back_every)
     return InitialRecipe.of(options, reasons, f"{first_line(options, plan, trial_steps=schedule.steps)} {memory}")
 

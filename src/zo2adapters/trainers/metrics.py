@@ -20,7 +20,7 @@ import psutil
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.allocator import peak_memory
-from zo2core.errors import OutputError, reason
+from zo2core.errors import OutputError, system_errors_as
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrackerName
@@ -189,13 +189,11 @@ def shown_results(results: Results) -> str:
 
 def write_row(file: IO[bytes], record: Row) -> None:
     """Append a row to the file."""
-    line = json.dumps(record).encode() + b"\n"
-    try:
+    line, expected = json.dumps(record).encode() + b"\n", "a file that can be written"
+    remedy = "free space and resume the run; the journal is whole, so no step is lost"
+    with system_errors_as(OutputError, file.name, expected=expected, remedy=remedy):
         while line:
             line = line[file.write(line) :]
-    except OSError as error:
-        remedy = "free space and resume the run; the journal is whole, so no step is lost"
-        raise OutputError(file.name, found=reason(error), expected="a file that can be written", remedy=remedy) from error
 
 
 class LiveMetrics:

@@ -150,35 +150,29 @@ SECTIONS = list(dict.fromkeys(section for section, *_ in _ROWS))  # of a recipe,
 OPTIONS = {
     name: Option(section, change, effect, check) for section, names, change, effect, check in _ROWS for name in names.split()
 }
+
+
+def _same(keys: str) -> Mapping[str, str]:
+    """Settings that are called as their fields."""
+    return {key: key for key in keys.split()}
+
+
 # Options whose value has settings after a colon, such as adamw:betas=0.9,0.95, or settings alone, and the field of each. The
 # setting without a name is a number in place of another value.
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "columns": {key: f"{key}_column" for key in ("text", "prompt", "completion", "label", "messages")},
-    "train_on": {"rendered_at": "rendered_at"},
+    "train_on": _same("rendered_at"),
     "precision": {"transfer": "transfer_dtype"},
-    "objective": {"beta": "beta"},
-    "method": {
-        key: key
-        for key in (
-            "betas",
-            "momentum",
-            "switch_every",
-            "state_bits",
-            "delayed_update",
-            "stream_blocks",
-            "loss_scaling",
-        )
-    },
+    "objective": _same("beta"),
+    "method": _same("betas momentum switch_every state_bits delayed_update stream_blocks loss_scaling"),
     "clip": {"norm": "max_grad_norm", "value": "max_grad_value", "projected": "clip_grad", "median": "clip_median"},
     "estimator": {"exact": "exact_mezo", "fitness": "fitness"},
-    "rank": {"period": "period", "stack": "stack"},
+    "rank": _same("period stack"),
     "reward_options": {
-        "max_new_tokens": "max_new_tokens",
-        "temperature": "temperature",
-        "top_p": "top_p",
+        **_same("max_new_tokens temperature top_p"),
         "seconds": "reward_seconds",
         "memory": "reward_memory",
-        "max_drift": "max_drift",
+        **_same("max_drift"),
     },
     "memory": {"activations": "activation_memory"},
     "evaluation": {"": "eval_split"},

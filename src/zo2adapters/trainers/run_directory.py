@@ -34,10 +34,10 @@ from zo2adapters.tasks.row_source import data_sha256, file_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
-from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason
+from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
-from zo2core.ranges import shown
+from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
     from zo2core import BlockModel, Journal
@@ -70,17 +70,15 @@ class RunDirectory:
         self.checksums: dict[str, str] = {}
         self._record: dict[str, Any] = {}
         self._created = [] if resume else missing_directories(path)  # deepest first
-        try:
-            make_directory(path)
-            acquire(self._lock)
-            if not resume:
-                _require_unstarted(path)  # another process may have begun and ended since
-        except OSError as error:
-            self.abandon()
-            raise unwritable(path, error) from error
-        except BaseException:
-            self.close()
-            raise
+        with writing(path):
+            try:
+                make_directory(path)
+                acquire(self._lock)
+                if not resume:
+                    _require_unstarted(path)  # another process may have begun and ended since
+            except BaseException as error:
+                self.abandon() if isinstance(error, OSError) else self.close()
+                raise
 
     def begin(self, options: TrainOptions, tokens: Mapping[str, object], model: BlockModel) -> None:
         """Write the record of a new run, or compare that of a resumed one with its options, data, tokens and model."""
@@ -158,10 +156,8 @@ class RunDirectory:
         if changes_model and model.exists():
             name = f"{MODEL}-{before['steps']}" + ("-best" if before.get("keep_best", False) else "")
             names = chain([name], (f"{name}-{number}" for number in count(2)))
-            try:
+            with writing(model):
                 model.rename(next(path for path in map(self.path.joinpath, names) if not os.path.lexists(path)))
-            except OSError as error:
-                raise unwritable(model, error) from error
         self._record = {**self._record, "options": now, "checksums": self.checksums}
         self._write_record()
         self._write_recipe(options)
@@ -372,20 +368,14 @@ def _damaged(path: Path, found: str) -> OptionError:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace the content of a file atomically; the new content is durable on return."""
-    try:
+    with writing(path):
         replace_bytes(path, text.encode())
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
-def unwritable(path: Path, error: OSError) -> OutputError:
-    """The error about a directory that cannot be written."""
-    return OutputError(
-        path,
-        found=reason(error),
-        expected="a directory that can be written",
-        remedy="free space or choose another directory",
-    )
+def writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    """A context in which errors of the system say that a directory cannot be written."""
+    expected, remedy = "a directory that can be written", "free space or choose another directory"
+    return system_errors_as(OutputError, path, expected=expected, remedy=remedy)
 
 
 def name_of(directory: Path) -> str:
@@ -425,12 +415,8 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
     require_new(output)
     with contextlib.closing(Journal(parent / JOURNAL)) as journal:
         taken, header = len(journal.updates), journal.header
-        if not 0 <= step <= taken:
-            expected, remedy = f"0 to {taken}, the steps of the run", "pass a step in this range"
-            raise OptionError("from_step", found=shown(step), expected=expected, remedy=remedy)
-        if options.steps < step:
-            expected, remedy = f"at least {step}, the step to branch from", f"pass a value of at least {step}"
-            raise OptionError("steps", found=str(options.steps), expected=expected, remedy=remedy)
+        require_whole("from_step", step, 0, taken, otherwise=", the steps of the run")
+        require_whole("steps", options.steps, step, otherwise=", the step to branch from")
         own, (evaluated, schedule) = None if header is None else header.get("provenance"), _varying(options)
         own = None if own is None else {**own, **evaluated, "schedule": schedule}
         with new_directory(output) as partial:
@@ -446,16 +432,9 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
         raise
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+_TOKENIZER_FILES = (  # names, in the order of their digest
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json chat_template.jinja "
+    "vocab.json vocab.txt merges.txt"
 )
 
 
@@ -523,23 +502,22 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
     saved = {} if header is None else header.get("provenance", {})
     if not saved:
         return
-    objective, rewards = function_file(options.objective), saved.get("rewards")
+    objective, compared = function_file(options.objective), list[tuple[str, object, object, str, str]]()
     for option, path in (("objective", objective), ("architecture", options.model_options.architecture)):
-        digest, now = str(saved.get(f"{option} sha256")), None if path is None else file_sha256(path)
-        if now is not None and now != digest:
-            raise _changed(option, f"{path}, with sha256 {now[:12]}", f"sha256 {digest[:12]}, as", "file")
-    if rewards is not None:
-        given = [name.file and file_sha256(name.file) for name in options.rewards.names]
-        if given != [digest for *_, digest in rewards]:
-            raise _changed("reward", "functions in files with other digests", "the files as they were,", "files")
-    function = options.objective.rpartition(":")[2]
-    if objective is not None and function != saved.get("objective"):
-        raise _changed("objective", f"the function {function}", f"{saved.get('objective')}, as", "function")
-
-
-def _changed(option: str, found: str, expected: str, what: str) -> OptionError:
-    remedy = f"pass the {what} that the run began with, or start a new run"
-    return OptionError(option, found=found, expected=f"{expected} in the run's journal", remedy=remedy)
+        if path is not None:
+            digest, now = str(saved.get(f"{option} sha256")), file_sha256(path)
+            compared.append((option, now, digest, f"{path}, with sha256 {now[:12]}", f"sha256 {digest[:12]}, as"))
+    if "rewards" in saved:
+        digests = [name.file and file_sha256(name.file) for name in options.rewards.names]
+        before, found = [digest for *_, digest in saved["rewards"]], "functions in files with other digests"
+        compared.append(("reward", digests, before, found, "the files as they were,"))
+    if objective is not None:
+        function, named = options.objective.rpartition(":")[2], saved.get("objective")
+        compared.append(("objective", function, named, f"the function {function}", f"{named}, as"))
+    for option, is_now, was, found, expected in compared:
+        if is_now != was:
+            remedy = "pass what the run began with, or start a new run"
+            raise OptionError(option, found=found, expected=f"{expected} in the run's journal", remedy=remedy)
 
 
 def tokenizer_sha256(base: Path) -> str:
@@ -556,7 +534,7 @@ def tokenizer_sha256(base: Path) -> str:
             for element in values:
                 digest.update(repr((key, element)).encode())
         return digest.hexdigest()
-    for name in _TOKENIZER_FILES:
+    for name in _TOKENIZER_FILES.split():
         if (base / name).exists():
             digest.update(f"{name} {file_sha256(base / name)}\n".encode())
     return digest.hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import statistics
 import sys
@@ -29,7 +28,6 @@ from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_b
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
     best_step,
-    criterion,
     losses_of,
     progress,
     row_of_evaluation,
@@ -340,14 +338,6 @@ class Trainer:
         if best is None:
             return None
         return f"best of {counted(len(evaluations), 'evaluation')}: step {best}, {shown_results(evaluations[best])}"
-
-    def evaluation_losses(self) -> list[float]:
-        """The number of each evaluation so far by which steps are compared. See ``criterion``."""
-        return [criterion(results) for results in self.engine.journal.evaluations.values()]
-
-    def seconds(self) -> float:
-        """Seconds of all steps so far, as metrics.jsonl has them."""
-        return math.fsum(row.get("seconds", 0.0) for row in self._run.metrics(self.engine.journal))
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""

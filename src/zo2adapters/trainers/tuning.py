@@ -33,7 +33,7 @@ from zo2adapters.trainers.run_directory import (
     remove_trials,
     replace_file,
     require_new,
-    unwritable,
+    writing,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of, planned
@@ -43,7 +43,7 @@ from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OptionError, OutputError
 from zo2core.guard import is_refused
 from zo2core.io.durable import read_regular
-from zo2core.ranges import counted
+from zo2core.ranges import counted, require_whole
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
@@ -80,13 +80,8 @@ class Schedule(NamedTuple):
         """The rounds of a budget of forward passes, which cost about the same. The last one may be that of two trials."""
         left = _left(trials, continues=continues)
         added = [forwards // (len(left) * evaluations * count) for count in left]
-        if added[0] < _FEWEST_STEPS:
-            raise OptionError(
-                "forwards",
-                found=str(forwards),
-                expected=f"at least {least_forwards(trials, evaluations, continues=continues)} for {trials} trials",
-                remedy="pass a larger value, or fewer learning rates",
-            )
+        least = least_forwards(trials, evaluations, continues=continues)
+        require_whole("forwards", forwards, least, otherwise=f" for {trials} trials, or fewer learning rates")
         return cls(left, tuple(accumulate(added)), evaluations)
 
     @property
@@ -272,10 +267,8 @@ def _open_directory(
             workers.all_gather(None)  # returns once the first worker has created the directory
     if not table.exists():
         require_new(options.output)
-        try:
+        with writing(options.output):
             options.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(options.output, error) from error
         replace_file(table, json.dumps(settings) + "\n")
     else:
         try:

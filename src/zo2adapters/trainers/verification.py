@@ -32,7 +32,7 @@ from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, StateMemory, make_block_update
 from zo2core.planning.memory import free_memory
 from zo2core.protocols import UpdateInputs
-from zo2core.ranges import counted
+from zo2core.ranges import LARGEST, counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
 
@@ -196,10 +196,7 @@ class _AllGradients(_Gradients):
 def _require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
     """Refuse batches that exceed free memory or the model's longest row."""
     tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and tokens > longest:
-        raise OptionError(
-            "tokens", found=str(tokens), expected=f"at most {longest}, the model's limit", remedy="pass a smaller value"
-        )
+    require_whole("tokens", tokens, 1, longest or LARGEST, otherwise=", the model's limit")
     weights = sum(layout.nbytes for layout in model.layouts)
     needed, free = 2 * weights + activation_bytes(model.config, batches.rows, tokens), free_memory()
     if needed > free:
