@@ -22,7 +22,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from enum import Enum
 from types import FrameType
 from typing import Any, TextIO
 
@@ -124,7 +123,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         _quieten_libraries()
         warnings.formatwarning, warnings.showwarning = format_warning, show_warning
         if signals is not None:
-            signals.phase = Phase.RUNNING
+            signals.is_running = True
         command.run()
         sys.stdout.flush()  # here, where an error can still be reported
     except BrokenPipeError:  # the reader of the pipe has closed it
@@ -238,13 +237,6 @@ def show_warning(
         output.write(text)
 
 
-class Phase(Enum):
-    """What the process is doing when a signal comes."""
-
-    STARTING = "starting"  # importing, and parsing the command line
-    RUNNING = "running"
-
-
 class Interrupted(KeyboardInterrupt):
     """A signal asked the command to stop."""
 
@@ -260,7 +252,7 @@ class SignalHandling:
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.STARTING
+        self.is_running = False  # while modules are imported, and the command line is parsed
         self._count = 0
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -274,7 +266,7 @@ class SignalHandling:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._count += 1
-        if self.phase is Phase.STARTING:
+        if not self.is_running:
             _exit(number, "interrupted; nothing was started")
         if self._count >= _SIGNALS_UNTIL_EXIT:
             _exit(number, "stopped immediately")

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,8 +408,10 @@ def told_options(tmp_path: Path) -> TrainOptions:
 def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
     rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
     devices = device_kinds(told_options.storage.device, None)
-    given: Any = {"data_sha256": data_sha256(told_options.data), "sequence_length": length, "devices": devices}
-    return provenance(told_options, Path(told_options.model), rows, **given)
+    facts: Any = SimpleNamespace(
+        options=told_options, directory=Path(told_options.model), tokens=lambda: rows, length=length
+    )
+    return provenance(facts, data_sha256=data_sha256(told_options.data), devices=devices)
 
 
 def test_whatever_shapes_the_result_is_told(told_options: TrainOptions) -> None:

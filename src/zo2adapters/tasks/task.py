@@ -345,11 +345,8 @@ class PreferenceTask(Task):
         return {"loss": float(loss), "accuracy": right / len(gains)}
 
 
-class Continued(NamedTuple):
-    """A row and what the model wrote after its prompt."""
-
-    row: TokenizedRow
-    tokens: Sequence[int]  # with the token that ended it, if it has ended
+# A row, and what the model wrote after its prompt, with the token that ended it, if it has ended.
+Continued: TypeAlias = tuple[TokenizedRow, Sequence[int]]
 
 
 class GeneratedTask(Task):
@@ -403,7 +400,7 @@ class GeneratedTask(Task):
             generation = Generation(engine, self._model, eos_token_ids=self._ends, **given)
             made = generation.continuations([row.input_ids[: row.prompt_length] for row in group])
             for so_far, tokens in zip(continued, made, strict=True):
-                so_far += map(Continued, group, tokens)
+                so_far += zip(group, tokens, strict=True)
         return continued
 
     def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -118,12 +118,8 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     return InitialRecipe.of(options, reasons, f"{first_line(options, plan, trial_steps=schedule.steps)} {memory}")
 
 
-class _Opened(NamedTuple):
-    """Options with the method that was chosen, the model as it is opened for it, and the reasons by option."""
-
-    options: TrainOptions
-    model: HFBlockModel
-    reasons: dict[str, str]
+# Options with the method that was chosen, the model as it is opened for it, and the reasons by option.
+_Opened: TypeAlias = tuple[TrainOptions, HFBlockModel, dict[str, str]]
 
 
 def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
@@ -179,7 +175,7 @@ def _with_precision(options: TrainOptions, model: HFBlockModel, reasons: dict[st
     if changed:
         options = options.having(**changed)
         model = options.opened(resolve_directory(options.model))
-    return _Opened(options, model, {**reasons, "dtype" if "dtype" in changed else "precision": why[0].upper() + why[1:]})
+    return options, model, {**reasons, "dtype" if "dtype" in changed else "precision": why[0].upper() + why[1:]}
 
 
 def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOptions, str, int]:

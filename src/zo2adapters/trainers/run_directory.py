@@ -40,6 +40,7 @@ from zo2core.io.durable import replace_file as replace_bytes
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
+    from zo2adapters.trainers.run_inputs import RunInputs
     from zo2core import BlockModel, Journal
 
 
@@ -439,20 +440,14 @@ _TOKENIZER_FILES = (  # names, in the order of their digest
 
 
 def provenance(
-    options: TrainOptions,
-    base: Path,
-    tokens: dict[str, object],
-    *,
-    data_sha256: str,
-    sequence_length: int,
-    devices: str,
-    task: Mapping[str, Any] = MappingProxyType({}),
+    inputs: RunInputs, *, data_sha256: str, devices: str, task: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
     It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
     steps.
     """
+    options = inputs.options
     batching, opening, objective = options.batching, options.model_options, options.objective
     declared: dict[str, Any] = {}
     if opening.architecture is not None:
@@ -471,13 +466,13 @@ def provenance(
         **evaluated,
         **task,
         "data sha256": data_sha256,
-        "tokens": {key: value for key, value in tokens.items() if not key.startswith("evaluation")},
-        "tokenizer sha256": tokenizer_sha256(base),
+        "tokens": {key: value for key, value in inputs.tokens().items() if not key.startswith("evaluation")},
+        "tokenizer sha256": tokenizer_sha256(inputs.directory),
         "dtype": opening.dtype,
         "batch size": batching.batch_size,
         "micro-batch size": batching.micro_batch_size,
         "loss chunk": batching.loss_chunk,
-        "sequence length": sequence_length,
+        "sequence length": inputs.length,
         "seed": options.seed,
         "device": devices,
         "schedule": schedule,

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -107,19 +107,11 @@ class Trainer:
             self._make_task(inputs, evaluates=evaluates)
             on_error.callback(self._task.close)
             self._activations, _ = memory = self._reserved_bytes(inputs)
-            tokens = inputs.tokens()
-            run.begin(options, tokens, model)
+            run.begin(options, inputs.tokens(), model)
             open_base = partial(self._method.open, model, None, self._activations, workers=workers)
             self._task.prepare(open_base, self._remaining_rows)
-            decides = provenance(
-                options,
-                inputs.directory,
-                tokens,
-                data_sha256=run.checksums[saved_path(options.data)],
-                sequence_length=inputs.length,
-                devices=device_kinds(options.storage.device, workers),
-                task=self._task.provenance,
-            )
+            digest, devices = run.checksums[saved_path(options.data)], device_kinds(options.storage.device, workers)
+            decides = provenance(inputs, data_sha256=digest, devices=devices, task=self._task.provenance)
             self.plan = planned(inputs) if plans else None
             self.engine: Any = self._method.engine(model, memory, provenance=decides, execution=execution, workers=workers)
             on_error.callback(self.engine.close)
@@ -375,13 +367,6 @@ class Trainer:
 _MOST_TOKENS = 50  # most tokens of an answer
 
 
-class Prompt(NamedTuple):
-    """A prompt of the data."""
-
-    ids: tuple[int, ...]  # at least one token
-    expected: str  # the completion, the right candidate, or a right answer
-
-
 class Samples:
     """The prompts of a run that are answered."""
 
@@ -390,7 +375,7 @@ class Samples:
     ) -> None:
         self._model, self._tokenizer, self._pad = model, tokenizer, pad_token_id
         self._prompts = [self._prompt(row) for row in list(rows)[:count]]
-        self.longest_prompt = max(len(prompt.ids) for prompt in self._prompts)
+        self.longest_prompt = max(len(ids) for ids, _ in self._prompts)
         room = _MOST_TOKENS if model.longest_row is None else model.longest_row - self.longest_prompt
         self._most = min(_MOST_TOKENS, room)
         if self._most < 1:
@@ -410,28 +395,29 @@ class Samples:
         columns = generate(
             engine,
             self._model,
-            [prompt.ids for prompt in self._prompts],
+            [ids for ids, _ in self._prompts],
             max_new_tokens=self._most,
             eos_token_ids=end_token_ids(self._model, self._tokenizer),
             pad_token_id=self._pad,
         )
         samples = list(earlier)
-        for number, (prompt, answer) in enumerate(zip(self._prompts, zip(*columns, strict=True), strict=True)):
+        for number, ((ids, expected), answer) in enumerate(zip(self._prompts, zip(*columns, strict=True), strict=True)):
             generated = self._text([token for token in answer if token is not None])
-            texts = {"prompt": self._text(prompt.ids), "expected": prompt.expected, "generated": generated}
+            texts = {"prompt": self._text(ids), "expected": expected, "generated": generated}
             samples.append({"step": step, "row": number, **texts})
         replace_file(directory / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
 
-    def _prompt(self, row: Any) -> Prompt:
+    def _prompt(self, row: Any) -> tuple[Sequence[int], str]:
+        """The tokens of a prompt, and the completion, the right candidate, or a right answer."""
         match row:
             case TokenizedRow() if row.prompt_length:
                 end = row.later_prompts[0][0] if row.later_prompts else None
                 answer = row.input_ids[row.prompt_length : end]
-                return Prompt(tuple(row.input_ids[: row.prompt_length]), self._text(answer))
+                return row.input_ids[: row.prompt_length], self._text(answer)
             case Choice():
-                return Prompt(row.prompt, self._text(row.candidates[row.answer]))
+                return row.prompt, self._text(row.candidates[row.answer])
             case Question():
-                return Prompt(row.prompt, row.answers[0])
+                return row.prompt, row.answers[0]
         raise OptionError(
             "samples",
             found="rows without a prompt",

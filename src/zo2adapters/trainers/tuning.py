@@ -40,7 +40,7 @@ from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
 from zo2core import Journal, SharedBase, Workers, ZO2Error
-from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OptionError, OutputError
+from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OutputError, without_effect
 from zo2core.guard import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.ranges import counted, require_whole
@@ -48,6 +48,7 @@ from zo2core.ranges import counted, require_whole
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
 _FEWEST_STEPS = 4  # steps of a trial in its first round; losses of fewer steps are too noisy
+_CONSTANT = "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
 _JUDGED = 0.5  # share of a trial's steps, the last ones, whose mean loss is compared
 
 
@@ -127,18 +128,20 @@ def tune(
     workers: Workers | None = None,
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
-    optimization = options.optimization
-    for option, found in (("evaluation", options.evaluation), ("evaluate_every", options.evaluate_every)):
+    optimization, method = options.optimization, method_of(options.with_rate("auto"))  # each trial has its own rate
+    apart = "no evaluation, because trials are compared by their training losses"
+    for option, found, expected in (
+        ("evaluation", options.evaluation, apart),
+        ("evaluate_every", options.evaluate_every, apart),
+        ("decay", None if optimization.decay is Decay.CONSTANT else optimization.decay.value, _CONSTANT),
+        (
+            "zo_eps_to_try",
+            (method.has_gradient and ", ".join(map(str, zo_eps))) or None,
+            "none with --method, which perturbs nothing",
+        ),
+    ):
         if found is not None:
-            expected = "no evaluation, because trials are compared by their training losses"
-            raise OptionError(option, found=str(found), expected=expected, remedy="leave it out")
-    if optimization.decay is not Decay.CONSTANT:
-        expected = "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
-        raise OptionError("decay", found=optimization.decay.value, expected=expected, remedy="leave it out")
-    method = method_of(options.with_rate("auto"))  # each trial has its own
-    if method.has_gradient and zo_eps:
-        expected = f"none with --method {options.first_order.method}, which perturbs nothing"
-        raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
+            raise without_effect(option, found, expected)
     rates, scales = learning_rates or method.learning_rates, zo_eps or [optimization.zo_eps]
     trials = [_trial(options, method, lr, eps) for lr in dict.fromkeys(rates) for eps in dict.fromkeys(scales)]
     schedule = Schedule.of(len(trials), forwards, method.forwards)
