@@ -129,16 +129,13 @@ def tune(
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
     optimization, method = options.optimization, method_of(options.with_rate("auto"))  # each trial has its own rate
+    perturbed = ", ".join(map(str, zo_eps)) if method.has_gradient else ""
     apart = "no evaluation, because trials are compared by their training losses"
     for option, found, expected in (
         ("evaluation", options.evaluation, apart),
         ("evaluate_every", options.evaluate_every, apart),
         ("decay", None if optimization.decay is Decay.CONSTANT else optimization.decay.value, _CONSTANT),
-        (
-            "zo_eps_to_try",
-            (method.has_gradient and ", ".join(map(str, zo_eps))) or None,
-            "none with --method, which perturbs nothing",
-        ),
+        ("zo_eps_to_try", perturbed or None, "none with --method, which perturbs nothing"),
     ):
         if found is not None:
             raise without_effect(option, found, expected)
