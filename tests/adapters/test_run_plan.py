@@ -212,7 +212,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BatchShape, int | No
         shapes.append((shape, running))
         return 1.0
 
-    monkeypatch.setattr(run_plan, "measured_forward_seconds", measure)
+    monkeypatch.setattr("zo2adapters.trainers.probes.measured_forward_seconds", measure)
     return shapes
 
 
@@ -553,8 +553,8 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
 
 def test_a_step_that_measures_gradients_first_sweeps_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), steps=4, batching=Batching(batch_size=2))
-    monkeypatch.setattr("zo2adapters.trainers.run_plan.measured_forward_seconds", lambda *_, **__: 1.0)
-    monkeypatch.setattr("zo2adapters.trainers.run_plan.measured_backward", lambda *_: 3.0)
+    monkeypatch.setattr("zo2adapters.trainers.probes.measured_forward_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr("zo2adapters.trainers.probes.measured_backward", lambda *_: 3.0)
     seconds = []
     cases: list[tuple[OptimizerName, float | None]] = [("adamw", None), ("adamw", 1.0), ("badam", None), ("badam", 1.0)]
     for method, norm in cases:

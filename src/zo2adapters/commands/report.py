@@ -19,9 +19,9 @@ from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import Row, align_rows, criterion, results_of_row, row_of, shown_results
 from zo2adapters.trainers.option_table import used_options
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials, refusing_damage
 from zo2core import Update, ZO2Error
-from zo2core.errors import JournalError, OptionError, reason
+from zo2core.errors import JournalError
 from zo2core.guard import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.ranges import counted
@@ -93,13 +93,8 @@ def read_run(directory: Path) -> Run:
     if not journal.steps:
         expected, remedy = "the journal of a run with steps", "pass the directory of another run"
         raise JournalError(directory / JOURNAL, found="no step", expected=expected, remedy=remedy)
-    try:
-        options = json.loads(read_regular(directory / OPTIONS))["options"]
-        assert isinstance(options, dict)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
-        found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        expected, remedy = "a run's options", "restore the file from a copy"
-        raise OptionError(str(directory / OPTIONS), found=found[:200], expected=expected, remedy=remedy) from error
+    with refusing_damage(directory):
+        options = dict(json.loads(read_regular(directory / OPTIONS))["options"])
     gradient_forwards = ADAPTER_FORWARDS  # if the options do not say
     with suppress(ZO2Error):
         gradient_forwards = method_of(RunDirectory.options(directory)).forwards

@@ -57,10 +57,10 @@ class Verify(Command):
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
-        result = verify(directory, opening, size, batches, method=self.method, adapter=adapter)
-        if result.difference is not None:
-            print(f"DIFFERENT: {result.difference}")
+        parameters, difference = verify(directory, opening, size, batches, method=self.method, adapter=adapter)
+        if difference is not None:
+            print(f"DIFFERENT: {difference}")
             sys.exit(1)
         scalars = "losses, projected gradients" if self.method is None else "losses, gradient norms"
-        trained = f"{result.parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
-        print(f"EQUAL over {counted(result.steps, 'step')}, bit for bit: {scalars} and all {trained}")
+        trained = f"{parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
+        print(f"EQUAL over {counted(self.steps, 'step')}, bit for bit: {scalars} and all {trained}")

@@ -90,7 +90,7 @@ class RunDirectory:
             self._write_record()
             self._write_recipe(options)
             return
-        with _refusing_damage(self.path):
+        with refusing_damage(self.path):
             record = json.loads(read_regular(self.path / OPTIONS))
             saved, saved_tokens, checksums = record["options"], dict(record["tokens"]), checksums_at(options, record)
         for option, path in (("data", options.data), ("evaluation", options.evaluation)):
@@ -116,7 +116,7 @@ class RunDirectory:
     @staticmethod
     def options(path: Path) -> TrainOptions:
         """Options that a run has saved."""
-        with _refusing_damage(path):
+        with refusing_damage(path):
             return TrainOptions.from_json(json.loads(read_regular(path / OPTIONS))["options"], path)
 
     def _require_same_base(self, now: Mapping[str, Any], model: BlockModel) -> None:
@@ -331,7 +331,8 @@ def directory_lock(path: Path) -> FileLock:
 
 
 @contextlib.contextmanager
-def _refusing_damage(path: Path) -> Iterator[None]:
+def refusing_damage(path: Path) -> Iterator[None]:
+    """A context in which damage of a run's options becomes a typed error."""
     try:
         yield
     except OSError as error:

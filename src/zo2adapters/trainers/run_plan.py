@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers import probes
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.methods import (
     GradientRun,
@@ -24,15 +25,6 @@ from zo2adapters.trainers.methods import (
     shared_base_model,
 )
 from zo2adapters.trainers.options import RunOptions, TrainOptions
-from zo2adapters.trainers.probes import (
-    decoding_seconds,
-    hashing_speed,
-    measured_backward,
-    measured_forward_seconds,
-    measured_graph_bytes,
-    measured_update_seconds,
-    release_probe,
-)
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
@@ -276,7 +268,7 @@ class _Forecast(NamedTuple):
                 lag = (every + 1) / 2
                 write_seconds = written / speeds.writing(Path(write_back.directory)) if written else 0.0
         replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place)
-        beside = replay * self.options.optimization.queries * lag + decoding_seconds(layouts)
+        beside = replay * self.options.optimization.queries * lag + probes.decoding_seconds(layouts)
         return RunPlan(
             host_plan=host_plan,
             write_back_every=every,
@@ -296,7 +288,7 @@ class _Forecast(NamedTuple):
         micro_rows = options.batching.micro_batch_size
         measures = update is not None and options.first_order.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
-        graph, unplaced = measured_graph_bytes(model, shapes.longest), activations - spec.activation_bytes
+        graph, unplaced = probes.measured_graph_bytes(model, shapes.longest), activations - spec.activation_bytes
         inputs = min(spec.host_plan.spare, unplaced)
         kept = min((spec.host_plan.spare - inputs) // max(graph, 1), blocks)
         parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
@@ -304,18 +296,18 @@ class _Forecast(NamedTuple):
         host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
 
         sweeps, moving = 2 if measures else 1, host_plan.buckets
-        forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
-        forward *= sweeps * (measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks)
+        forward = probes.measured_forward_seconds(model, shapes.step, running=micro_rows)
+        forward *= sweeps * (probes.measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks)
         if moving is not None and turn is not None:
             moving -= 1  # that of the block whose turn it is
         read, evaluated = sweeps * 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
         if moving is not None and method.commit_every is not None and turn is None:
             read = read_bytes(layouts, moving, method.commit_every, measures=measures)
             evaluated = streamed_bytes(model.layouts, moving)
-        spilled, decoding, disk = unplaced - inputs, decoding_seconds(layouts), options.output
+        spilled, decoding, disk = unplaced - inputs, probes.decoding_seconds(layouts), options.output
         spill = sweeps * spilled  # bytes of inputs that have no room
         spill_seconds = self._read_seconds(spill) + (spill / self.speeds.writing(disk) if spill else 0.0)
-        arithmetic = 2 * decoding if update is None else measured_update_seconds(model, update)
+        arithmetic = 2 * decoding if update is None else probes.measured_update_seconds(model, update)
         scratch, snapshot = 0, 0
         if method.streams:
             scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
@@ -323,7 +315,7 @@ class _Forecast(NamedTuple):
         else:
             snapshot, limit = method.snapshot_size(model), options.storage.write_limit_tb
             seconds = max(forward + arithmetic, self._read_seconds(read))
-            written = snapshot * seconds / interval(snapshot / self.speeds.writing(disk) + snapshot / hashing_speed())
+            written = snapshot * seconds / interval(snapshot / self.speeds.writing(disk) + snapshot / probes.hashing_speed())
             written = written if limit is None else min(written, 1e9 * limit)
         return RunPlan(
             host_plan=host_plan,
@@ -371,7 +363,7 @@ class _Forecast(NamedTuple):
         options, request, base = self.options, self.request, shared_base_model(self.options)
         least = request.with_least_activations(in_place=True).memory.activation_bytes
         has_gradient = options.first_order.method is not None
-        graph = measured_graph_bytes(self.model, self.shapes.step) if has_gradient else 0
+        graph = probes.measured_graph_bytes(self.model, self.shapes.step) if has_gradient else 0
         speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
         blocks = sum(not layout.resident for layout in base.layouts)
 
@@ -394,7 +386,7 @@ class _Forecast(NamedTuple):
             raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
         passes, layouts = 2 if has_gradient else 1, base.layouts if host_plan.buckets is None else on_disk
         read = passes * streamed_bytes(layouts, host_plan.buckets)
-        disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * decoding_seconds(base.layouts)
+        disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * probes.decoding_seconds(base.layouts)
         own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
         together = Together(
             runs=runs,
@@ -419,7 +411,7 @@ class _Forecast(NamedTuple):
             specs = [spec for layout in layouts for spec in layout.parameters]
             numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
             share = numbers / sum(spec.numel for spec in specs)
-            return replay * share * (forwards + queries) + decoding_seconds(layouts)
+            return replay * share * (forwards + queries) + probes.decoding_seconds(layouts)
         if isinstance(noise, CounterNoise):
             first, other = evaluation_seconds(noise, layouts)
             return replay * (queries * lag - 1) + first + other * (forwards - 1)
@@ -435,14 +427,14 @@ class _Forecast(NamedTuple):
         stacked, new_tokens = optimization.stacked, options.rewards.new_tokens
         if new_tokens is not None:
             count = shape.rows * stacked
-            seconds = measured_forward_seconds(model, BatchShape(count, shape.tokens, count), all_logits=False)
-            seconds += (new_tokens - 1) * measured_forward_seconds(model, BatchShape(count, 1, count))
+            seconds = probes.measured_forward_seconds(model, BatchShape(count, shape.tokens, count), all_logits=False)
+            seconds += (new_tokens - 1) * probes.measured_forward_seconds(model, BatchShape(count, 1, count))
         else:
             stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
             running = None if micro_rows is None else micro_rows * stacked
             if optimization.per_row and optimization.rank is None:  # each direction runs on its rows alone
                 running = optimization.loss_rows(shape.rows)
-            seconds = measured_forward_seconds(model, stack, running=running)
+            seconds = probes.measured_forward_seconds(model, stack, running=running)
         return optimization.evaluations / stacked * seconds
 
     def _evaluation_seconds(self, sweep_seconds: float, read_seconds: float) -> float:
@@ -455,7 +447,7 @@ class _Forecast(NamedTuple):
         left = self.request.memory.activation_bytes
         left -= forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
         sweeps = -(-batches // max(1, left // held))
-        forward = measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
+        forward = probes.measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
         return max(batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
 
     def _waiting_bytes(self, activation_bytes: int) -> int:
@@ -512,7 +504,7 @@ def planned(inputs: RunInputs) -> RunPlan | None:
     except ZO2Error:
         return None
     finally:
-        release_probe(inputs.model)
+        probes.release_probe(inputs.model)
 
 
 def first_line(options: RunOptions, plan: RunPlan, *, trial_steps: int = 0) -> str:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,14 +37,6 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
 
 
-class Comparison(NamedTuple):
-    """The result of a comparison."""
-
-    steps: int  # steps that were compared
-    parameters: int  # parameters that were compared after the last step
-    difference: str | None  # the first difference, as text; None if every bit is equal
-
-
 @dataclass(frozen=True, kw_only=True)
 class RandomBatches:
     """The batches to compare on: random tokens, one batch per step."""
@@ -69,8 +61,10 @@ def verify(
     *,
     method: OptimizerName | None = None,
     adapter: Adapter | None = None,
-) -> Comparison:
+) -> tuple[int, str | None]:
     """Take steps block by block and on the whole model, and compare their numbers and what is trained.
+
+    Returns the number of parameters that were compared, and the first difference as text; None if every bit is equal.
 
     Memory: the whole model twice, and what its steps take. Without a method, steps are MeZO's.
     """
@@ -95,12 +89,12 @@ def verify(
             numbers = [*ours.losses, *ours.projected_grads, *(() if ours.grad_norm is None else (ours.grad_norm,))]
             for number, (name, theirs) in zip(numbers, resident.step(step, batch, seed), strict=True):
                 if number != theirs:
-                    return Comparison(step + 1, 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}")
+                    return 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}"
         for name, tensor in engine.parameters_now():
             difference = _first_difference(tensor, trained[name].detach()) if name in trained else None
             if difference is not None:
-                return Comparison(steps, parameters, f"after {counted(steps, 'step')}, {name}{difference}")
-    return Comparison(steps, parameters, None)
+                return parameters, f"after {counted(steps, 'step')}, {name}{difference}"
+    return parameters, None
 
 
 class _Mezo:
