@@ -18,7 +18,7 @@ from profiles import short_first
 from runs import small_run
 
 from zo2adapters.commands.report import page, read_run
-from zo2adapters.trainers import run_directory, tuning
+from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.methods import ZerothOrderRun
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, TrainOptions
@@ -346,8 +346,7 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
 
 def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        for module in (tuning, run_directory):
-            patch.setattr(module, "remove_trials", lambda run: None)
+        patch.setattr(run_directory.RunDirectory, "remove_trials", lambda run: None)
         done(*train("run", "--evaluation", 0.3))
     [left] = Path("run").glob("tune-*")
     for trial in left.glob("lr-*"):

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.trainers.metrics import best_step
-from zo2adapters.trainers.options import (
-    AdapterOptions,
-    DtypeName,
-    Resources,
-    RunModelOptions,
-    TrainOptions,
-    precision_of_run,
-)
+from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, TrainOptions, precision_of_run
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core.errors import JournalError, OptionError
@@ -91,9 +84,7 @@ class AtStep(Command):
 
     def without_learning(self) -> AtStep:
         """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
-        alone: dict[str, Any] = {option.name: option.default for option in fields(AdapterOptions)}
-        model_options = replace(self.model_options, **alone)
-        return AtStep(model=self.model, model_options=model_options, resources=self.resources)
+        return AtStep(model=self.model, model_options=self.model_options.without_adapter(), resources=self.resources)
 
     def named_others(self, directories: Sequence[Path]) -> list[tuple[str, AtStep]]:
         """Other runs or saved adapters of the same base, by names: of the directory, or its path if an earlier one has it.

@@ -34,11 +34,9 @@ from zo2adapters.trainers.run_directory import (
     METRICS,
     OPTIONS,
     RunDirectory,
-    acquire,
     branched_run,
-    directory_lock,
+    held_directory,
     replace_file,
-    writing,
 )
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
@@ -161,10 +159,8 @@ class Train(RunOptions, Command):
 
     def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
         """The options of a run of this command with these paths."""
-        assert self.model is not None
-        assert data is not None
-        assert output is not None
-        return self.of_run(model=self.model, data=data, output=output)
+        given: Any = {"model": self.model, "data": data, "output": output}  # of which none is missing
+        return self.of_run(**given)
 
     def _at_given_paths(self, saved: TrainOptions) -> TrainOptions:
         """The options of a run, with its files at the paths that this command names.
@@ -409,9 +405,7 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
             require_shareable(options)
         except OptionError as error:
             raise OptionError(name, found=error.found, expected=error.expected, remedy=error.remedy) from error
-    with writing(output):
-        output.mkdir(parents=True, exist_ok=True)
-        held = acquire(directory_lock(output))  # before its runs': else two processes take some of them each, and both end
+    held = held_directory(output)  # before its runs': else two processes take some of them each, and both end
     tell(f"{len(runs)} runs share each pass over the blocks: {', '.join(runs)}")
     with held, open_shared_base(next(iter(runs.values()))) as shared:
         try:

@@ -15,14 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    Cache,
-    DynamicCache,
-    LogitsProcessorList,
-    PretrainedConfig,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import Cache, DynamicCache, PretrainedConfig, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.footprint import cache_bytes, expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
@@ -71,12 +64,11 @@ class Sampling:
 
         A token is the first one up to which the probabilities, summed in the vocabulary's order, exceed the number.
         """
-        warp: Any = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
-        if self.top_p < 1:
-            warp.append(TopPLogitsWarper(self.top_p))
+        warper: Any = TemperatureLogitsWarper(self.temperature)
+        nucleus: Any = TopPLogitsWarper(self.top_p) if self.top_p < 1 else lambda _, scores: scores
         parts = []
         for part, number in zip(torch.split(logits, _DRAWN_ROWS), torch.split(numbers, _DRAWN_ROWS), strict=True):
-            sums = warp(None, part).softmax(dim=-1).double().cumsum(dim=-1)
+            sums = nucleus(None, warper(None, part)).softmax(dim=-1).double().cumsum(dim=-1)
             parts.append(torch.searchsorted(sums, number[:, None] * sums[:, -1:], right=True)[:, 0])
         return torch.cat(parts)
 

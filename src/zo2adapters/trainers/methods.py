@@ -662,18 +662,18 @@ def require_shareable(options: TrainOptions) -> None:
         raise OptionError("runs", found=found, expected=expected, remedy="pass --rank 8 or --lora-rank 8, or train it alone")
 
 
-def shared_base_model(options: TrainOptions) -> HFBlockModel:
+def base_model(options: TrainOptions) -> HFBlockModel:
     """Open the model of a base, without an adapter."""
     base = replace(options.model_options.without_adapter(), precision=options.precision_asked())
     return base.opened(resolve_directory(options.model), seed=options.seed)
 
 
 def open_shared_base(options: TrainOptions) -> SharedBase:
-    """Open the base of runs with these options. See ``shared_base_model``."""
+    """Open the base of runs with these options. See ``base_model``."""
     require_shareable(options)
     storage = options.storage
     memory = MemoryPolicy(host=storage.memory, device=storage.device_memory)
-    return SharedBase(shared_base_model(options), device=storage.device, memory=memory)
+    return SharedBase(base_model(options), device=storage.device, memory=memory)
 
 
 _CHUNK = 1 << 20  # elements read at once

@@ -217,6 +217,10 @@ class LiveMetrics:
         write_row(self._file, row)
         self._report(row["step"], {key: value for key, value in row.items() if key != "step" and _is_number(value)})
 
+    def evaluation(self, step: int, results: Results, seconds: float) -> None:
+        """Append the row of an evaluation."""
+        self.row({**row_of_evaluation(step, results), _SECONDS: seconds})
+
     def close(self) -> None:
         """Close the tracker. May be called twice."""
         self._opened.close()

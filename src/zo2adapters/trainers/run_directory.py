@@ -111,7 +111,7 @@ class RunDirectory:
         self._record = record
         self._require_same_base(options.to_json(), model)
         if options.optimization.lr != "auto":
-            remove_trials(self.path)  # of a process that was killed between its choice and their removal
+            self.remove_trials()  # of a process that was killed between its choice and their removal
 
     @staticmethod
     def options(path: Path) -> TrainOptions:
@@ -193,6 +193,11 @@ class RunDirectory:
             replace_file(path, text)
         return aligned.rows
 
+    def remove_trials(self) -> None:
+        """Remove the trials with which the run has chosen its learning rate."""
+        for directory in self.path.glob(f"{TRIALS}*/"):
+            shutil.rmtree(directory, ignore_errors=True)
+
     def abandon(self) -> None:
         """Close the directory of a run that failed; a run that is new and has taken no step is removed with its files."""
         if not self._resumed:
@@ -247,12 +252,6 @@ def read_trials(directory: Path) -> list[dict[str, Any]]:
         return list(trials)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
-
-
-def remove_trials(run: Path) -> None:
-    """Remove the trials with which a run has chosen its learning rate."""
-    for directory in run.glob(f"{TRIALS}*/"):
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def require_new(path: Path) -> None:
@@ -323,6 +322,13 @@ def acquire(lock: FileLock) -> contextlib.AbstractContextManager[object]:
             expected="a directory that no other process uses",
             remedy="wait until that process has ended, or choose another directory",
         ) from error
+
+
+def held_directory(path: Path) -> contextlib.AbstractContextManager[object]:
+    """Make a directory, and lock it. The result is a context that releases it."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        return acquire(directory_lock(path))
 
 
 def directory_lock(path: Path) -> FileLock:

@@ -16,14 +16,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers import probes
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.methods import (
-    GradientRun,
-    ZerothOrderRun,
-    interval,
-    method_of,
-    require_shareable,
-    shared_base_model,
-)
+from zo2adapters.trainers.methods import GradientRun, ZerothOrderRun, base_model, interval, method_of, require_shareable
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
@@ -360,7 +353,7 @@ class _Forecast(NamedTuple):
 
     def together(self, run: RunPlan, runs: int) -> RunPlan:
         """The plan of equal runs on the CPU that share their base."""
-        options, request, base = self.options, self.request, shared_base_model(self.options)
+        options, request, base = self.options, self.request, base_model(self.options)
         least = request.with_least_activations(in_place=True).memory.activation_bytes
         has_gradient = options.first_order.method is not None
         graph = probes.measured_graph_bytes(self.model, self.shapes.step) if has_gradient else 0

@@ -25,15 +25,7 @@ from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow, trainin
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
-from zo2adapters.trainers.metrics import (
-    LiveMetrics,
-    best_step,
-    losses_of,
-    progress,
-    row_of_evaluation,
-    shown_results,
-    step_record,
-)
+from zo2adapters.trainers.metrics import LiveMetrics, best_step, losses_of, progress, shown_results, step_record
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.progress_bar import StepBar, export_bar, sweep_bars, verify_with_progress
@@ -53,14 +45,7 @@ from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
-from zo2core.errors import (
-    CheckpointError,
-    JournalError,
-    NonFiniteLossError,
-    OptionError,
-    OutputError,
-    ScratchError,
-)
+from zo2core.errors import CheckpointError, JournalError, NonFiniteLossError, OptionError, OutputError, ScratchError
 from zo2core.io.durable import open_no_follow
 from zo2core.ranges import counted
 from zo2core.types import shown_bytes
@@ -223,10 +208,7 @@ class Trainer:
         batches = training_batches(data, batch_size=batch_size, seed=self.options.seed, first_step=taken)
         steps = max(self.options.steps - taken, 0)
         is_all = steps * batch_size >= 2 * len(data)  # the steps contain a whole epoch, wherever they start in one
-        return [
-            *(data if is_all else chain.from_iterable(islice(batches, steps))),
-            *(self._inputs.evaluation or ()),
-        ]
+        return [*(data if is_all else chain.from_iterable(islice(batches, steps))), *(self._inputs.evaluation or ())]
 
     def _require_steps_left(self, taken: int) -> None:
         options = self.options
@@ -354,8 +336,7 @@ class Trainer:
         self._method.before_recording(self.engine, results)
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
-        record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
-        metrics.row(record)
+        metrics.evaluation(self.engine.version, results, seconds)
         self._print(bar, f"step {self.engine.version}: evaluation {shown_results(results)}, {seconds:.1f} s")
 
     def _print(self, bar: StepBar, line: str) -> None:

@@ -27,10 +27,8 @@ from zo2adapters.trainers.run_directory import (
     CHOICE,
     JOURNAL,
     METRICS,
-    OPTIONS,
     TRIALS,
     RunDirectory,
-    remove_trials,
     replace_file,
     require_new,
     writing,
@@ -38,7 +36,7 @@ from zo2adapters.trainers.run_directory import (
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of, planned
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.worker_options import is_first, storage_of_one
+from zo2adapters.trainers.worker_options import holds_run, is_first, storage_of_one
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OutputError, without_effect
 from zo2core.guard import is_refused
@@ -232,7 +230,7 @@ def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: T
 
 def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None, *, shared: SharedBase | None) -> Trial:
     """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is displayed."""
-    if resume := (trial.directory / OPTIONS).exists():
+    if resume := holds_run(trial.directory):
         trial_options = RunDirectory.options(trial.directory).with_steps(steps).having(objective=options.objective)
         with closing(Journal(trial.directory / JOURNAL)) as journal:
             if journal.version >= steps:  # the trials were interrupted in a later round
@@ -309,7 +307,7 @@ def with_chosen_rate(
         except BaseException:
             if not any(options.output.glob(f"{TRIALS}*/*/")):
                 if not resume:
-                    remove_trials(options.output)
+                    run.remove_trials()
                 run.abandon()
             raise
         best = _converged(ranking[0], "lr", f"remove {options.output}, and pass a smaller --lr, or better rows")
@@ -317,7 +315,7 @@ def with_chosen_rate(
         replace_file(options.output / CHOICE, json.dumps({"lr": best.lr, "trials": results}, indent=2) + "\n")
         chosen = options.with_rate(best.lr)
         run.save(chosen)
-        remove_trials(options.output)
+        run.remove_trials()
     losses = ", ".join(
         f"{trial.lr:g}: {f'{trial.loss:.4f}' if math.isfinite(trial.loss) else 'diverged'}"
         for trial in sorted(ranking, key=lambda trial: trial.lr)
