@@ -15,7 +15,7 @@ from zo2adapters.trainers.metrics import best_step
 from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, TrainOptions, precision_of_run
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
-from zo2core.errors import JournalError, OptionError
+from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class AtStep(Command):
         for option in fields(model_options):
             value, kept = getattr(model_options, option.name), getattr(saved_options, option.name)
             if value != option.default and (value.resolve() if isinstance(value, Path) else value) != kept:
-                expected = f"{kept or 'none'}, as in the run"
-                raise OptionError(option.name, found=str(value), expected=expected, remedy="leave it out")
+                raise without_effect(option.name, value, f"{kept or 'none'}, as in the run")
         return replace(self, model=saved.model, model_options=saved_options, journal=self.run_directory / JOURNAL)
 
     def without_learning(self) -> AtStep:
@@ -256,8 +255,7 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     from zo2adapters.trainers.progress_bar import verify_with_progress
 
     if path is None:
-        expected = "--run or --journal, which has the digests"
-        raise OptionError("verify_base", found="no journal", expected=expected, remedy="leave it out")
+        raise without_effect("verify_base", "no journal", "--run or --journal, which has the digests")
     missing = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
     if missing:
         found = f"no digest for {len(missing)} of {len(model.layouts)} segments of the base"

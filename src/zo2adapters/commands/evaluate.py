@@ -21,7 +21,7 @@ from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.options import Batching, Resources, RunModelOptions, RunOptions, precision_of_run
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first, torchrun_rank
-from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.errors import NonFiniteLossError, OptionError, without_effect
 from zo2core.io.durable import read_regular
 from zo2core.ranges import LARGEST, counted, parse_size, require_whole
 
@@ -155,8 +155,7 @@ class Evaluate(AtStep):
             expected = "other rows: preferences are evaluated during training, against the base model"
             raise OptionError("data", found=found, expected=expected, remedy="pass them to zo2 train as --evaluation")
         if self.batching.pack and rows.format is not RowFormat.TEXT:
-            found, expected = f"{self.data}, whose rows cannot be packed", "rows of text"
-            raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
+            raise without_effect("pack", f"{self.data}, whose rows cannot be packed", "rows of text")
         return rows
 
 

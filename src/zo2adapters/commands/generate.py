@@ -20,7 +20,7 @@ from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.trainers.options import Batching, ModelOptions, Resources, RunModelOptions
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
-from zo2core.errors import DataError, NonFiniteLossError, OptionError
+from zo2core.errors import DataError, NonFiniteLossError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
@@ -195,15 +195,14 @@ class Chat(Command):
             expected = "either --model or a run's directory"
             raise OptionError("model", found=found, expected=expected, remedy="pass one of the two")
         if self.adapters:
-            found, expected = f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone"
-            raise OptionError("adapter", found=found, expected=expected, remedy="leave it out")
+            raise without_effect("adapter", f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone")
         run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, resources=self.resources)
         return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
 
     def _adapted(self, base: AtStep) -> dict[str, AtStep]:
         """A base with each of its adapters, and alone."""
         if self.at is not None:
-            raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
+            raise without_effect("at", f"{self.at} without a run", "a run's directory")
         names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
             expected, remedy = f"different names, none of them {_BASE!r}", "rename one of the directories, or pass links"

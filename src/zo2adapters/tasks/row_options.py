@@ -18,7 +18,7 @@ from string import Formatter
 from typing import Any, Literal, NamedTuple
 
 from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
-from zo2core.errors import DataError, OptionError
+from zo2core.errors import DataError, OptionError, without_effect
 
 _NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
 _KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt
@@ -116,8 +116,7 @@ class RowOptions:
                 raise OptionError("rendered_at", found=found, expected=expected, remedy="correct it") from error
         found = " ".join(map(repr, self.labels))
         if self.labels and takes_labels:
-            found = f"{found} for a model that has labels in its config"
-            raise OptionError("labels", found=found, expected="none", remedy="leave it out")
+            raise without_effect("labels", f"{found} for a model that has labels in its config", "none")
         if self.labels and (len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
             remedy = "pass the text of each label once"
             raise OptionError("labels", found=found, expected="at least two different texts", remedy=remedy)

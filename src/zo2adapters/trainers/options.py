@@ -18,7 +18,7 @@ from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
 from zo2adapters.trainers.option_table import described, filled, flat, leaves, require_valid
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, without_effect
 from zo2core.names import OF_ADAPTERS, OptimizerName
 from zo2core.ranges import LARGEST, require_number, require_whole
 
@@ -358,9 +358,8 @@ class RunOptions:
         else:
             self._require_of_method(method)
         if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
-            expected = "none with badam: the end of a turn is committed"
             found = f"{self.storage.snapshot_every} with stream_blocks of --method"
-            raise OptionError("snapshot_every", found=found, expected=expected, remedy="leave it out")
+            raise without_effect("snapshot_every", found, "none with badam: the end of a turn is committed")
 
     def _require_of_method(self, method: OptimizerName) -> None:
         """Refuse a method that does not train an adapter, and the rate of zeroth-order steps, which is far too small."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.run_directory import OPTIONS
-from zo2core.errors import OptionError
+from zo2core.errors import without_effect
+from zo2core.ranges import require_whole
 
 _SHARE = 0.9  # share of the free memory that the workers of a host use together
 
@@ -35,11 +36,8 @@ class WorkerOptions:
 
         if torchrun_rank() is None:
             if self.split != "auto":
-                raise OptionError(
-                    "split",
-                    found=self.split,
-                    expected="no such option without other workers",
-                    remedy="start with torchrun --nproc-per-node N -m zo2adapters ..., or leave it out",
+                raise without_effect(
+                    "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
                 )
             yield None
             return
@@ -88,13 +86,7 @@ def worker_trace(trace: Path | None, workers: Workers | None) -> Path | None:
 def require_same_steps(steps: int, workers: Workers | None) -> None:
     """Refuse a number of steps that differs from the first worker's: workers would wait for each other forever."""
     agreed = steps if workers is None else workers.all_gather(steps)[0]
-    if agreed != steps:
-        raise OptionError(
-            "steps",
-            found=str(steps),
-            expected=f"{agreed}, the steps of the first worker",
-            remedy="pass the same number to all workers",
-        )
+    require_whole("steps", steps, agreed, agreed, otherwise=", the steps of the first worker")
 
 
 def storage_of_one(storage: Storage, workers: Workers | None) -> Storage:
