@@ -194,7 +194,7 @@ def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path
         model, rows, TaskOptions(objective="reward", pad=0, batch_size=1, rewards=rewards, tokenizer=tokenizer)
     )
     with contextlib.closing(task), Engine(model) as engine:
-        assert [list(made.tokens) for made in task._continued(engine, rows.rows[:1], [None], None)[0]] == [expected]
+        assert [list(tokens) for _, tokens in task._continued(engine, rows.rows[:1], [None], None)[0]] == [expected]
         assert task.provenance["generation"]["further end tokens"] == [end]
 
 

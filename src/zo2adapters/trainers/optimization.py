@@ -186,24 +186,20 @@ class Optimization(StepSize):
 
     def require_consistent(self) -> None:
         """Refuse options that cannot be combined with the estimator, or with directions of low rank."""
-        name, is_fzoo, remedy = self.estimator.value, self.estimator is EstimatorName.FZOO, "leave one of the two out"
-        for option, is_given, needed in (
-            ("exact_mezo", self.exact_mezo, EstimatorName.MEZO),
-            ("per_row", self.per_row, EstimatorName.MEZO),
-            ("fitness", self.fitness is not Fitness.SCALED, EstimatorName.ES),
+        name, noise, apart = self.estimator.value, self.noise, "leave one of the two out"
+        is_mezo, is_fzoo = self.estimator is EstimatorName.MEZO, self.estimator is EstimatorName.FZOO
+        has_fitness = self.fitness is not Fitness.SCALED and self.estimator is not EstimatorName.ES
+        in_order, any_order = "MeZO's numbers, which are drawn in sequence", "whose factors are drawn in any order"
+        for option, is_refused, found, expected, remedy in (
+            ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo", apart),
+            ("per_row", self.per_row and not is_mezo, name, "the estimator mezo", apart),
+            ("fitness", has_fitness, name, "the estimator es", apart),
+            ("noise", is_fzoo and noise is not Noise.RADEMACHER, noise.value, "rademacher, which fzoo requires", apart),
+            ("noise", self.rank and noise is Noise.MEZO, in_order, f"other noise with --rank, {any_order}", apart),
+            ("queries", is_fzoo and self.queries < 2, self.queries, "at least 2 with fzoo", "pass 8, as FZOO's authors do"),
         ):
-            if is_given and self.estimator is not needed:
-                raise OptionError(option, found=name, expected=f"the estimator {needed.value}", remedy=remedy)
-        if is_fzoo and self.noise is not Noise.RADEMACHER:
-            found, expected = repr(self.noise.value), "'rademacher', which fzoo requires"
-            raise OptionError("noise", found=found, expected=expected, remedy=remedy)
-        if self.rank is not None and self.noise is Noise.MEZO:
-            found = "MeZO's numbers, which are drawn in sequence"
-            expected = "gaussian or rademacher noise with --rank, whose factors are drawn in any order"
-            raise OptionError("noise", found=found, expected=expected, remedy=remedy)
-        if is_fzoo and self.queries < 2:
-            remedy = "pass 8, as FZOO's authors do"
-            raise OptionError("queries", found=str(self.queries), expected="at least 2 with fzoo", remedy=remedy)
+            if is_refused:
+                raise OptionError(option, found=str(found), expected=expected, remedy=remedy)
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run, with the clipping and the guard that the options ask for."""

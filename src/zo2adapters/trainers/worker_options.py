@@ -36,9 +36,7 @@ class WorkerOptions:
 
         if torchrun_rank() is None:
             if self.split != "auto":
-                raise without_effect(
-                    "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
-                )
+                raise without_effect("split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ...")
             yield None
             return
         with Workers.from_torchrun(split=self.split) as workers:
