@@ -94,11 +94,11 @@ class RowReader:
         kind = RowFormat.of(row)
         if kind is not RowFormat.ANSWERS:
             return kind
-        if self.new_tokens is not None and self.new_tokens >= self.sequence_length:
-            found = f"{self.new_tokens}, where prompt and answer together may have {self.sequence_length} tokens"
-            remedy = "pass a smaller value, or raise `sequence_length` if the model supports longer rows"
-            raise OptionError("max_new_tokens", found=found, expected=f"at most {self.sequence_length - 1}", remedy=remedy)
-        return RowFormat.TEXT if self.new_tokens is None else kind
+        if self.new_tokens is None:
+            return RowFormat.TEXT
+        together = f": prompt and answer together have at most `sequence_length`, {self.sequence_length}"
+        require_whole("max_new_tokens", self.new_tokens, 1, self.sequence_length - 1, otherwise=together)
+        return kind
 
     def _most(self, kind: RowFormat) -> int:
         """Most tokens of a row, without an answer that is generated."""

@@ -43,7 +43,7 @@ from zo2adapters.tasks.rows import (
 from zo2core import Batch, Engine, Evaluation, Forward, StepResult
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.io.durable import open_regular
-from zo2core.ranges import counted, parse_size
+from zo2core.ranges import counted, parse_size, require_whole
 
 OpenBase: TypeAlias = Callable[[], AbstractContextManager[Engine]]  # opens the model that training began with
 
@@ -471,12 +471,12 @@ class RewardTask(GeneratedTask):
     def _require_room(self, rows: Rows, option: str) -> None:
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
         longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
-        if limit is not None and longest.prompt_length + self._settings.max_new_tokens > limit:
-            where = f"in the row on line {longest.line} of --{option}"
-            found = f"{self._settings.max_new_tokens} after a prompt of {counted(longest.prompt_length, 'token')}, {where}"
-            expected = f"at most {limit - longest.prompt_length}, with which it reaches the model's limit of {limit}"
-            remedy = "lower it, or shorten the prompt"
-            raise OptionError("max_new_tokens", found=found, expected=expected, remedy=remedy)
+        if limit is not None:
+            prompt = (
+                f"the prompt of {counted(longest.prompt_length, 'token')} in the row on line {longest.line} of --{option}"
+            )
+            most, new = limit - longest.prompt_length, self._settings.max_new_tokens
+            require_whole("max_new_tokens", new, 1, most, otherwise=f", with which {prompt} reaches the model's limit")
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
         """Let the base continue a few prompts, whose likelihood says later how far the model has moved. See the contract."""

@@ -55,7 +55,7 @@ from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.optimizers import OPTIMIZERS, state_bytes
 from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
-from zo2core.ranges import counted, parse_size
+from zo2core.ranges import counted, parse_size, require_whole
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 
@@ -602,12 +602,9 @@ class GradientRun(RunMethod):
         limit, every = self.options.storage.write_limit_tb, self._policy.every
         if limit is None:
             return 1
-        nbytes = self.snapshot_size(model)
-        least = math.ceil(nbytes / (limit * 1e9))
-        if every is not None and every < least:
-            found = f"{every}: {nbytes / every / 1e9:.3g} TB in 1,000 steps"
-            expected = f"at least {least}, for the {limit:g} TB of --write-limit-tb"
-            raise OptionError("snapshot_every", found=found, expected=expected, remedy="raise one of the two")
+        least = math.ceil(self.snapshot_size(model) / (limit * 1e9))
+        if every is not None:
+            require_whole("snapshot_every", every, least, otherwise=f", for the {limit:g} TB of --write-limit-tb")
         return least
 
     def _require_few_writes(self, model: HFBlockModel, memory: StepMemory) -> None:

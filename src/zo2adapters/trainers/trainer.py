@@ -47,9 +47,10 @@ from zo2adapters.trainers.worker_options import device_kinds, is_first, require_
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import CheckpointError, JournalError, NonFiniteLossError, OptionError, OutputError, ScratchError
 from zo2core.io.durable import open_no_follow
-from zo2core.ranges import counted
+from zo2core.ranges import counted, require_whole
 from zo2core.types import shown_bytes
 
+_TAKEN = ", the steps that the run has already taken; zo2 export with --at writes the model of an earlier one"
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # errors of a disk, after whose repair runs resume
 
 _MEASURED = 3  # steps after which a plan is compared with what they took
@@ -109,7 +110,7 @@ class Trainer:
             keeps = options.storage.device == "cpu" and not self._method.has_gradient
             self.host_plan: HostPlan = with_kept_memory(plan, self._activations) if keeps else plan
             if resume:
-                self._require_steps_left(journal.version)
+                require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
                 run.save(options)
             on_error.pop_all()
 
@@ -209,16 +210,6 @@ class Trainer:
         steps = max(self.options.steps - taken, 0)
         is_all = steps * batch_size >= 2 * len(data)  # the steps contain a whole epoch, wherever they start in one
         return [*(data if is_all else chain.from_iterable(islice(batches, steps))), *(self._inputs.evaluation or ())]
-
-    def _require_steps_left(self, taken: int) -> None:
-        options = self.options
-        if options.steps < taken:
-            raise OptionError(
-                "steps",
-                found=str(options.steps),
-                expected=f"at least {taken}, the steps that the run has already taken",
-                remedy=f"use zo2 export --run {options.output} --at {options.steps} to write the model of that step",
-            )
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
