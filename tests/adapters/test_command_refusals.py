@@ -353,7 +353,7 @@ def test_a_row_of_another_form_is_refused_by_its_line(command: str, row: dict[st
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"), [(32, "found 32, where prompt and answer together may have 32"), (0, "found 0")], ids=str
+    ("tokens", "said"), [(32, "found 32; expected at most 31: prompt and answer together"), (0, "found 0")], ids=str
 )
 def test_answers_without_room_are_refused(tokens: int, said: str, place: Path) -> None:
     assert f"--max-new-tokens: {said}" in refusal(*EVALUATE.split(), "--data", "answers.jsonl", "--max-new-tokens", tokens)

@@ -472,10 +472,8 @@ class RewardTask(GeneratedTask):
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
         longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
         if limit is not None:
-            prompt = (
-                f"the prompt of {counted(longest.prompt_length, 'token')} in the row on line {longest.line} of --{option}"
-            )
             most, new = limit - longest.prompt_length, self._settings.max_new_tokens
+            prompt = f"the prompt of {counted(limit - most, 'token')} in the row on line {longest.line} of --{option}"
             require_whole("max_new_tokens", new, 1, most, otherwise=f", with which {prompt} reaches the model's limit")
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
