@@ -152,7 +152,7 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 455,
-    "zo2adapters/commands": 2805,
+    "zo2adapters/commands": 2786,
     "zo2adapters/edge": 464,
     "zo2adapters/frameworks": 956,
     "zo2adapters/models": 4536,
