@@ -15,11 +15,11 @@ if _typing.TYPE_CHECKING:
     from zo2core.estimators import FZOO as FZOO
     from zo2core.estimators import Clipped as Clipped
     from zo2core.estimators import EvolutionStrategies as EvolutionStrategies
+    from zo2core.estimators import Guarded as Guarded
+    from zo2core.estimators import GuardPolicy as GuardPolicy
     from zo2core.estimators import MeZOSGD as MeZOSGD
     from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
     from zo2core.estimators import PerRowRGE as PerRowRGE
-    from zo2core.guard import Guarded as Guarded
-    from zo2core.guard import GuardPolicy as GuardPolicy
     from zo2core.journal import Journal as Journal
     from zo2core.journal import branch_journal as branch_journal
     from zo2core.kernels import Distribution as Distribution

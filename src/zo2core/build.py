@@ -6,11 +6,10 @@ refused run leaves nothing open, and an engine closes exactly these parts.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,25 +17,33 @@ from typing import Any, TypeAlias
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
-from zo2core.factors import FactorStore
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.programs import seeds_of
-from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, FirstOrder, require_trainable, trained_bytes
-from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps, FusedSteps
+from zo2core.methods.first_order import (
+    TRAINED_COPIES,
+    AdapterSteps,
+    AtSnapshot,
+    CommittedSteps,
+    FirstOrder,
+    FusedSteps,
+    require_trainable,
+    trained_bytes,
+)
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
 from zo2core.perturbation import (
     DensePerturbation,
+    FactorStore,
     LowRankPerturbation,
     Perturbation,
     choose_perturbation,
     require_perturbation,
 )
-from zo2core.planning.memory import Machine, MemoryPolicy, Replay, RunRequest, RunSpec, plan, require_drawable
+from zo2core.planning.memory import Machine, RunRequest, RunSpec, plan, require_drawable
 from zo2core.planning.speeds import MeasuredSpeeds, WriteBackPolicy
 from zo2core.profiling import Timeline, Trace, TraceRecorder
-from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, DifferentiableModel, Scheduler
-from zo2core.runner import JournalSteps, Runner, Steps, TrainedSteps
+from zo2core.protocols import BlockModel, BlockSource, CounterNoise, DifferentiableModel, Scheduler
+from zo2core.runner import Runner, RunOptions, Steps, Trained, TrainedSteps
 from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
@@ -56,29 +63,6 @@ Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
 JOURNAL = "journal.jsonl"  # name of the journal in the directory of a run
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options of ``Engine``, which describes them."""
-
-    journal: Journal | Path | str | None = None
-    run: Path | str | None = None
-    provenance: Mapping[str, Any] | None = None
-    device: Device | str = "cpu"
-    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
-    write_back: WriteBackPolicy | None = None
-    commit_every: int | None = None
-    micro_batch_size: int | None = None
-    overlap: bool = True
-    replay: Replay = "auto"
-    trace: Trace | Path | str | None = None
-    spill: Path | str | None = None
-    workers: Workers | None = None
-    shared: SharedBase | None = None
-    source: BlockSource | None = None
-    scheduler: Scheduler | None = None
-    timeline: Timeline | None = None
-
-
 def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runner, Steps]:
     """Plan a run, open the parts of the plan, and go on from what the run has kept."""
     _require_consistent(model, method, options)
@@ -88,15 +72,15 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runne
             opened.enter_context(sole_use(options.source))
         else:
             opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
-        runner = Runner(model, opened, micro_batch_size=options.micro_batch_size)
-        _open_journal(runner, method, options)
-        _choose_directions(runner, method, options)
+        runner = Runner(model, options, opened)
+        _open_journal(runner, method)
+        _choose_directions(runner, method)
         if options.source is not None:
-            _place_given(runner, method, options, options.source)
+            _place_given(runner, method, options.source)
         elif options.shared is not None:
-            _place_shared(runner, method, options, options.shared)
+            _place_shared(runner, method, options.shared)
         else:
-            _place_planned(runner, method, options)
+            _place_planned(runner, method)
         runner.work_buffer = WorkBuffer(
             model.layouts,
             runner.device,
@@ -118,7 +102,7 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runne
         )
         runner.work_buffer.bind(model.bind)
         opened.callback(runner.recorder.flush)
-        steps = _steps(runner, method, options)
+        steps = _steps(runner, method)
         runner.opened = opened.pop_all()
         return runner, steps
 
@@ -163,10 +147,11 @@ def _trains_all(model: BlockModel) -> bool:
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
 
 
-def _open_journal(runner: Runner, method: Method, options: RunOptions) -> None:
+def _open_journal(runner: Runner, method: Method) -> None:
     """Open trace, journal and device, and synchronise the journal with the other workers."""
+    opened, options = runner.opened, runner.options
     require_rows(options.micro_batch_size)
-    opened, trace = runner.opened, options.trace
+    trace = options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
     runner.recorder = TraceRecorder(Timeline() if options.timeline is None else options.timeline, trace)
@@ -181,15 +166,15 @@ def _open_journal(runner: Runner, method: Method, options: RunOptions) -> None:
     runner.workers = Workers() if options.workers is None else options.workers
     if runner.is_kept:
         sync_journals(journal, runner.workers)
-    elif path is not None and journal.header is None:
-        raise JournalError(journal.name, found="no journal", expected="the journal of a run", remedy="check the path")
+    elif path is not None:
+        journal.require_run()
     device = options.device if options.shared is None else options.shared.device
     runner.device = choose_device(device)
     if isinstance(device, str):
         opened.callback(runner.device.close)
 
 
-def _choose_directions(runner: Runner, method: Method, options: RunOptions) -> None:
+def _choose_directions(runner: Runner, method: Method) -> None:
     """Choose estimator, perturbation and noise."""
     model, journal, device = runner.model, runner.journal, runner.device.torch_device
     zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
@@ -203,7 +188,7 @@ def _choose_directions(runner: Runner, method: Method, options: RunOptions) -> N
             noise = PhiloxNoise(estimator.distribution)
     if noise is None:
         noise = choose_noise(journal.noise, model.layouts, device)
-    _require_changing(model, perturbation, options)
+    _require_changing(model, perturbation, runner.options)
     require_perturbation(perturbation, model, estimator, noise)
     if isinstance(perturbation, LowRankPerturbation):
         assert isinstance(noise, CounterNoise), "other noise was refused"
@@ -226,25 +211,26 @@ def _require_changing(model: BlockModel, perturbation: Perturbation, options: Ru
     else:
         return
     policy = options.write_back
-    if options.replay == "host":
-        raise without_effect("replay", options.replay, f"no value {where}")
-    if policy is not None and isinstance(policy.every, int):
-        raise without_effect("write_back.every", policy.every, f"no value {where}")
-    if policy is not None and policy.snapshot_every is not None:
-        raise without_effect("write_back.snapshot_every", policy.snapshot_every, f"no value {where}")
+    unused: dict[str, object] = {"replay": options.replay if options.replay == "host" else None}
+    if policy is not None:
+        unused["write_back.every"] = policy.every if isinstance(policy.every, int) else None
+        unused["write_back.snapshot_every"] = policy.snapshot_every
+    for option, value in unused.items():
+        if value is not None:
+            raise without_effect(option, value, f"no value {where}")
 
 
-def _begin(runner: Runner, method: Method, options: RunOptions) -> None:
+def _begin(runner: Runner, method: Method) -> None:
     """Begin or continue the journal of a run that was planned."""
-    policy = options.write_back
-    runner.journal.begin(_header(runner, method, options))
+    policy = runner.options.write_back
+    runner.journal.begin(_header(runner, method))
     require_agreement(runner.journal, runner.noise, runner.model.layouts, runner.device.torch_device, runner.workers)
     if runner.factors is not None and policy is not None:
         directory, layouts = Path(policy.directory), runner.model.layouts
         runner.opened.callback(runner.factors.keep_periods(directory, layouts, runner.journal, policy.bytes_a_step).close)
 
 
-def _request(runner: Runner, method: Method, options: RunOptions) -> RunRequest:
+def _request(runner: Runner, method: Method) -> RunRequest:
     """What the plan of a run depends on."""
     estimator, updates = runner.estimator, runner.journal.updates
     directions = {len(seeds_of(update)) for update in updates} | {1}  # past and future
@@ -252,7 +238,7 @@ def _request(runner: Runner, method: Method, options: RunOptions) -> RunRequest:
         evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
         directions.add(len({evaluation.seed for evaluation in evaluations}))
     return replace(
-        request_of(runner.model, method, options, workers=runner.workers.size),
+        request_of(runner.model, method, runner.options, workers=runner.workers.size),
         noise=runner.noise,
         perturbation=runner.perturbation,
         perturb_in_place=runner.perturb_in_place,
@@ -262,17 +248,17 @@ def _request(runner: Runner, method: Method, options: RunOptions) -> RunRequest:
     )
 
 
-def _place_planned(runner: Runner, method: Method, options: RunOptions) -> None:
+def _place_planned(runner: Runner, method: Method) -> None:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the parts of the plan."""
-    device, model, journal, opened = runner.device, runner.model, runner.journal, runner.opened
-    request, timeline = _request(runner, method, options), runner.recorder.timeline
+    device, model, journal, opened, options = runner.device, runner.model, runner.journal, runner.opened, runner.options
+    request, timeline = _request(runner, method), runner.recorder.timeline
     spec = runner.spec = plan(request, Machine.of(device, runner.workers.neighbours), MeasuredSpeeds(model.weights))
     own_noise = isinstance(method, ZerothOrder) and method.noise is not None
     if not own_noise and not isinstance(runner.noise, CounterNoise):
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         spare = max(spec.host_plan.spare, 0)
         runner.noise = choose_noise(journal.noise, model.layouts, device.torch_device, memory=spare)
-    _begin(runner, method, options)
+    _begin(runner, method)
     scratch: Scratch | Generations | None = None
     if request.changing:
         assert options.run is not None, "it is required for commits"
@@ -295,7 +281,7 @@ def _place_planned(runner: Runner, method: Method, options: RunOptions) -> None:
         timeline=timeline,
     )
     opened.callback(runner.source.close)
-    runner.scheduler = _scheduler(spec, runner, runner.source, overlap=options.overlap)
+    runner.scheduler = _scheduler(spec, runner, runner.source)
     allowed = None if options.memory.least_activations is None else spec.activation_bytes
     runner.activations = StreamActivations(device, allowed, spec.waiting_bytes, timeline=timeline)
     runner.activation_bytes = spec.activation_bytes
@@ -303,7 +289,7 @@ def _place_planned(runner: Runner, method: Method, options: RunOptions) -> None:
     runner.spare_bytes = lambda: spare
 
 
-def _place_given(runner: Runner, method: Method, options: RunOptions, source: BlockSource) -> None:
+def _place_given(runner: Runner, method: Method, source: BlockSource) -> None:
     """Use a source that the caller passed."""
     expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in runner.model.layouts]
     found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
@@ -318,31 +304,30 @@ def _place_given(runner: Runner, method: Method, options: RunOptions, source: Bl
         kind = "a run whose weights are not replayed where they are stored"
         raise without_effect("source", kind, "ZerothOrder with dense perturbations, for a source of the caller")
     require_drawable(runner.model.layouts, runner.noise)
-    _begin(runner, method, options)
-    timeline, scheduler = runner.recorder.timeline, options.scheduler
-    if scheduler is None:
-        scheduler = open_scheduler(source, runner.device, timeline, overlap=options.overlap)
+    _begin(runner, method)
+    timeline, options = runner.recorder.timeline, runner.options
+    scheduler = options.scheduler or open_scheduler(source, runner.device, timeline, overlap=options.overlap)
     runner.opened.callback(scheduler.release_all)  # the source stays open
     runner.source, runner.scheduler, runner.base_digests = source, scheduler, BaseDigests({}, learns=False)
     runner.activations = StreamActivations(runner.device, None, timeline=timeline)
     runner.activation_bytes, runner.spare_bytes = options.memory.activation_bytes, lambda: 0
 
 
-def _place_shared(runner: Runner, method: Method, options: RunOptions, base: SharedBase) -> None:
+def _place_shared(runner: Runner, method: Method, base: SharedBase) -> None:
     """Join the runs of a base."""
     timeline = runner.recorder.timeline
     runner.base_digests = BaseDigests(runner.journal.base_digests, learns=runner.is_kept)
-    joined = base.join(runner.model, _request(runner, method, options), timeline, runner.base_digests)
+    joined = base.join(runner.model, _request(runner, method), timeline, runner.base_digests)
     runner.opened.callback(joined.leave)
-    _begin(runner, method, options)
+    _begin(runner, method)
     runner.scheduler = joined
     runner.activations = StreamActivations(runner.device, None, timeline=timeline)
     runner.activation_bytes, runner.spare_bytes = joined.activation_bytes, base.spare_bytes
 
 
-def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource, *, overlap: bool) -> Scheduler:
+def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource) -> Scheduler:
     """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares them."""
-    timeline, device = runner.recorder.timeline, runner.device
+    timeline, device, overlap = runner.recorder.timeline, runner.device, runner.options.overlap
     open_plain = partial(open_scheduler, device=device, timeline=timeline, overlap=overlap, kept=spec.kept)
     if spec.low_bit is None:
         return open_plain(source)
@@ -361,7 +346,7 @@ def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource, *, overlap: b
     return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit)
 
 
-def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParameters | None:
+def _trained(runner: Runner, method: Method) -> Trained | None:
     """What first-order steps train: all parameters where they are stored, or an adapter's in memory."""
     if isinstance(method, ZerothOrder):
         return None
@@ -371,33 +356,26 @@ def _trained(runner: Runner, method: Method) -> TrainedParameters | StoredParame
     return TrainedParameters(runner.work_buffer, model.layouts, model.weights, runner.device.torch_device)
 
 
-def _steps(runner: Runner, method: Method, options: RunOptions) -> Steps:
+def _steps(runner: Runner, method: Method) -> Steps:
     """Choose the kind of steps, and go on from what a run has kept."""
     if isinstance(method, ZerothOrder):
-        return JournalSteps(runner) if runner.estimator is None else ZerothOrderSteps(runner, runner.estimator, method.seed)
-    trained, run = runner.trained, options.run
-    assert trained is not None, "it was built"
+        return Steps(runner) if runner.estimator is None else ZerothOrderSteps(runner, runner.estimator, method.seed)
     if isinstance(method, AtSnapshot):
-        steps = TrainedSteps(runner, trained)
-        steps.version = method.step
+        at_snapshot = TrainedSteps(runner)
+        at_snapshot.version = method.step
         if method.parameters is not None:
-            steps.load(method.parameters)
-        return steps
-    spill = Path(next((path for path in (options.spill, run) if path is not None), tempfile.gettempdir()))
-    if isinstance(trained, TrainedParameters):
-        steps = AdapterSteps(runner, trained, method, spill)
-    elif options.commit_every is None:
-        steps = FusedSteps(runner, trained, method, spill)
-    else:
-        return CommittedSteps(runner, trained, method, spill, options.commit_every)
-    if run is not None:
-        steps.resume(Path(run))
+            at_snapshot.load(method.parameters)
+        return at_snapshot
+    fused = FusedSteps if runner.options.commit_every is None else CommittedSteps
+    steps = (AdapterSteps if isinstance(runner.trained, TrainedParameters) else fused)(runner, method)
+    if runner.options.run is not None:
+        steps.resume(Path(runner.options.run))
     return steps
 
 
-def _header(runner: Runner, method: Method, options: RunOptions) -> Mapping[str, Any]:
+def _header(runner: Runner, method: Method) -> Mapping[str, Any]:
     """Return the journal's header, which identifies the run. A value of None matches any value of the journal."""
-    model, noise, estimator, provenance = runner.model, runner.noise, runner.estimator, options.provenance
+    model, noise, estimator, provenance = runner.model, runner.noise, runner.estimator, runner.options.provenance
     steps: Mapping[str, Any]
     if isinstance(method, FirstOrder):
         steps = {"method": json_object("method", method.journal_options)}
@@ -482,4 +460,4 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
             remedy=f"pass run=..., with its {JOURNAL}",
         )
     if first is not None and update is not None:
-        require_trainable(model, first, update, options.run, options.commit_every)
+        require_trainable(model, first, update, options)

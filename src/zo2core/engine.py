@@ -13,19 +13,20 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from zo2core.build import Method, RunOptions, build, require_whole_model
+from zo2core.build import Method, build, require_whole_model
 from zo2core.checkpoint.shards import CustomExport, require_unused, write_checkpoint
 from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import OptionError
-from zo2core.factors import Learned
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
-from zo2core.methods.gradient_steps import AdapterSteps, CommittedSteps
+from zo2core.methods.first_order import AdapterSteps, CommittedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
+from zo2core.perturbation import Learned
 from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy, Replay
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.profiling import Timeline, Trace
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Objective, Scheduler
+from zo2core.runner import RunOptions, lacking
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate
 from zo2core.sweep.perturbers import Groups
@@ -297,12 +298,11 @@ class Engine:
             OptionError: if the forward is not an objective, or its result is not a number.
             WorkerError: if another worker does not answer, or has other batches.
         """
-        runner = self._runner
+        runner, rows = self._runner, self._runner.options.micro_batch_size
         runner.use.require_open()
         if forward is None and isinstance(runner.model, Objective):
             forward = runner.model
-        forwards = partial(self.forwards, forward=forward)
-        return evaluate(forwards, batches, runner.micro_batch_size, runner.workers, forward)
+        return evaluate(partial(self.forwards, forward=forward), batches, rows, runner.workers, forward)
 
     def forwards(
         self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None
@@ -538,5 +538,4 @@ _NEEDED: Mapping[type, tuple[str, str]] = {  # what an engine lacks without such
 def _required(part: object, kind: type[Part], asked: str) -> Part:
     if isinstance(part, kind):
         return part
-    lacks, needed = _NEEDED[kind]
-    raise OptionError(asked, found=f"an engine without {lacks}", expected=needed, remedy="pass it to the engine")
+    raise lacking(asked, *_NEEDED[kind])

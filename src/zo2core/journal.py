@@ -23,18 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from zo2core.errors import JournalError, OptionError, OutputError, reason, system_errors_as
-from zo2core.io.durable import (
-    DamagedRecordError,
-    DisturbedFileError,
-    LockedFileError,
-    Record,
-    RecordFile,
-    from_line,
-    make_directory,
-    replace_file,
-    to_json,
-    to_line,
-)
+from zo2core.io import durable
 from zo2core.ranges import counted
 from zo2core.types import Commit, Evaluation, ParameterSpec, Update
 
@@ -69,9 +58,9 @@ def damaged(path: Path, line: int, found: str, expected: str | None = None) -> J
 def unwritable(name: str, error: OSError) -> JournalError:
     """The error for a file that cannot be opened for writing, or written."""
     expected, remedy = "a file that can be written and synced", "free space or repair the disk"
-    if isinstance(error, LockedFileError):
+    if isinstance(error, durable.LockedFileError):
         expected, remedy = "a file that no other engine writes", "close that engine, or wait until its process has ended"
-    elif isinstance(error, DisturbedFileError):
+    elif isinstance(error, durable.DisturbedFileError):
         expected, remedy = "the file as it was left", "put the file back, or resume from a copy"
     remedy += "; the step was not taken and can be repeated"
     return JournalError(name, found=reason(error), expected=expected, remedy=remedy)
@@ -196,7 +185,7 @@ DIGEST = re.compile("[0-9a-f]+")
 _STEP = "step"
 
 
-def decode_digests(record: Record, known: Mapping[str, str]) -> dict[str, str]:
+def decode_digests(record: durable.Record, known: Mapping[str, str]) -> dict[str, str]:
     """Digests of the base's bytes by segment, which agree with the known ones."""
     digests = record[DIGESTS]
     if len(record) != 1 or not isinstance(digests, dict):
@@ -209,14 +198,14 @@ def decode_digests(record: Record, known: Mapping[str, str]) -> dict[str, str]:
     return digests
 
 
-def encode_evaluation(step: int, values: Mapping[str, float]) -> Record:
+def encode_evaluation(step: int, values: Mapping[str, float]) -> durable.Record:
     """The record of an evaluation's result; null stands for a value that is not finite, which JSON lacks."""
     assert _STEP not in values, "the name of the step is reserved"
     results = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
     return {EVALUATION: {_STEP: step, **results}}
 
 
-def decode_evaluation(record: Record, version: int) -> tuple[int, Mapping[str, float]]:
+def decode_evaluation(record: durable.Record, version: int) -> tuple[int, Mapping[str, float]]:
     """Number of updates in the evaluated weights, and the results by name."""
     result = record[EVALUATION]
     if len(record) != 1 or not isinstance(result, dict):
@@ -240,7 +229,7 @@ def encode(step: Update | Commit) -> dict[str, Any]:
     return {COMMIT: values} if isinstance(step, Commit) else values
 
 
-def decode(record: Record) -> Update | Commit:
+def decode(record: durable.Record) -> Update | Commit:
     """The step of a record."""
     kind, values = (Commit, record[COMMIT]) if COMMIT in record else (Update, record)
     kinds = {field.name: str(field.type) for field in fields(kind)}
@@ -359,6 +348,13 @@ class Journal:
             expected, remedy = "the name of the noise generator", "restore the journal from a copy"
             raise JournalError(self.name, found="a header without noise", expected=expected, remedy=remedy)
         return str(self.header["noise"])
+
+    def require_run(self) -> Header:
+        """Return the header, and refuse a journal without one."""
+        if self.header is None:
+            remedy = "check the path, or start a run first"
+            raise JournalError(self.name, found="no journal", expected="the journal of a run", remedy=remedy)
+        return self.header
 
     def lock(self) -> None:
         """Keep every other engine from writing the file until ``close``; one that does not exist is locked by ``begin``.
@@ -536,7 +532,7 @@ class Journal:
                 written.append(encode_evaluation(step, self.evaluations[step]))
             if begin <= step < self.version:
                 written.append(encode(self._steps[step]))
-        return b"".join(map(to_line, written))
+        return b"".join(map(durable.to_line, written))
 
     def take_excerpt(self, lines: bytes) -> None:
         """Append the records of another journal's excerpt that this journal lacks.
@@ -550,7 +546,7 @@ class Journal:
         is_new, theirs = self.header is None, self.until(self.version)
         theirs.base_digests.clear()
         try:
-            header, *others = [from_line(line) for line in lines.splitlines()]
+            header, *others = [durable.from_line(line) for line in lines.splitlines()]
             require_header(header)
             for record in [header, *others] if is_new else others:
                 theirs._add(record, known=self.version)
@@ -600,7 +596,7 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, record: Record, count: Callable[[], object], is_counted: Callable[[], bool]) -> None:
+    def _write(self, record: durable.Record, count: Callable[[], object], is_counted: Callable[[], bool]) -> None:
         """Write a record durably and add it in memory: both or neither, also after an interrupt between the two."""
         if self._file is None:
             count()
@@ -612,11 +608,11 @@ class Journal:
         except OSError as error:
             raise unwritable(self.name, error) from error
 
-    def _open(self, path: Path) -> RecordFile:
+    def _open(self, path: Path) -> durable.RecordFile:
         try:
             with system_errors_as(JournalError, path, expected="a readable journal", remedy="check the path"):
-                file = RecordFile(path)
-        except DamagedRecordError as error:
+                file = durable.RecordFile(path)
+        except durable.DamagedRecordError as error:
             raise damaged(path, error.line, f"a damaged record ({error})") from error
         for line, record in enumerate(file.loaded, start=1):
             try:
@@ -632,7 +628,7 @@ class Journal:
             raise JournalError(path, found=found, expected="a journal", remedy="check the path")
         return file
 
-    def _add(self, record: Record, known: int = 0) -> None:
+    def _add(self, record: durable.Record, known: int = 0) -> None:
         """Add a record that was read, unless it is one of the first ``known`` steps."""
         if self.header is None:
             require_header(record)
@@ -647,20 +643,20 @@ class Journal:
         elif not 0 <= step.step < known:
             raise ImpossibleRecordError(f"step {shown(step.step)}", f"step {self.version}")
 
-    def _add_header(self, header: Record) -> None:
-        self._chain = [zlib.crc32(to_json({key: value for key, value in header.items() if key != DRAWN}))]
+    def _add_header(self, header: durable.Record) -> None:
+        self._chain = [zlib.crc32(durable.to_json({key: value for key, value in header.items() if key != DRAWN}))]
         self.header = header
 
-    def _decoded(self, record: Record) -> Update | Commit:
+    def _decoded(self, record: durable.Record) -> Update | Commit:
         """The step of a record."""
         if (COMMIT in record) is self.is_replayable:
             found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
             raise ImpossibleRecordError(found, f"{expected}, as the header says")
         return decode(record)
 
-    def _count(self, step: Update | Commit, record: Record) -> None:
+    def _count(self, step: Update | Commit, record: durable.Record) -> None:
         version = self.version
-        self._chain[version + 1 :] = [zlib.crc32(to_json(record), self._chain[version])]  # counts with the step
+        self._chain[version + 1 :] = [zlib.crc32(durable.to_json(record), self._chain[version])]  # counts with the step
         self._steps.append(step)  # type: ignore[arg-type]
 
 
@@ -691,8 +687,7 @@ def branch_journal(
     """
     opened = source if isinstance(source, Journal) else Journal(source)
     try:
-        if opened.header is None:
-            raise JournalError(opened.name, found="no journal", expected="a run's journal", remedy="check the path")
+        header = dict(opened.require_run())
         if not opened.is_replayable:
             expected, remedy = "steps that can be replayed", "start a new run from an adapter that zo2 export wrote"
             raise JournalError(opened.name, found="first-order steps", expected=expected, remedy=remedy)
@@ -700,7 +695,6 @@ def branch_journal(
     finally:
         if opened is not source:
             opened.close()
-    header = dict(opened.header)
     before = {"step": step, "checksum": f"{branch.checksum:08x}", "estimator": header.get("estimator")}
     header["branched"] = [*header.get("branched", ()), before]
     for name, values in (("estimator", estimator), ("provenance", provenance)):
@@ -724,9 +718,8 @@ def copy_journal(source: Journal, destination: Path | str) -> None:
         JournalError: if the journal has no header.
         OutputError: if the file cannot be written.
     """
-    if source.header is None:
-        raise JournalError(source.name, found="no run", expected="the journal of a run", remedy="start a run first")
+    source.require_run()
     path, remedy = Path(destination), "free space or choose another path"
     with system_errors_as(OutputError, path, expected="a path that can be written", remedy=remedy):
-        make_directory(path.absolute().parent)
-        replace_file(path, source.excerpt(0))
+        durable.make_directory(path.absolute().parent)
+        durable.replace_file(path, source.excerpt(0))

@@ -19,9 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zo2core.errors import CheckpointError, OptionError
-from zo2core.names import OptimizerName
 from zo2core.protocols import BlockUpdate, Store, UpdateInputs
-from zo2core.ranges import require_number, require_whole
+from zo2core.ranges import OptimizerName, require_number, require_whole
 from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec, widened
 
 
@@ -49,17 +48,27 @@ class LOMO(BlockUpdate):
     @property
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
-        return {"name": "lomo", **asdict(self)}
+        return {"name": type(self).__name__.lower(), **asdict(self)}
 
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
-        for name, gradient in inputs.gradients.items():
+        for name in inputs.gradients:
             weight = inputs.weights[name]
-            _descend(weight, widened(weight), gradient, inputs.lr, self.weight_decay)
+            theta = widened(weight)  # the weight itself, unless it has 16 bits
+            update, rate = self._descent(name, theta, inputs)
+            if self.weight_decay:
+                theta.mul_(1.0 - rate * self.weight_decay)
+            theta.add_(update, alpha=-rate)
+            if theta is not weight:
+                weight.copy_(theta)
+
+    def _descent(self, name: str, theta: torch.Tensor, inputs: UpdateInputs) -> tuple[torch.Tensor, Any]:
+        """What is subtracted from a parameter, and with which rate."""
+        return inputs.gradients[name], inputs.lr
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaLOMO(BlockUpdate):
+class AdaLOMO(LOMO):
     """Gradient descent whose steps are normalised by the second moment of the gradients, kept for rows and columns only.
 
     For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns, with the decay
@@ -80,13 +89,12 @@ class AdaLOMO(BlockUpdate):
 
     copies = 3  # a 16-bit weight, the squared gradient with and without its term, and then the update
 
-    weight_decay: float = 0.0
     eps: tuple[float, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
     decay_rate: float = -0.8
 
     def __post_init__(self) -> None:
-        require_number("weight_decay", self.weight_decay, least=0)
+        super().__post_init__()
         for value in self.eps:
             require_number("eps", value, least=0)
         require_number("clip_threshold", self.clip_threshold, above=0)
@@ -94,7 +102,7 @@ class AdaLOMO(BlockUpdate):
     @property
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
-        return {"name": "adalomo", **asdict(self), "eps": list(self.eps)}
+        return {**super().options, "eps": list(self.eps)}
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
@@ -104,16 +112,12 @@ class AdaLOMO(BlockUpdate):
             for side, shape in _moment_shapes(spec.shape).items()
         ]
 
-    def apply(self, inputs: UpdateInputs) -> None:
-        """Change a segment's weights in place. See the contract."""
-        for name, gradient in inputs.gradients.items():
-            weight = inputs.weights[name]
-            theta = widened(weight)  # the weight itself, unless it has 16 bits
-            update = self._update(name, gradient, 1.0 - math.pow(inputs.step + 1, self.decay_rate), inputs.states)
-            update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
-            scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
-            rate = inputs.lr * max(self.eps[1], scale)  # a float32 tensor, as its authors' program has it
-            _descend(weight, theta, update, rate, self.weight_decay)
+    def _descent(self, name: str, theta: torch.Tensor, inputs: UpdateInputs) -> tuple[torch.Tensor, Any]:
+        decay = 1.0 - math.pow(inputs.step + 1, self.decay_rate)
+        update = self._update(name, inputs.gradients[name], decay, inputs.states)
+        update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
+        scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
+        return update, inputs.lr * max(self.eps[1], scale)  # a float32 tensor, as its authors' program has it
 
     def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
@@ -132,15 +136,6 @@ class AdaLOMO(BlockUpdate):
         rows, columns = moments["rows"], moments["columns"]
         rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
         return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
-
-
-def _descend(weight: torch.Tensor, theta: torch.Tensor, update: torch.Tensor, rate: Any, weight_decay: float) -> None:
-    """Change a weight by ``theta``, which is the weight itself, or its float32 copy if it has 16 bits."""
-    if weight_decay:
-        theta.mul_(1.0 - rate * weight_decay)
-    theta.add_(update, alpha=-rate)
-    if theta is not weight:
-        weight.copy_(theta)
 
 
 def _moment_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -188,9 +183,9 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
 class _State(NamedTuple):
     """One entry of a parameter's state."""
 
-    key: str  # in the optimizer's state
-    number: type | None  # type of an entry that is a Python number; None: it is a tensor
-    spec: StateSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    number: type | None = None  # type of an entry that is a Python number; None: it is a tensor
 
 
 class TorchOptimizer(BlockUpdate):
@@ -222,8 +217,9 @@ class TorchOptimizer(BlockUpdate):
         made = make_optimizer(self._made, [nn.Parameter(torch.empty(0))])
         self._name = type(made).__name__
         self._options = {"name": self._name} if options is None else options
-        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Sequence[_State]] = {}  # of a parameter's states
-        self._states: dict[str, Sequence[_State]] = {}  # by parameter
+        # The entries of a parameter's state by their keys in the optimizer's state.
+        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _State]] = {}  # by shape and dtype
+        self._states: dict[str, Mapping[str, _State]] = {}  # by parameter
         self._form((1, _PROBED), torch.float32)  # refuses an optimizer that cannot be taken apart
 
     @property
@@ -235,15 +231,11 @@ class TorchOptimizer(BlockUpdate):
         """What the optimizer keeps of each parameter, and whether it has begun to. See the contract."""
         specs: list[StateSpec] = []
         for parameter in layout.parameters:
-            if parameter.frozen:
-                continue
-            form = self._form(parameter.shape, parameter.dtype)
-            states = self._states[parameter.name] = [
-                state._replace(spec=state.spec._replace(name=f"{parameter.name}.{state.key}")) for state in form
-            ]
-            if states:
-                specs.append(StateSpec(f"{parameter.name}.{_HAS_STATE}", (), torch.uint8))
-                specs += [state.spec for state in states]
+            if not parameter.frozen:
+                name, form = parameter.name, self._form(parameter.shape, parameter.dtype)
+                self._states[name] = form
+                specs += [StateSpec(f"{name}.{_HAS_STATE}", (), torch.uint8)] if form else []
+                specs += [StateSpec(f"{name}.{key}", state.shape, state.dtype) for key, state in form.items()]
         return specs
 
     def apply(self, inputs: UpdateInputs) -> None:
@@ -257,9 +249,9 @@ class TorchOptimizer(BlockUpdate):
             group["lr"] = inputs.lr
         for name, parameter in parameters.items():
             if self._states[name] and states[f"{name}.{_HAS_STATE}"]:
-                kept = [(state, states[state.spec.name]) for state in self._states[name]]
+                kept = [(key, number, states[f"{name}.{key}"]) for key, (_, _, number) in self._states[name].items()]
                 optimizer.state[parameter] = {
-                    state.key: value if state.number is None else state.number(value.item()) for state, value in kept
+                    key: value if number is None else number(value.item()) for key, number, value in kept
                 }
         optimizer.step()
         for name, parameter in parameters.items():
@@ -276,11 +268,11 @@ class TorchOptimizer(BlockUpdate):
 
         A new state is taken over where there is none yet: copying it would take the memory of both.
         """
-        for entry in self._states[name]:
-            if entry.key not in state:
+        for key, form in self._states[name].items():
+            if key not in state:
                 continue
-            value, place = state[entry.key], entry.spec.name
-            if entry.number is not None:
+            value, place = state[key], f"{name}.{key}"
+            if form.number is not None:
                 kept[place].fill_(value)
             elif place not in kept:
                 kept[place] = value
@@ -288,7 +280,7 @@ class TorchOptimizer(BlockUpdate):
                 kept[place].copy_(value)
             kept[f"{name}.{_HAS_STATE}"].fill_(1)
 
-    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[_State]:
+    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, _State]:
         """The states of a parameter of this shape, from those of a small one of as many dimensions.
 
         A state whose dimensions are not all the parameter's is looked at in the parameter's own shape.
@@ -297,32 +289,29 @@ class TorchOptimizer(BlockUpdate):
         if key not in self._forms:
             probed = _probed_shape(len(shape))
             form = self._shown(probed, dtype)
-            sides = dict(zip(probed, shape, strict=True))
-            if all(side in sides or side == 1 for state in form for side in state.spec.shape):
-                form = [
-                    state._replace(spec=state.spec._replace(shape=tuple(sides.get(side, 1) for side in state.spec.shape)))
-                    for state in form
-                ]
+            sides = {1: 1, **dict(zip(probed, shape, strict=True))}
+            if all(side in sides for state in form.values() for side in state.shape):
+                form = {key: one._replace(shape=tuple(sides[side] for side in one.shape)) for key, one in form.items()}
             else:
                 form = self._shown(shape, dtype)
             self._forms[key] = form
         return self._forms[key]
 
-    def _shown(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[_State]:
+    def _shown(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, _State]:
         """The states that the optimizer has of a parameter of this shape after a step."""
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros(shape, dtype=dtype)
         optimizer = make_optimizer(self._made, [parameter])
-        before = [_shared(group) for group in optimizer.param_groups]
+        before = _shared(optimizer)
         optimizer.step()
-        if before != [_shared(group) for group in optimizer.param_groups]:
+        if before != _shared(optimizer):
             raise self._refusal("a state of all parameters together", "a state of each parameter's own")
-        states = []
+        states = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
-                states.append(_State(key, None, StateSpec("", tuple(value.shape), value.dtype)))
+                states[key] = _State(tuple(value.shape), value.dtype)
             elif type(value) in (int, float):
-                states.append(_State(key, type(value), StateSpec("", (), torch.float64)))
+                states[key] = _State((), torch.float64, type(value))
             elif value is not None:
                 raise self._refusal(f"a {type(value).__name__} as {key}", "plain tensors and numbers in its state")
         return states
@@ -344,9 +333,9 @@ def _probed_shape(dimensions: int) -> tuple[int, ...]:
     return (*others, max(_PROBED, 2 ** (dimensions + 1)))
 
 
-def _shared(group: Mapping[str, Any]) -> str:
-    """What a group of parameters has in common, comparable."""
-    return repr({key: value for key, value in group.items() if key != "params"})
+def _shared(optimizer: Any) -> str:
+    """What groups of parameters have in common, comparable."""
+    return repr([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])
 
 
 class BAdam(BlockUpdate):
@@ -369,18 +358,11 @@ class BAdam(BlockUpdate):
     """
 
     def __init__(
-        self,
-        factory: OptimizerFactory,
-        *,
-        every: int = 50,
-        seed: int = 0,
-        options: Mapping[str, Any] | None = None,
+        self, factory: OptimizerFactory, *, every: int = 50, seed: int = 0, options: Mapping[str, Any] | None = None
     ) -> None:
         require_whole("every", every, 1)
         require_whole("seed", seed, 0, MAX_SEED)
-        self._optimizer = TorchOptimizer(factory)
-        self._every = every
-        self._seed = seed
+        self._optimizer, self._every, self._seed = TorchOptimizer(factory), every, seed
         self._options = {"name": "badam", "optimizer": self._optimizer.options["name"]} if options is None else options
 
     @property
@@ -404,7 +386,7 @@ class BAdam(BlockUpdate):
         """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight. See the contract."""
         wide = [replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec for spec in layout.parameters]
         masters = [
-            StateSpec(_master(spec.name), spec.shape, torch.float32) for spec in layout.parameters if spec.dtype in HALVES
+            StateSpec(f"{spec.name}.master", spec.shape, torch.float32) for spec in layout.parameters if spec.dtype in HALVES
         ]
         begun = [StateSpec(_HAS_MASTERS, (), torch.uint8)] if masters else []
         return [*begun, *masters, *self._optimizer.states(replace(layout, parameters=tuple(wide)))]
@@ -412,7 +394,7 @@ class BAdam(BlockUpdate):
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
         weights, states = inputs.weights, inputs.states
-        masters = {name: states[_master(name)] for name, weight in weights.items() if weight.dtype in HALVES}
+        masters = {name: states[f"{name}.master"] for name, weight in weights.items() if weight.dtype in HALVES}
         if masters and not states[_HAS_MASTERS]:
             for name, master in masters.items():
                 master.copy_(weights[name])
@@ -420,11 +402,6 @@ class BAdam(BlockUpdate):
         self._optimizer.apply(inputs._replace(weights={**weights, **masters}))
         for name, master in masters.items():
             weights[name].copy_(master)
-
-
-def _master(name: str) -> str:
-    """Name of the float32 copy of a parameter."""
-    return f"{name}.master"
 
 
 class Delayed(BlockUpdate):
@@ -476,29 +453,25 @@ class Delayed(BlockUpdate):
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """The optimizer's states, the weights after the update that is due, and its gradients. See the contract."""
-        wide = self.widens_gradients
-        kept = [
-            state
-            for spec in layout.parameters
-            for state in (
-                StateSpec(_next(spec.name), spec.shape, spec.dtype),
-                StateSpec(_gradient(spec.name), spec.shape, torch.float32 if wide and spec.dtype in HALVES else spec.dtype),
-            )
-        ]
+        kept: list[StateSpec] = []
+        for spec in layout.parameters:
+            dtype = torch.float32 if self.widens_gradients and spec.dtype in HALVES else spec.dtype
+            kept += [StateSpec(f"{spec.name}.next", spec.shape, spec.dtype)]
+            kept += [StateSpec(f"{spec.name}.gradient", spec.shape, dtype)]
         return [StateSpec(_HAS_NEXT, (), torch.uint8), *kept, *self._update.states(layout)]
 
     def apply(self, inputs: UpdateInputs) -> None:
         """Give a segment the weights of the update before, and start this one in another thread. See the contract."""
         segment, weights, states = inputs.segment, inputs.weights, inputs.states
         self._wait(segment)
-        following = {name: states[_next(name)] for name in weights}
+        following = {name: states[f"{name}.next"] for name in weights}
         for name, weight in weights.items():
             if states[_HAS_NEXT]:
                 weight.copy_(following[name])
             else:
                 following[name].copy_(weight)
         states[_HAS_NEXT].fill_(1)
-        kept = {name: states[_gradient(name)].copy_(gradient) for name, gradient in inputs.gradients.items()}
+        kept = {name: states[f"{name}.gradient"].copy_(gradient) for name, gradient in inputs.gradients.items()}
 
         late = inputs._replace(weights=following, gradients=kept)
         self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)  # it holds for one thread
@@ -512,16 +485,6 @@ class Delayed(BlockUpdate):
     def _wait(self, segment: int) -> None:
         if segment in self._pending:
             self._pending.pop(segment).result()
-
-
-def _next(name: str) -> str:
-    """Name of a parameter's weights after the update that is due."""
-    return f"{name}.next"
-
-
-def _gradient(name: str) -> str:
-    """Name of a parameter's gradient, of which the update is due."""
-    return f"{name}.gradient"
 
 
 class _Zeros(dict[str, torch.Tensor]):
@@ -630,12 +593,9 @@ def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: S
         (own := factory(zeros)).step()
     expected = own.state_dict()
     try:
-        groups = [_kind_of_group(group) for group in state["param_groups"]]
-        states = dict(state["state"])
-        if (
-            groups != [_kind_of_group(group) for group in expected["param_groups"]]
-            or states.keys() - expected["state"].keys()
-        ):
+        states, groups = dict(state["state"]), list(map(_kind_of_group, state["param_groups"]))
+        has_same_groups = groups == list(map(_kind_of_group, expected["param_groups"]))
+        if not has_same_groups or states.keys() - expected["state"].keys():
             raise unusable_state("the state of an optimizer with other options or parameters")
         for index, entries in states.items():
             forms = {name: form_of(value) for name, value in expected["state"][index].items()}

@@ -1,14 +1,34 @@
-"""Checks that numbers and sizes are in their ranges."""
+"""What options may be: the names by which users choose estimators and optimizers, and the ranges of numbers and sizes."""
 
 from __future__ import annotations
 
 import math
 import re
 import reprlib
+from enum import Enum
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from zo2core.errors import OptionError
+
+OptimizerName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
+OF_ADAPTERS: tuple[OptimizerName, ...] = ("adamw", "sgd")  # those that train an adapter, too
+
+
+class EstimatorName(Enum):
+    """Name of an estimator, as users choose it."""
+
+    MEZO = "mezo"
+    FZOO = "fzoo"
+    ES = "es"
+
+
+class Fitness(Enum):
+    """How the losses of a step become weights of its directions."""
+
+    SCALED = "scaled"
+    RANKS = "ranks"
+
 
 LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
 

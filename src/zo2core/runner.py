@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 
 from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
-from zo2core.factors import FactorStore
 from zo2core.journal import Journal
 from zo2core.kernels.programs import Trajectory
 from zo2core.optimizers import form_of, require_finite, unusable_state
-from zo2core.perturbation import Perturbation, StackedModel
-from zo2core.planning.memory import RunSpec
-from zo2core.profiling import Sweep, TraceRecorder
+from zo2core.perturbation import FactorStore, Perturbation, StackedModel
+from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
+from zo2core.planning.speeds import WriteBackPolicy
+from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.shared import SharedBase
 from zo2core.sources.segment_store import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
@@ -35,6 +37,32 @@ from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber, FactorPer
 from zo2core.sweep.visitor import ExclusiveUse, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
 from zo2core.types import Batch, BlockLayout, Commit, Evaluation, ParameterSpec, StepResult, Update, require_tensors
 from zo2core.workers import Workers, sync_snapshots
+
+Trained: TypeAlias = TrainedParameters | StoredParameters
+StepBatch: TypeAlias = Batch | Sequence[Batch]  # of a step: one, or several that count as one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of ``Engine``, which describes them."""
+
+    journal: Journal | Path | str | None = None
+    run: Path | str | None = None
+    provenance: Mapping[str, Any] | None = None
+    device: Device | str = "cpu"
+    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    write_back: WriteBackPolicy | None = None
+    commit_every: int | None = None
+    micro_batch_size: int | None = None
+    overlap: bool = True
+    replay: Replay = "auto"
+    trace: Trace | Path | str | None = None
+    spill: Path | str | None = None
+    workers: Workers | None = None
+    shared: SharedBase | None = None
+    source: BlockSource | None = None
+    scheduler: Scheduler | None = None
+    timeline: Timeline | None = None
 
 
 class Runner:
@@ -63,12 +91,11 @@ class Runner:
     work_buffer: WorkBuffer
     helper: ThreadPoolExecutor | None = None  # a second thread that perturbs, on the CPU
     visits: Visits  # makes the visitors of sweeps that run the present or perturbed weights
-    trained: TrainedParameters | StoredParameters | None  # by first-order steps; None: weights are the journal's
+    trained: Trained | None  # by first-order steps; None: weights are the journal's
 
-    def __init__(self, model: BlockModel, opened: ExitStack, *, micro_batch_size: int | None) -> None:
-        self.model = model
+    def __init__(self, model: BlockModel, options: RunOptions, opened: ExitStack) -> None:
+        self.model, self.options = model, options
         self.opened = opened  # closes what was opened for the run, and nothing of the caller's
-        self.micro_batch_size = micro_batch_size  # rows; None does not split batches
         self.use = ExclusiveUse("Engine")
         self.watch: Callable[[int, int], object] | None = None  # called after each visit, with the visits so far and of all
         self._offloaded = 0  # version at which the blocks that stay on the device were last offloaded
@@ -196,10 +223,20 @@ class Runner:
         self.opened.close()
 
 
-class Steps:
-    """Takes the steps of a run, and has the state that they change."""
+def lacking(asked: str, part: str, expected: str) -> OptionError:
+    """The error for an operation that needs a part which an engine does not have."""
+    return OptionError(asked, found=f"an engine without {part}", expected=expected, remedy="pass it to the engine")
 
-    refusal: ClassVar[tuple[str, str, str]]  # found, expected and remedy of the error for what its state does not support
+
+class Steps:
+    """Takes the steps of a run, and has the state that they change: by default a journal, whose steps are replayed."""
+
+    # Found, expected and remedy of the error for what its state does not support.
+    refusal: ClassVar[tuple[str, str, str]] = (
+        "a run whose state is its journal",
+        "a run of first-order steps",
+        "copy the journal; for other weights, begin a run of a checkpoint with them",
+    )
     snapshots: Snapshots | None = None  # of first-order steps that are kept
 
     def __init__(self, runner: Runner) -> None:
@@ -210,14 +247,9 @@ class Steps:
         """Number of steps taken."""
         return len(self._runner.journal.updates)
 
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
+    def step(self, batch: StepBatch, forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step. See ``Engine.step``."""
-        raise OptionError(
-            "step",
-            found="an engine without a method",
-            expected="ZerothOrder or FirstOrder",
-            remedy="pass a method to the engine",
-        )
+        raise lacking("step", "a method", "ZerothOrder or FirstOrder")
 
     def load(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the values of the trained parameters."""
@@ -239,9 +271,7 @@ class Steps:
     def require_snapshots(self, asked: str) -> Snapshots:
         """The snapshots of a run that is kept."""
         if self.snapshots is None:
-            expected = "FirstOrder(...) with run=..., and without commit_every"
-            remedy = "pass it to the engine"
-            raise OptionError(asked, found="an engine without snapshots", expected=expected, remedy=remedy)
+            raise lacking(asked, "snapshots", "FirstOrder(...) with run=..., and without commit_every")
         return self.snapshots
 
     def take_snapshot(self, keep: Collection[int]) -> None:
@@ -252,25 +282,16 @@ class Steps:
         snapshots.write(Snapshot(self.version, state), keep=keep)
 
 
-class JournalSteps(Steps):
-    """The steps of a journal, which are replayed."""
-
-    refusal = (
-        "a run whose state is its journal",
-        "a run of first-order steps",
-        "copy the journal; for other weights, begin a run of a checkpoint with them",
-    )
-
-
 class TrainedSteps(Steps):
     """First-order steps, and the parameters that they train. A step that was lost with its process is repeated."""
 
     refusal = ("an engine that takes no steps", "FirstOrder(optimizer)", "pass a method to the engine")
     version = 0
 
-    def __init__(self, runner: Runner, trained: TrainedParameters | StoredParameters) -> None:
+    def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self.trained = trained
+        assert runner.trained is not None, "it was built"
+        self.trained: Trained = runner.trained
 
     def resume(self, directory: Path) -> None:
         """Keep snapshots in the directory of a run, and continue from the newest."""

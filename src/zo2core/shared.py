@@ -563,18 +563,12 @@ class SharedRun:
 
 def _require_shareable(request: RunRequest) -> None:
     """Refuse options that belong to the shared base, and runs whose weights change where they are stored."""
-    memory = request.memory
-    refused: Mapping[str, tuple[Any, bool]] = {
-        "memory.host": (memory.host, memory.host != "auto"),
-        "memory.device": (memory.device, memory.device != "auto"),
-        "replay": (request.replay, request.replay != "auto"),
-        "write_back.every": ("an interval", request.has_to_write),
-    }
-    for option, (found, is_set) in refused.items():
-        if is_set:
-            raise OptionError(
-                option, found=str(found), expected="none for a run of a shared base", remedy="pass it to SharedBase"
-            )
+    memory, every = request.memory, "an interval" if request.has_to_write else "auto"
+    given = {"memory.host": memory.host, "memory.device": memory.device, "replay": request.replay, "write_back.every": every}
+    for option, value in given.items():
+        if value != "auto":
+            expected = "none for a run of a shared base"
+            raise OptionError(option, found=str(value), expected=expected, remedy="pass it to SharedBase")
 
 
 def _positions(model: BlockModel, base: BlockModel, index: int, *, changes_base: bool) -> dict[str, int]:

@@ -479,11 +479,10 @@ class Commit:
         Returns:
             The finding and the expectation, in words; None if all values are valid.
         """
-        for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.lr)):
+        for name, value, least in (("loss", self.loss, -math.inf), ("grad_norm", self.grad_norm, 0), ("lr", self.lr, 0)):
             if not math.isfinite(value):
                 return f"{name} {value}", "a finite number"
-        for name, value in (("grad_norm", self.grad_norm), ("lr", self.lr)):
-            if value < 0:
+            if value < least:
                 return f"{name} {value}", "a number of at least 0"
         return None
 

@@ -28,7 +28,7 @@ from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
-from zo2core.names import EstimatorName, OptimizerName
+from zo2core.ranges import EstimatorName, OptimizerName
 
 ROWS = [
     {"text": "the cat sat"},

@@ -27,14 +27,15 @@ from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import collate, training_batches
 from zo2adapters.trainers.methods import LARGEST_SHARE, SnapshotPolicy
 from zo2core import BAdam, FirstOrder, Journal, MemoryPolicy
-from zo2core.build import RunOptions, request_of
+from zo2core.build import request_of
 from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.durable import RecordFile, from_line, to_line
-from zo2core.names import OF_ADAPTERS, OptimizerName
 from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host
+from zo2core.ranges import OF_ADAPTERS, OptimizerName
+from zo2core.runner import RunOptions
 from zo2core.sources.segment_store import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")

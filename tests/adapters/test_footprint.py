@@ -38,8 +38,8 @@ from zo2adapters.trainers.run_inputs import BatchShape, RowShapes
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import Distribution, Engine, HostPlan, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
 from zo2core.errors import OptionError, UnsupportedModelError
-from zo2core.names import OptimizerName
 from zo2core.planning.memory import MemoryPart, free_memory
+from zo2core.ranges import OptimizerName
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 SHAPES: dict[str, PretrainedConfig] = {

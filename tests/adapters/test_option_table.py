@@ -33,7 +33,7 @@ from zo2adapters.trainers.option_table import (
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2core import Journal
 from zo2core.errors import OptionError
-from zo2core.names import EstimatorName, Fitness
+from zo2core.ranges import EstimatorName, Fitness
 
 CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, and in the options
     "steps": (5, 5),

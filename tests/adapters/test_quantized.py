@@ -46,10 +46,10 @@ from zo2core import (
 )
 from zo2core.encodings import Float8Blocks, FourBitGroups, Int8Rows, MatrixEncoding, MatrixStack, MXFP4Stack, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
-from zo2core.factors import factor_bytes
 from zo2core.kernels import dispatch
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels.encoding import encode
+from zo2core.perturbation import factor_bytes
 from zo2core.types import Lane, shown_bytes
 
 peft: Any = pytest.importorskip("peft")

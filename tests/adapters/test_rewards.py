@@ -31,7 +31,7 @@ from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.task import RewardTask, TaskOptions
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError
-from zo2core.names import Fitness
+from zo2core.ranges import Fitness
 
 ROWS = [
     {"prompt": "the cat", "completion": " ran", "weight": 2},

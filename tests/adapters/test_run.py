@@ -32,7 +32,7 @@ from zo2core import Engine, Journal, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2E
 from zo2core.errors import DataError, JournalError, OptionError, OutputError
 from zo2core.io.durable import to_line
 from zo2core.journal import copy_journal
-from zo2core.names import OptimizerName
+from zo2core.ranges import OptimizerName
 
 SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
 
@@ -748,7 +748,7 @@ def test_a_copy_is_the_journal_as_it_is(parent: Path, tmp_path: Path) -> None:
     copied = Journal(tmp_path / "copy.jsonl")
     assert copied.header == journal.header
     assert copied.updates == journal.updates[:2]
-    with pytest.raises(JournalError, match="found no run"):
+    with pytest.raises(JournalError, match="found no journal"):
         copy_journal(Journal(), tmp_path / "empty.jsonl")
     with pytest.raises(OutputError, match="nowhere"):
         copy_journal(journal, tmp_path / "copy.jsonl" / "nowhere")

@@ -34,9 +34,8 @@ from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, Transfers, dur
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import DevicePlan, HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError
-from zo2core.names import EstimatorName, OptimizerName
 from zo2core.planning.memory import MemoryPart
-from zo2core.ranges import LARGEST, parse_size
+from zo2core.ranges import LARGEST, EstimatorName, OptimizerName, parse_size
 from zo2core.types import shown_bytes
 
 CONFIGURATIONS = {

@@ -27,7 +27,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, tune
 from zo2core import Journal
 from zo2core.errors import CheckpointError, DivergenceError, OptionError, OutputError
-from zo2core.names import EstimatorName
+from zo2core.ranges import EstimatorName
 
 RATES = (1e-7, 1e-3, 0.9)
 

@@ -14,8 +14,8 @@ from zo2core import FZOO, Clipped, Distribution, Guarded, MeZOSGD, MultiQueryRGE
 from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.estimators import ESTIMATORS as REGISTRY
 from zo2core.estimators import EvolutionStrategies
-from zo2core.names import EstimatorName, Fitness
 from zo2core.protocols import ZOEstimator
+from zo2core.ranges import EstimatorName, Fitness
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
     "mezo": lambda: MeZOSGD(lr=1e-3, zo_eps=1e-3),

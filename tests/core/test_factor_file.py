@@ -17,13 +17,14 @@ from engines import assert_equal, outcome, weights, zeroth_order
 from models import make_batch, save_model, small_config
 
 from zo2adapters import open_checkpoint
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, factors
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, WriteBackPolicy, perturbation
 from zo2core.errors import JournalError, ZO2Warning
-from zo2core.factors import DATA, MANIFEST, kept_bytes_a_step, sum_elements
+from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.durable import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
+from zo2core.perturbation import DATA, MANIFEST, kept_bytes_a_step, sum_elements
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Program
 
@@ -66,7 +67,7 @@ class Stopped(NamedTuple):
     def resume(self, run: Path, **policy: Any) -> int:
         """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
         drawing = Counting()
-        with patch.object(factors, "apply_drawing", drawing):
+        with patch.object(perturbation, "apply_drawing", drawing):
             assert_equal(outcome(opened(self.base, run, **policy), [BATCH])[1], self.expected)
         return drawing.drawn
 
@@ -157,8 +158,17 @@ def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, 
 
 
 def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
-    refused = patch("zo2core.factors.open_regular", side_effect=OSError(24, "Too many open files"))
-    with refused, pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"):
+    opened_before = durable.open_regular
+
+    def refusing(path: Path, *arguments: Any) -> Any:
+        if path.name == DATA:
+            raise OSError(24, "Too many open files")
+        return opened_before(path, *arguments)
+
+    with (
+        patch.object(durable, "open_regular", refusing),
+        pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"),
+    ):
         assert stopped.resume(run) == stopped.directions(STEPS)
     assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes(), "it may be read the next time"
     piped = stopped.copy(tmp_path / "piped")

@@ -37,8 +37,7 @@ from zo2core import (
     TorchOptimizer,
 )
 from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
-from zo2core.methods.first_order import LossScale, gradient_bytes, trained_bytes
-from zo2core.methods.gradient_steps import _SegmentSteps
+from zo2core.methods.first_order import LossScale, _FusedStep, segment_gradient_bytes, trained_bytes
 from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.gradient_visitor import StoredParameters
@@ -707,8 +706,8 @@ def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
     given = {name: torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16() for name in ("a", "b")}
     gradients, scale = dict(given), LossScale(LossScaling())
     method, unused = FirstOrder(BAdam(ADAMW), lr=0.1, clip_value=0.5, clip=1.0), cast("Any", None)
-    state: Any = SimpleNamespace(update=method.update, scale=scale)
-    step = _SegmentSteps(method, state, given, unused)
+    steps: Any = SimpleNamespace(update=method.update, scale=scale)
+    step = _FusedStep(method, steps, unused)
     step.total = torch.tensor(8.0)
     with _LargestTensors(4 * 64 * 128) as made:
         step.clip(gradients)
@@ -731,10 +730,10 @@ def test_a_turn_takes_the_memory_of_its_one_segment() -> None:
     update = BAdam(ADAMW)
     for one, numel, largest in ((wide, 6400, 6400), (deep, 7680, 2560)):
         # In float32, and beside them one parameter's in bfloat16 while it is converted.
-        assert gradient_bytes(update, [one]) == 4 * numel + 2 * largest
+        assert segment_gradient_bytes(update, [one]) == 4 * numel + 2 * largest
     apart = [sum(trained_bytes(update, [one])) for one in (wide, deep)]
     assert sum(trained_bytes(update, [wide, deep])) == max(apart)
-    assert max(apart) < gradient_bytes(update, [wide, deep]) + state_bytes(update, [wide, deep])
+    assert max(apart) < segment_gradient_bytes(update, [wide, deep]) + state_bytes(update, [wide, deep])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -749,7 +748,7 @@ def test_an_optimizer_makes_no_more_copies_than_it_says(update: Any, dtype: torc
     widened = dtype is torch.bfloat16
     assert made.most == (update.copies if widened else update.copies - 1)
     given = spec.nbytes
-    assert gradient_bytes(update, [layout]) == 4 * spec.numel + max(given, update.copies * 4 * spec.numel)
+    assert segment_gradient_bytes(update, [layout]) == 4 * spec.numel + max(given, update.copies * 4 * spec.numel)
 
 
 @pytest.mark.parametrize("delays", [True, False])

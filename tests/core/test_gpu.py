@@ -32,8 +32,8 @@ from zo2core import (
     MultiQueryRGE,
     PhiloxNoise,
     ZerothOrder,
-    factors,
 )
+from zo2core import perturbation as factor_store
 from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import dispatch, reference
@@ -129,7 +129,7 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
     batch, distribution = on_gpu(make_batch(40, [7, 4])), Distribution.GAUSSIAN
     loop = StackedLoop(whole_on_gpu(base), 2, 2, distribution)
     with (
-        patch.object(factors, "BESIDE_UP_TO", beside_up_to),
+        patch.object(factor_store, "BESIDE_UP_TO", beside_up_to),
         Engine(
             open_checkpoint(base, loss_chunk=None),
             ZerothOrder(

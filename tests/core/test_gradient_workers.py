@@ -21,7 +21,7 @@ from zo2adapters.tasks.objectives import PreferenceLoss
 from zo2adapters.tasks.rows import preference_batch
 from zo2core import Engine, FirstOrder, Workers
 from zo2core.errors import BatchError, OptionError, WorkerError
-from zo2core.methods import gradient_steps
+from zo2core.methods.first_order import add_up
 
 peft: Any = pytest.importorskip("peft")
 
@@ -370,8 +370,7 @@ def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
         parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
         for parameter, value in zip(parameters, gradients[workers.rank], strict=True):
             parameter.grad = None if value is None else torch.full_like(parameter, value)
-        present = [parameter.grad is not None for parameter in parameters]
-        gradient_steps.add_up(parameters, workers, workers.all_gather(present))
+        add_up(parameters, workers)
         return [parameter.grad for parameter in parameters]
 
     for first, second, third in worked(3, work):

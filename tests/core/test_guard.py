@@ -26,7 +26,7 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.errors import DivergenceError, OptionError, ZO2Warning
-from zo2core.guard import best_step
+from zo2core.estimators import best_step
 from zo2core.journal import decode, encode
 
 EPS = 1e-3

@@ -426,7 +426,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
         def __init__(self, device: Any, timeline: Timeline, file: Any, room: int) -> None:
             super().__init__(device, timeline, file, room if host_room is None else host_room)
 
-    monkeypatch.setattr("zo2core.methods.gradient_steps.ActivationOffload", LittleRoom)
+    monkeypatch.setattr("zo2core.methods.first_order.ActivationOffload", LittleRoom)
     batch = make_batch(40, LENGTHS)
     with make(base, 1 << 28) as engine:
         expected = outcome(engine, batch)

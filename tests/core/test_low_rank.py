@@ -51,8 +51,8 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
     ZOEstimator,
-    factors,
 )
+from zo2core import perturbation as factor_store
 from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
 from zo2core.kernels import apply_drawing
 from zo2core.perturbation import Factors, PerturbedParameter
@@ -123,7 +123,7 @@ def test_a_run_is_the_stacked_loop(
 
     with (
         nullcontext("cpu") if where == "cpu" else behind_copies(1e-5) as device,
-        patch.object(factors, "BESIDE_UP_TO", beside_up_to),
+        patch.object(factor_store, "BESIDE_UP_TO", beside_up_to),
     ):
         engine = beside(base, estimator, device=device, **options)
         try:
@@ -419,7 +419,7 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
             for _ in range(3):
                 engine.step(BATCH)
             if disturbed:
-                with patch.object(factors, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
+                with patch.object(factor_store, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
                     engine.step(BATCH)
             engine.step(BATCH)
             found.append(weights(engine))

@@ -39,8 +39,8 @@ from zo2core import (
     ZerothOrder,
     ZOEstimator,
 )
-from zo2core.names import OptimizerName
 from zo2core.optimizers import make_block_update
+from zo2core.ranges import OptimizerName
 
 STEPS, RESUMED_AFTER = 4, 2
 BATCHES = [make_batch(40, [7, 5, 6, 4], seed=seed) for seed in range(STEPS)]

@@ -18,8 +18,8 @@ from parity import assert_same_weights
 
 from zo2core import Engine, Journal
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
-from zo2core.factors import DATA as FACTORS
 from zo2core.io.durable import LockedFileError, RecordFile, close_locked, open_locked
+from zo2core.perturbation import DATA as FACTORS
 from zo2core.sources.slot_file import DATA, MANIFEST
 
 

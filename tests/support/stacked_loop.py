@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.low_rank import LowRankModules
 from zo2core import Distribution
-from zo2core import factors as factor_store
+from zo2core import perturbation as factor_store
 from zo2core.kernels import fill
 from zo2core.perturbation import Factors, PerturbedParameter
 

@@ -28,7 +28,7 @@ MARKED = {  # phases of a process, with the functions during which it is in them
     "snapshot or commit": (
         (SNAPSHOTS, "Snapshots", "write"),
         ("zo2core", "Engine", "commit"),
-        ("zo2core.factors", "FactorFile", "keep"),
+        ("zo2core.perturbation", "FactorFile", "keep"),
     ),
     "evaluation": (("zo2core", "Engine", "evaluate"), ("zo2adapters.tasks.task", "RewardTask", "evaluate")),
     "step": (("zo2core", "Engine", "step"), ("zo2adapters.tasks.task", "RewardTask", "step")),

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from zo2core import Distribution, LowRankPerturbation
-from zo2core.factors import FactorStore
 from zo2core.kernels import fill
-from zo2core.perturbation import Factors
+from zo2core.perturbation import Factors, FactorStore
 from zo2core.types import Evaluation, ParameterSpec, Update
 
 ZO_EPS = 1e-3

@@ -56,10 +56,10 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Delayed, Distribution, Engine, FirstOrder, MemoryPolicy, TorchOptimizer, WriteBackPolicy
-from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import ACTIVATIONS
 from zo2core.protocols import UpdateInputs
+from zo2core.ranges import OptimizerName
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch

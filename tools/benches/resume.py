@@ -29,7 +29,7 @@ from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Distribution, Engine, WriteBackPolicy
-from zo2core.factors import BESIDE_UP_TO
+from zo2core.perturbation import BESIDE_UP_TO
 from zo2core.types import Batch, Lane, trained
 
 

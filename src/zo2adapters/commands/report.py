@@ -22,7 +22,7 @@ from zo2adapters.trainers.option_table import used_options
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials, refusing_damage
 from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError
-from zo2core.guard import is_refused
+from zo2core.estimators import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.ranges import counted
 from zo2core.types import Commit, Lane, shown_bytes

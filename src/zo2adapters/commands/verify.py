@@ -10,8 +10,7 @@ from zo2adapters.commands.options import Command
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
-from zo2core.names import OptimizerName
-from zo2core.ranges import LARGEST, counted, require_whole
+from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,20 +42,20 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.build import RunOptions as EngineOptions
 from zo2core.build import request_of
 from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import CheckpointError, DivergenceError, NonFiniteLossError, OptionError
 from zo2core.estimators import ESTIMATORS
-from zo2core.factors import kept_bytes_a_step
-from zo2core.guard import best_step as best_guarded_step
+from zo2core.estimators import best_step as best_guarded_step
 from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.encoding import decoded
 from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
 from zo2core.optimizers import OPTIMIZERS, state_bytes
+from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
 from zo2core.ranges import counted, parse_size, require_whole
+from zo2core.runner import RunOptions as EngineOptions
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zo2adapters.optional_package import optional_package
 from zo2core.errors import OptionError
-from zo2core.names import EstimatorName, Fitness, OptimizerName
-from zo2core.ranges import require_whole
+from zo2core.ranges import EstimatorName, Fitness, OptimizerName, require_whole
 
 if TYPE_CHECKING:
     from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator

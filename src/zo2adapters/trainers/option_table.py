@@ -20,8 +20,7 @@ import yaml
 from zo2adapters.tasks.registry import names_model_loss
 from zo2core.errors import OptionError, reason
 from zo2core.io.durable import open_regular
-from zo2core.names import OptimizerName
-from zo2core.ranges import LARGEST, parse_size, require_number, require_whole
+from zo2core.ranges import LARGEST, OptimizerName, parse_size, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions

@@ -19,8 +19,7 @@ from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
 from zo2adapters.trainers.option_table import described, filled, flat, leaves, require_valid
 from zo2core.errors import OptionError, without_effect
-from zo2core.names import OF_ADAPTERS, OptimizerName
-from zo2core.ranges import LARGEST, require_number, require_whole
+from zo2core.ranges import LARGEST, OF_ADAPTERS, OptimizerName, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers

@@ -39,7 +39,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import holds_run, is_first, storage_of_one
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OutputError, without_effect
-from zo2core.guard import is_refused
+from zo2core.estimators import is_refused
 from zo2core.io.durable import read_regular
 from zo2core.ranges import counted, require_whole
 

@@ -28,11 +28,10 @@ from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.options import ModelOptions, precision_of_run
 from zo2core import Batch, Engine, FirstOrder, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
-from zo2core.names import OptimizerName
 from zo2core.optimizers import OPTIMIZERS, StateMemory, make_block_update
 from zo2core.planning.memory import free_memory
 from zo2core.protocols import UpdateInputs
-from zo2core.ranges import LARGEST, counted, require_whole
+from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
 

@@ -16,18 +16,8 @@ from zo2core.errors import OptionError
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.perturbation import Perturbation
 from zo2core.protocols import Forward, NoiseGenerator, ZOEstimator
-from zo2core.runner import JournalSteps, Runner
-from zo2core.sweep.microbatch import (
-    MicroBatches,
-    batches_of,
-    labelled_tokens,
-    losses_as_tensors,
-    rows_of,
-    rows_of_group,
-    rows_to_shard,
-    split_batches,
-    with_objective,
-)
+from zo2core.runner import Runner, StepBatch, Steps
+from zo2core.sweep import microbatch
 from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
 from zo2core.workers import Split
@@ -98,7 +88,7 @@ class OpenStep(NamedTuple):
         return self.evaluations[: self.evaluations.index(at) + 1]
 
 
-class ZerothOrderSteps(JournalSteps):
+class ZerothOrderSteps(Steps):
     """Takes zeroth-order steps, whose state is the journal."""
 
     def __init__(self, runner: Runner, estimator: ZOEstimator, seed: int) -> None:
@@ -107,11 +97,11 @@ class ZerothOrderSteps(JournalSteps):
         self._open_step: OpenStep | None = None
         self._first_version = self.version
 
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None, *, seed: int | None) -> StepResult:
+    def step(self, batch: StepBatch, forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
         self._open_step = None
-        runner, batches = self._runner, batches_of(batch)
-        run, objective = with_objective(forward, runner.model)
+        runner, batches = self._runner, microbatch.batches_of(batch)
+        run, objective = microbatch.with_objective(forward, runner.model)
         open_step = self._begin(seed, batches, shards_rows=objective is None)
         indices = open_step.indices
         groups = list(dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations))
@@ -125,17 +115,17 @@ class ZerothOrderSteps(JournalSteps):
         tokens = 0
         if open_step.split.parts > 1:
             slices = [open_step.split.rows(runner.workers.rank, len(batch["labels"])) for batch in batches]
-            batches = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
-            tokens = sum(map(labelled_tokens, batches))
+            batches = [microbatch.rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
+            tokens = sum(map(microbatch.labelled_tokens, batches))
             if tokens == 0:
                 if self.version == self._first_version:
                     runner.sweep(self.version, [], runner.model)  # the first sweep computes the base's digests
-                return self._take(open_step, losses_as_tensors([0.0] * len(indices)))
-        micro_batches: dict[RowGroup | None, MicroBatches] = {}
+                return self._take(open_step, microbatch.losses_as_tensors([0.0] * len(indices)))
+        micro_batches: dict[RowGroup | None, microbatch.MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
-            rows = batches if group is None else [rows_of_group(batch, group) for batch in batches]
-            micro_batches[group] = split_batches(rows, runner.micro_batch_size, objective)
+            rows = batches if group is None else [microbatch.rows_of_group(batch, group) for batch in batches]
+            micro_batches[group] = microbatch.split_batches(rows, runner.options.micro_batch_size, objective)
             prepared[group] = list(runner.prepared(micro_batches[group].batches, run))
         # Where weights are perturbed in place, the sweep passes the evaluations of the workers before, without batches.
         first = 0 if self._estimator.perturb_in_place else indices.start
@@ -162,7 +152,7 @@ class ZerothOrderSteps(JournalSteps):
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
         """Take the step that ``ask`` began. See ``Engine.tell``."""
-        return self._take(self._require_open_step(), losses_as_tensors(losses))
+        return self._take(self._require_open_step(), microbatch.losses_as_tensors(losses))
 
     def _begin(self, seed: int | None, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
         """Start a step, and divide it among the workers. An open step is dropped."""
@@ -174,7 +164,7 @@ class ZerothOrderSteps(JournalSteps):
         self._runner.update_loss.begin(step)
         shards_rows = shards_rows and not any(evaluation.rows for evaluation in evaluations)
         digest = workers.digest(batches) if batches else None
-        split = workers.split_of(len(evaluations), rows_to_shard(batches) if shards_rows else None)
+        split = workers.split_of(len(evaluations), microbatch.rows_to_shard(batches) if shards_rows else None)
         return OpenStep(step, lr, evaluations, started, split, split.evaluations(workers.rank, len(evaluations)), digest)
 
     def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0) -> StepResult:

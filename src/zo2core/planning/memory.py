@@ -21,11 +21,10 @@ import psutil
 from zo2core.devices import memory_in_use
 from zo2core.devices import resident_memory as resident_memory
 from zo2core.errors import MemoryBudgetError, OptionError, without_effect
-from zo2core.factors import factor_bytes
 from zo2core.io.direct_file import STAGING, whole_pages
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
 from zo2core.noise import SCRATCH, PhiloxNoise, drawn_bytes, noise_bytes
-from zo2core.perturbation import DensePerturbation, Perturbation
+from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.speeds import MOST_USEFUL_BUCKETS, MeasuredSpeeds, WriteBackPolicy, write_interval
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator
 from zo2core.ranges import parse_size

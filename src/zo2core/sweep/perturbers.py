@@ -32,13 +32,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.factors import FactorStore
 from zo2core.kernels import apply, apply_drawing, encoding, perturb
 from zo2core.kernels.dispatch import triton_kernels
 from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
 from zo2core.kernels.programs import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
 from zo2core.noise import SCRATCH, noise_bytes
-from zo2core.perturbation import StackedForward, StackedModel
+from zo2core.perturbation import FactorStore, StackedForward, StackedModel
 from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Device, Forward, NoiseGenerator, Store, Stores
 from zo2core.types import (
     Batch,
