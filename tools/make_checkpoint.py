@@ -4,10 +4,10 @@
 
 Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model. With ``--sparse`` the files
 have their full names, headers and sizes, but their data is a hole, which reads as zeros and takes no disk space. That is
-enough to measure layout, size and reads, and OPT-175B is written in a second. With ``--nf4``, too, one layer is encoded as
-nf4, and all layers have its header, its scales and a hole; gpt-oss has MXFP4 experts instead. Of a mixture the embedding and
-the routers are written, so that tokens are routed to all experts. ``--gguf Q4_K`` writes a GGUF file of a Llama in the same
-way, with all matrices of this type.
+enough to measure layout, size and reads, and OPT-175B is written in a second. With ``--nf4`` or ``--int8``, too, one layer
+is encoded, and all layers have its header, its scales and a hole; gpt-oss has MXFP4 experts instead. Of a mixture the
+embedding and the routers are written, so that tokens are routed to all experts. ``--gguf Q4_K`` writes a GGUF file of a
+Llama in the same way, with all matrices of this type.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from synthetic import scaled
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -73,7 +74,7 @@ def make_checkpoint(
     return sum(spec.nbytes for spec in specs)
 
 
-def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype) -> int:
+def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, encoding: str = "nf4") -> int:
     """Write config and one shard of a model with coded layers, whose data is a hole; return the bytes of the weights."""
     layers, layer_types = config.num_hidden_layers, getattr(config, "layer_types", None)
     is_dense = config.model_type in ARCHITECTURES
@@ -92,7 +93,7 @@ def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch
         if config.model_type == "gpt_oss":
             with_mxfp4_experts(one / "plain", one / "coded")
         else:
-            quantize(one / "plain", one / "coded", "nf4")
+            quantize(one / "plain", one / "coded", encoding)
         header: dict[str, Any] = {}
         sources: list[tuple[str, TensorEntry]] = []
         nbytes = 0
@@ -222,18 +223,24 @@ def main() -> None:
     parser.add_argument(
         "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
     )
-    parser.add_argument("--nf4", action="store_true", help="with --sparse: layers are encoded as nf4, gpt-oss as MXFP4")
+    for name in ("nf4", "int8"):
+        text = f"with --sparse: layers are encoded as {name}, gpt-oss as MXFP4"
+        parser.add_argument(f"--{name}", dest="encoding", action="store_const", const=name, help=text)
+    parser.add_argument("--scale", type=int, default=1, help="width, heads and vocabulary are divided by this")
+    parser.add_argument("--layers", type=int, help="number of layers to keep; by default all")
     parser.add_argument("--gguf", choices=list(GGUF_BLOCKS), help="with --sparse: a GGUF file with matrices of this type")
     options = parser.parse_args()
     if options.gguf and not options.sparse:
         parser.error("--gguf needs --sparse; export other models with zo2 export --format gguf")
-    if options.nf4 and not options.sparse:
-        parser.error("--nf4 needs --sparse; encode other checkpoints with zo2 convert --quantize nf4")
+    if options.encoding and not options.sparse:
+        parser.error(f"--{options.encoding} needs --sparse; encode other checkpoints with zo2 convert --quantize")
     config, directory, dtype = geometries()[options.geometry], options.directory, DTYPES[options.dtype]
+    config = scaled(config, options.scale, tokens=128)
+    config.num_hidden_layers = options.layers or config.num_hidden_layers
     if options.gguf:
         written, kind = make_sparse_gguf(config, directory, options.gguf), options.gguf
-    elif options.nf4:
-        written, kind = make_sparse_coded(config, directory, dtype=dtype), "4-bit"
+    elif options.encoding:
+        written, kind = make_sparse_coded(config, directory, dtype=dtype, encoding=options.encoding), options.encoding
     else:
         written, kind = make_checkpoint(config, directory, dtype=dtype, sparse=options.sparse), options.dtype
     if not options.gguf:

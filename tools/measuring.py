@@ -245,7 +245,7 @@ def lora(rank: int = 8, **given: Any) -> peft.LoraConfig:
     return peft.LoraConfig(**{"r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], **given})
 
 
-def lora_fa(base: Path, config: peft.LoraConfig, **given: Any) -> MonolithicMeZO:
+def lora_fa(base: Path | str, config: peft.LoraConfig, **given: Any) -> MonolithicMeZO:
     """Plain LoRA-FA over peft's model: steps of two forwards, with the matrices B perturbed in the weights."""
     whole = AutoModelForCausalLM.from_pretrained(base)
     peft.inject_adapter_in_model(config, whole)

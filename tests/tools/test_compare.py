@@ -10,6 +10,7 @@ from typing import Any
 import bench
 import pytest
 import torch
+from benches.compare import sweeps_of
 from make_checkpoint import make_checkpoint
 from models import small_config
 from runs import small_run
@@ -48,6 +49,43 @@ def test_sides_with_the_same_arithmetic_have_the_same_losses(first: str, others:
     assert list(rows) == [first, *others]
     assert all(row["losses of the first"] and row["times faster"]["median"] > 0 for row in rows.values())
     assert rows[first]["share of forwards"]["median"] < 1 <= rows[first]["to the slowest lane"]["min"]
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_sweeps_have_every_evaluation_once(queries: int) -> None:
+    ways = sweeps_of(queries)
+    sizes = {name: {len(places) for places in way} for name, way in ways.items()}
+    assert sizes == {"in-turn": {1}, "inner": {2}, "outer": {queries}, "both": {2 * queries}}
+    for way in ways.values():
+        assert sorted(place for places in way for place in places) == list(range(2 * queries))
+
+
+def test_p_rges_variants_have_the_same_losses_and_their_shares_of_memory(tmp_path: Path) -> None:
+    make_checkpoint(small_config("llama", vocab_size=1000), tmp_path / "base", dtype=torch.float32, sparse=False)
+    sides = [f"--lora-fa --queries 2 --sweeps {way}" for way in sweeps_of(2)]
+    others = [
+        "--lora-fa --queries 2",
+        "--lora-fa --queries 2 --stack 1",
+        "--lora-fa --whole",
+        "--lora-fa --lora sgd --whole",
+    ]
+    rows = compared(tmp_path / "base", [*sides, *others], "--unpadded", "--rows", "2")
+    assert all(rows[side]["losses apart"] < 1e-5 for side in (*sides, *others[:2]))
+    assert all(row["step"]["min"] > 0 for row in rows.values())
+    logits = 2 * 6 * 1000 * 4  # bytes of a forward's; cross_entropy, one operation in inference mode, makes as many again
+    assert 2 * logits <= rows[sides[0]]["operations_bytes"] < rows[sides[1]]["operations_bytes"]
+
+
+def test_runs_that_share_their_base_have_the_losses_of_one_alone(base: Path) -> None:
+    rows = compared(base, ["--lora adamw", "--lora adamw --together 2", "--rank 2 --together 2"])
+    assert rows["--lora adamw --together 2"]["losses of the first"]
+    assert rows["--rank 2 --together 2"]["times faster than apart"]["median"] > 0
+
+
+@pytest.mark.long_profile
+def test_sides_in_processes_have_the_losses_of_one(base: Path) -> None:
+    rows = compared(base, ["--queries 2", "--queries 2 --workers 2", "--queries 2 --freed returned"], "--apart")
+    assert all(row["losses of the first"] and row["peak_bytes"]["min"] > 0 for row in rows.values())
 
 
 def test_sides_with_other_work_run(base: Path) -> None:

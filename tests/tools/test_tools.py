@@ -15,9 +15,8 @@ import make_chats
 import pytest
 import torch
 from families import small_config as small_mixture
-from make_checkpoint import main, make_checkpoint, make_sparse_coded, make_sparse_gguf, save_tokenizer
+from make_checkpoint import geometries, main, make_checkpoint, make_sparse_coded, make_sparse_gguf, save_tokenizer
 from models import CONFIGS, make_batch, small_config
-from paper import prge
 from synthetic import SlowReader
 
 from zo2adapters import open_checkpoint
@@ -142,36 +141,16 @@ def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("queries", [1, 4])
-def test_each_way_of_p_rge_runs_every_evaluation_once(queries: int) -> None:
-    ways = prge.forwards_of(queries)
-    sizes = {name: sorted({len(places) for places in way}) for name, way in ways.items()}
-    every = {"in turn": [1], "inner": [2], "outer": [queries], "both": [2 * queries]}
-    assert sizes == (every if queries > 1 else {"in turn": [1], "inner": [2]})
-    for way in ways.values():
-        assert sorted(place for places in way for place in places) == list(range(2 * queries))
-
-
 @pytest.mark.long_profile
-def test_p_rge_is_timed_by_its_ways_and_on_encoded_bases(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("encoding", "tiny", "large"), [("int8", 1.15, 6.52), ("nf4", 0.70, 3.50)])
+def test_encoded_checkpoints_have_the_sizes_of_p_rges_table_9(
+    encoding: str, tiny: float, large: float, tmp_path: Path
 ) -> None:
-    sizes = ["--scale", "32", "--layers", "1", "--queries", "1", "2", "--effective", "2", "--tokens", "6", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", "prge", *sizes, "--bases", "float32", "nf4"])
-    bench.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    float32, nf4 = (found[f"{base}, 6 tokens"] for base in ("float32", "nf4"))
-    ways = {f"1 x 2 x 6, {way}" for way in ("in turn", "inner", "one visit")}
-    ways |= {f"2 x 1 x 6, {way}" for way in ("in turn", "inner", "outer", "both", "one visit")}
-    assert set(nf4) == ways
-    assert set(float32) == ways | {"1 x 2 x 6, plain", "1 x 2 x 6, first order"}
-    assert all(row["seconds"]["min"] > 0 for row in (*float32.values(), *nf4.values()))
-    logits = 2 * 6 * 1000 * 4  # bytes of a forward's; cross_entropy, one operation in inference mode, makes as many again
-    assert 2 * logits <= float32["1 x 2 x 6, in turn"]["peak_bytes"] < float32["1 x 2 x 6, inner"]["peak_bytes"]
-    sizes_of = found["bytes of weights"]
-    assert 0.13 < sizes_of["nf4"] / sizes_of["float32"] < 0.5
-    for name, paper in prge.PAPER_GIB.items():
-        assert list(found["GiB of weights"][name].values()) == pytest.approx(paper, rel=0.03)
+    for name, paper in (("tinyllama-1.1b", tiny), ("llama2-7b", large)):
+        nbytes = make_sparse_coded(geometries()[name], tmp_path / name, dtype=torch.bfloat16, encoding=encoding)
+        assert nbytes / 2**30 == pytest.approx(paper, rel=0.03)
+        read = [spec.nbytes for layout in open_checkpoint(tmp_path / name).layouts for spec in layout.parameters]
+        assert sum(read) == pytest.approx(nbytes, rel=0.01), "what is read is what was written"
 
 
 def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,22 +14,20 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
+from benches.compare import Measured, side_parser
 from make_checkpoint import geometries
-from measuring import NOISES, Usage
+from measuring import Usage
 from synthetic import scaled
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from paper.places import LR, Place
-from paper.tables import Variant
-from paper.zo2 import A100_MEMORY, batch_of
+from paper.zo2 import A100_MEMORY, LR
 from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.trainers.verification import random_batch
 from zo2core.types import Batch
 
-BUS, HOST_MEMORY, DEVICE_MEMORY = 1e12, 10**10, 80 * 10**9  # bytes a second; bytes
 EPS = 1e-3
 
 Trainer = Callable[[PreTrainedModel, Batch], Callable[[], None]]  # makes a model's step
@@ -44,13 +42,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     measured: dict[str, Any] = {}
-    dtype = DTYPES[options.dtype]
     for name in options.geometries:
         config = scaled(geometries()[name], 1, options.tokens)
-        sides = {f"{side}_bytes": whole(config, dtype, options.tokens, trainer) for side, trainer in WHOLE.items()}
+        sides = {f"{side}_bytes": whole(config, options, trainer) for side, trainer in WHOLE.items()}
         gc.collect()
-        sides["this engine_bytes"] = engine(config, dtype, options.tokens, options.blocks)
-        sides["this engine with a block more_bytes"] = engine(config, dtype, options.tokens, options.blocks + 1)
+        sides["this engine_bytes"] = engine(name, options, options.blocks)
+        sides["this engine with a block more_bytes"] = engine(name, options, options.blocks + 1)
         measured[name] = sides | {"more than the paper's GPU has": sum(nbytes > A100_MEMORY for nbytes in sides.values())}
     return measured
 
@@ -94,27 +91,24 @@ def mezo(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
 WHOLE: dict[str, Trainer] = {"AdamW": first_order(torch.optim.AdamW), "SGD": first_order(torch.optim.SGD), "MeZO": mezo}
 
 
-def whole(config: PretrainedConfig, dtype: torch.dtype, tokens: int, trainer: Trainer) -> int:
+def whole(config: PretrainedConfig, options: argparse.Namespace, trainer: Trainer) -> int:
     """The peak bytes of a whole model's second step, when all of the optimizer's state exists."""
     usage = Usage()
     with torch.device("meta"):
         make: Any = AutoModelForCausalLM.from_config
-        model = make(config, dtype=dtype, attn_implementation="sdpa")
+        model = make(config, dtype=DTYPES[options.dtype], attn_implementation="sdpa")
     model.config.use_cache = False
-    batch = {name: value.to("meta") for name, value in batch_of(config.vocab_size, 1, tokens, torch.device("cpu")).items()}
-    step = trainer(model, batch)
+    batch = random_batch(config.vocab_size, 1, options.tokens, seed=0)
+    step = trainer(model, {name: value.to("meta") for name, value in batch.items() if name != "attention_mask"})
     usage.peak_of(step, (tensor for part in (model.parameters(), model.buffers()) for tensor in part))
     return usage.peak_of(step)
 
 
-def engine(config: PretrainedConfig, dtype: torch.dtype, tokens: int, blocks: int) -> int:
+def engine(name: str, options: argparse.Namespace, blocks: int) -> int:
     """The peak bytes of the engine's device in a step that replays updates."""
-    few = deepcopy(config)
-    few.num_hidden_layers = blocks
-    place = Place("bus", host_memory=HOST_MEMORY, device_memory=DEVICE_MEMORY, rate=BUS)
-    offloaded = place.offload(place.model(few, dtype), Variant.FULL, NOISES["philox-rademacher"])
-    batch = batch_of(config.vocab_size, 1, tokens, place.torch_device)
-    assert offloaded is not None
-    with offloaded.parts, offloaded.engine as running:
-        running.step(batch)
-        return place.peak_bytes(lambda: running.step(batch), batch.values())
+    side = side_parser().parse_args(["--dtype", options.dtype, "--bus", "1TB"])
+    given = argparse.Namespace(model=name, data=None, labelled=None, unpadded=True)
+    made = Measured(given, side, 1, options.tokens, layers=blocks)
+    with made.opened() as step:
+        step()
+        return made.device_bytes(step)

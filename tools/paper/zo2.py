@@ -1,16 +1,17 @@
 """Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on the device.
 
     python tools/bench.py zo2                                       on a GPU, models that fit it and the host's memory
-    python tools/bench.py zo2 --on bus --scale 16 --bus 1e9         without a GPU: smaller models, a simulated bus
+    python tools/bench.py zo2 --on bus --scale 16 --bus 1GB         without a GPU: smaller models, a simulated bus
     python tools/bench.py zo2 --on disk --scale 16 --tables ablation
 
 Prints the tables, with the paper's ratios next to the measured ones: of memory and speed, the engine's to monolithic MeZO's
 in the same dtype, and of the ablation's variants to the engine in full.
 
-Both sides of a row run in this process, one after the other, with the same weights, batches and seeds; with MeZO's own noise
-their losses have to be equal, and the JSON tells whether they are. The first step loads, the second warms up, then steps are
-timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON has the reason.
-Weights are synthetic (see ``synthetic.py``). The blocks of a model have to fit into the host's memory.
+Both sides of a row are sides of ``compare.py`` that run in this process, one after the other, with the same weights, batches
+and seeds; with MeZO's own noise their losses have to be equal, and the JSON tells whether they are. The first two steps warm
+up, then steps are timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON
+has the reason. Weights are synthetic (see ``synthetic.py``). On a *disk* every block of a checkpoint is read and written back
+in each step; disk and host memory are in the roles of host and GPU.
 
 Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations and
 logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit, compare
@@ -20,35 +21,83 @@ with the paper's. Speed does not: work shrinks by the third power, and a CPU wit
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from make_checkpoint import geometries
-from measuring import NOISES, WARM_UP, Noise, timed
-from synthetic import scaled, whole_model
-from transformers import PretrainedConfig
+from benches.compare import NOISES, Measured, side_parser
+from make_checkpoint import geometries, make_checkpoint
+from measuring import WARM_UP, timed
+from synthetic import scaled
 
-from paper.places import LR, ZO_EPS, Place
 from paper.tables import TABLES, Row, Variant
-from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
-from zo2adapters.models.footprint import activation_bytes
-from zo2core import MemoryPolicy, ZO2Error
-from zo2core.planning.memory import Machine, RunRequest, free_memory, plan_device_memory
+from zo2core import OverlappedScheduler, Trace, ZO2Error
+from zo2core.planning.memory import free_memory
+from zo2core.profiling import Span, Sweep
 from zo2core.ranges import parse_size
-from zo2core.types import Batch, BlockLayout
+from zo2core.types import Lane
 
 A100_MEMORY = 80e9  # bytes of the paper's GPU
 HOST_SHARE = 0.8  # share of the free host memory that blocks may take, page-locked
-MEZO_TEMPORARIES = 4  # tensors of the largest parameter's size: z, products, the new weights
+LR = 1e-7  # the paper's
 MEZO, REASON = "monolithic MeZO", "reason"
+OPTIONS = {  # of the sides in compare.py
+    Variant.SERIAL: "--serial",
+    Variant.EAGER: "--eager",
+    Variant.RESIDENT: "--stay",
+}
+NOTES = {
+    "cuda": "memory is torch.cuda.max_memory_allocated over a step",
+    "bus": "no GPU: the CPU takes its place, behind a simulated bus of {bus} a second in each direction; the "
+    "simulated device has {memory:.0f} MB, of which buffers and tensors are counted",
+    "disk": "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
+    "{memory:.0f} MB count as the device's, and buffers and tensors are counted",
+}
 
 Outcome = dict[str, Any]  # measurements of one side of a row, or the reason why there are none
+
+
+class AllocatingScheduler(OverlappedScheduler):
+    """Allocates device memory for each block that arrives, and frees it when the block has left.
+
+    Freeing waits for all uses of the memory, as ``cudaFree`` does. On a GPU torch's whole cache is emptied, so that the
+    memory returns to the driver.
+    """
+
+    def _bring(self, index: int) -> Any:
+        if not self._device.in_place and index not in self._own:
+            slot, nothing = self._free[0], torch.empty(0, dtype=torch.uint8)
+            for why, event in slot.last_uses.items():
+                self._device.streams.wait(event, why)
+            self._release_arrived()
+            nbytes, slot.memory, slot.last_uses = len(slot.memory), nothing, {}
+            if self._device.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+            slot.memory = self._device.empty(nbytes)
+        return super()._bring(index)
+
+
+class Traffic(Trace):
+    """Sums the bytes that sweeps move, instead of writing a trace."""
+
+    def __init__(self) -> None:
+        self.nbytes = dict.fromkeys((Lane.READ, Lane.UPLOAD, Lane.OFFLOAD, Lane.WRITE), 0)
+
+    def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
+        for span in spans:
+            if span.lane in self.nbytes:
+                self.nbytes[span.lane] += span.nbytes
+
+    def close(self) -> None:
+        pass  # there is no file
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +110,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
         return names
 
-    parser.add_argument("--on", choices=["cuda", "bus", "disk"], default="cuda" if torch.cuda.is_available() else "bus")
+    parser.add_argument("--on", choices=list(NOTES), default="cuda" if torch.cuda.is_available() else "bus")
     parser.add_argument("--tables", type=names_of(list(TABLES)), default=list(TABLES), help=f"of {', '.join(TABLES)}")
     parser.add_argument("--sizes", type=names_of(list(geometries())), help="models to measure; all by default")
     dtypes = "dtypes to measure, such as float32,float16; a row in 16 bits takes any 16-bit dtype"
     parser.add_argument("--dtype", type=names_of(list(DTYPES)), help=dtypes)
     parser.add_argument("--steps", type=int, default=5, help="number of timed steps, after two that warm up")
-    parser.add_argument("--noise", choices=list(NOISES), default="sequential")
+    parser.add_argument("--noise", choices=list(NOISES), default="mezo")
     parser.add_argument("--scale", type=int, help="divisor of sizes; by default 1 on a GPU, otherwise 16")
-    parser.add_argument("--bus", type=float, default=1e9, help="bytes a second of the simulated bus")
+    parser.add_argument("--bus", default="1GB", help="bytes a second of the simulated bus")
     parser.add_argument("--host-memory", type=parse_size, help="host memory for blocks; by default most of the free memory")
     parser.add_argument("--device-memory", type=parse_size, help="memory of the simulated device, without a GPU")
     parser.add_argument("--folder", type=Path, help="folder for checkpoints on disk; a temporary one by default")
@@ -78,158 +127,119 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     on_gpu = options.on == "cuda"
     options.scale = options.scale or (1 if on_gpu else 16)
-    host = int(HOST_SHARE * free_memory()) if options.host_memory is None else options.host_memory
-    device = int(A100_MEMORY / options.scale**2) if options.device_memory is None else options.device_memory
-    place = Place(options.on, host_memory=host, device_memory=device, rate=options.bus, folder=options.folder)
-    dtypes = [DTYPES[name] for name in options.dtype or ["float32", "float16" if on_gpu else "bfloat16"]]
-    measured: dict[str, Any] = {"note": place.note, "scale": options.scale, "rows": []}
-    try:
-        bench = Bench(place, scale=options.scale, steps=options.steps, noise=NOISES[options.noise])
-        for name in options.tables:
-            number, subject, rows = TABLES[name]
-            chosen = [row for row in rows if options.sizes is None or row.model in options.sizes]
-            pairs = [(row, dtype) for row in chosen for dtype in dtypes if 8 * dtype.itemsize == row.bits]
-            reports = [report(bench, row, dtype) for row, dtype in pairs]
-            measured["rows"] += [{"table": name, **found} for found in reports]
-            measured[f"Table {number}: {subject}"] = {line: cells for found in reports for line, cells in lines(found)}
-    finally:
-        place.close()
+    options.host_memory = options.host_memory or int(HOST_SHARE * free_memory())
+    options.device_memory = options.device_memory or int(A100_MEMORY / options.scale**2)
+    note = NOTES[options.on].format(bus=options.bus, memory=options.device_memory / 1e6)
+    dtypes = options.dtype or ["float32", "float16" if on_gpu else "bfloat16"]
+    measured: dict[str, Any] = {"note": note, "scale": options.scale, "rows": []}
+    bench = Bench(options)
+    for name in options.tables:
+        number, subject, rows = TABLES[name]
+        chosen = [row for row in rows if options.sizes is None or row.model in options.sizes]
+        pairs = [(row, dtype) for row in chosen for dtype in dtypes if 8 * DTYPES[dtype].itemsize == row.bits]
+        reports = [bench.report(row, dtype) for row, dtype in pairs]
+        measured["rows"] += [{"table": name, **found} for found in reports]
+        measured[f"Table {number}: {subject}"] = {line: cells for found in reports for line, cells in lines(found)}
     return measured
-
-
-def batch_of(vocab_size: int, rows: int, tokens: int, device: torch.device) -> Batch:
-    """A batch of random tokens without padding."""
-    ids = torch.randint(vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    return {"input_ids": ids, "labels": ids}
-
-
-def steps_of(step: Callable[[int], Any], seeds: range) -> tuple[list[float], list[Any]]:
-    """Run steps of these seeds; return seconds and losses."""
-    measured = [timed(partial(step, seed)) for seed in seeds]
-    return [seconds for seconds, _ in measured], [losses for _, losses in measured]
 
 
 class Bench:
     """Measures settings, and each setting once."""
 
-    def __init__(self, place: Place, *, scale: int, steps: int, noise: Noise) -> None:
-        self._place = place
-        self._scale = scale
-        self._steps = steps
-        self._noise = noise
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
         self._found: dict[tuple[Any, ...], Outcome] = {}
 
-    def config(self, row: Row) -> PretrainedConfig:
-        return scaled(geometries()[row.model], self._scale, self.tokens(row))
-
-    def tokens(self, row: Row) -> int:
-        return row.tokens // self._scale
-
-    def side(self, row: Row, dtype: torch.dtype, variant: Variant | None) -> Outcome:
+    def side(self, row: Row, dtype: str, variant: Variant | None) -> Outcome:
+        """What a variant, or monolithic MeZO, takes; or the reason why it could not be measured."""
         key = (row.model, dtype, row.batch, row.tokens, variant)
         if key not in self._found:
             name = MEZO if variant is None else f"engine {variant.value}"
-            print(f"{row.model} {dtype} {row.batch} x {self.tokens(row)}: {name}", file=sys.stderr, flush=True)
+            print(f"{row.model} {dtype} {row.batch} x {row.tokens}: {name}", file=sys.stderr, flush=True)
             try:
-                self._found[key] = self._monolithic(row, dtype) if variant is None else self._engine(row, dtype, variant)
+                self._found[key] = self._measured(row, dtype, variant)
             except (ZO2Error, torch.OutOfMemoryError) as error:
                 self._found[key] = {REASON: f"{type(error).__name__}: {error}".splitlines()[0]}
         return self._found[key]
 
-    def _monolithic(self, row: Row, dtype: torch.dtype) -> Outcome:
-        place, config, tokens = self._place, self.config(row), self.tokens(row)
-        cut = place.model(config, dtype)
-        try:
-            sizes = [spec.nbytes for layout in cut.layouts for spec in layout.parameters]
-            needed = sum(sizes) + MEZO_TEMPORARIES * max(sizes) + activation_bytes(config, row.batch, tokens, streams=1)
-            if needed > (free := place.free_memory()):
-                return {REASON: f"needs about {needed / 1e6:.0f} MB of the device's memory, {free / 1e6:.0f} MB are free"}
-            mezo = MonolithicMeZO(whole_model(config, dtype, place.torch_device, cut.weights), lr=LR, zo_eps=ZO_EPS)
-        finally:
-            cut.weights.close()
-        batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
-        seconds, losses = steps_of(lambda seed: mezo.step(batch, seed).losses, range(WARM_UP + self._steps))
-        # Parameters are converted one by one: a list of them would keep the old weights alive with the new ones.
-        held = (parameter.data for parameter in mezo.model.parameters())
-        peak = place.peak_bytes(lambda: mezo.step(batch, len(losses)), held)
-        return self._measured(row, seconds, losses, peak)
-
-    def _engine(self, row: Row, dtype: torch.dtype, variant: Variant) -> Outcome:
-        place, config, tokens = self._place, self.config(row), self.tokens(row)
-        model = place.model(config, dtype)
-        kept, free = self._room(model.layouts, activation_bytes(config, row.batch, tokens))
-        if variant is Variant.RESIDENT and kept < config.num_hidden_layers:
-            return {REASON: f"{kept} of {config.num_hidden_layers} blocks fit into {free / 1e6:.0f} MB"}
-        offloaded = place.offload(model, variant, self._noise)
-        if offloaded is None:
-            return {REASON: "no such variant here: blocks are computed on in their buckets"}
-        engine, parts, traffic = offloaded
-        batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
-
-        def step(seed: int) -> tuple[float, ...]:
-            losses = engine.step(batch, seed=seed).losses
-            if variant is Variant.EAGER:
-                engine.flush()  # an own sweep for the update
-            return losses
-
-        with parts, engine:
-            seconds, losses = steps_of(step, range(WARM_UP))
+    def _measured(self, row: Row, dtype: str, variant: Variant | None) -> Outcome:
+        options, on, tokens = self._options, self._options.on, row.tokens // self._options.scale
+        words = ["--lr", str(LR), "--noise", options.noise, "--dtype", dtype]
+        words += ["--whole"] if variant is None else shlex.split(OPTIONS.get(variant, ""))
+        if on == "disk" and variant is not None:
+            if variant in (Variant.ALLOCATING, Variant.RESIDENT):
+                return {REASON: "no such variant here: blocks are computed on in their buckets"}
+            # With one bucket it does not read ahead, so nothing overlaps.
+            words = [word for word in words if word != "--serial"]
+            words += ["--every", "1", "--buckets", "1" if variant is Variant.SERIAL else "3"]
+        elif on != "disk":
+            words += ["--gpu"] if on == "cuda" else ["--bus", options.bus]
+        traffic = Traffic()
+        scheduler = AllocatingScheduler if variant is Variant.ALLOCATING else OverlappedScheduler
+        with ExitStack() as opened:
+            if on == "disk":
+                folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=options.folder)), "base")
+                config = scaled(geometries()[row.model], options.scale, tokens)
+                make_checkpoint(config, folder, dtype=DTYPES[dtype])
+                words += ["--model", str(folder)]
+            given = argparse.Namespace(model=row.model, data=None, labelled=None, unpadded=True)
+            made = Measured(given, side_parser().parse_args(words), row.batch, tokens, scale=options.scale, trace=traffic)
+            layouts, room = made.model().layouts, options.host_memory
+            if variant is not None and on != "disk" and (needed := sum(layout.nbytes for layout in layouts)) > room:
+                return {REASON: f"host-memory: found {room} bytes, blocks take {needed}"}
+            opened.enter_context(mock.patch("zo2core.schedulers.OverlappedScheduler", scheduler))
+            step = opened.enter_context(made.opened())
+            taken = [timed(step) for _ in range(WARM_UP)]
             traffic.nbytes = dict.fromkeys(traffic.nbytes, 0)
-            more, others = steps_of(step, range(WARM_UP, WARM_UP + self._steps))
-            moved = {lane.value: nbytes / self._steps for lane, nbytes in traffic.nbytes.items() if nbytes}
-            peak = place.peak_bytes(lambda: step(WARM_UP + self._steps), [])
-        return self._measured(row, seconds + more, losses + others, peak) | {"moved_bytes": moved}
+            taken += [timed(step) for _ in range(options.steps)]
+            moved = {lane.value: nbytes / options.steps for lane, nbytes in traffic.nbytes.items() if nbytes}
+            peak = made.device_bytes(step)
+        if on != "cuda" and peak > options.device_memory:
+            return {REASON: f"took {peak / 1e6:.1f} MB of the device's memory, {options.device_memory / 1e6:.1f} MB"}
+        if variant is Variant.RESIDENT and moved:
+            return {REASON: f"not all {len(layouts) - 2} blocks fit"}
+        seconds = [seconds for seconds, _ in taken[WARM_UP:]]
+        found = {"seconds": seconds, "speed": row.batch * tokens / statistics.median(seconds), "memory": peak / 1e6}
+        found["losses"] = [result.losses for _, result in taken]
+        return found if variant is None else found | {"moved_bytes": moved}
 
-    def _room(self, layouts: Sequence[BlockLayout], activations: int) -> tuple[int, int]:
-        """The number of blocks that could stay on the device, and its free bytes. Raises if the two slots do not fit."""
-        free = self._place.free_memory()
-        noise = self._noise(layouts, self._place.torch_device)
-        memory = MemoryPolicy(device=free, activations=activations)
-        request = RunRequest(layouts=layouts, on_disk=layouts, noise=noise, perturb_in_place=True, memory=memory)
-        return plan_device_memory(request, Machine(in_place=False, on_host=False)).kept, free
-
-    def _measured(self, row: Row, seconds: list[float], losses: list[Any], peak: int) -> Outcome:
-        settled = seconds[WARM_UP:]
-        speed = row.batch * self.tokens(row) / statistics.median(settled)
-        return {"seconds": settled, "speed": speed, "memory": peak / 1e6, "losses": losses}
+    def report(self, row: Row, dtype: str) -> dict[str, Any]:
+        """Measure one row; return all its results as JSON values. Memory is in MB, speed in tokens a second."""
+        scale, theirs = self._options.scale, self.side(row, dtype, None)
+        config = scaled(geometries()[row.model], scale, row.tokens // scale)
+        measured: dict[str, Any] = {
+            "model": row.model,
+            "hidden": config.hidden_size,
+            "layers": config.num_hidden_layers,
+            "vocabulary": config.vocab_size,
+            "dtype": dtype,
+            "batch": row.batch,
+            "tokens": row.tokens // scale,
+            "monolithic": theirs,
+            "paper_monolithic": row.monolithic._asdict(),
+            "variants": {},
+        }
+        for variant, printed in row.variants.items():
+            ours = self.side(row, dtype, variant)
+            is_comparable = REASON not in ours and REASON not in theirs
+            measured["variants"][variant.value] = {
+                **ours,
+                "losses_equal_monolithic": ours["losses"] == theirs["losses"] if is_comparable else None,
+                "to_monolithic": ratios(ours, theirs),
+                "to_full": ratios(ours, self.side(row, dtype, Variant.FULL)),
+                "paper": {
+                    **printed._asdict(),
+                    "to_monolithic": ratios(printed._asdict(), row.monolithic._asdict()),
+                    "to_full": ratios(printed._asdict(), row.variants[Variant.FULL]._asdict()),
+                },
+            }
+        return measured
 
 
 def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float | None]:
     """The ratios of memory and speed; None if one is missing."""
     pairs = {name: (ours.get(name), theirs.get(name)) for name in ("memory", "speed")}
     return {name: None if a is None or b is None else a / b for name, (a, b) in pairs.items()}
-
-
-def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure one row; return all its results as JSON values. Memory is in MB, speed in tokens a second."""
-    config, theirs = bench.config(row), bench.side(row, dtype, None)
-    measured: dict[str, Any] = {
-        "model": row.model,
-        "hidden": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "vocabulary": config.vocab_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "batch": row.batch,
-        "tokens": bench.tokens(row),
-        "monolithic": theirs,
-        "paper_monolithic": row.monolithic._asdict(),
-        "variants": {},
-    }
-    for variant, printed in row.variants.items():
-        ours = bench.side(row, dtype, variant)
-        is_comparable = REASON not in ours and REASON not in theirs
-        measured["variants"][variant.value] = {
-            **ours,
-            "losses_equal_monolithic": ours["losses"] == theirs["losses"] if is_comparable else None,
-            "to_monolithic": ratios(ours, theirs),
-            "to_full": ratios(ours, bench.side(row, dtype, Variant.FULL)),
-            "paper": {
-                **printed._asdict(),
-                "to_monolithic": ratios(printed._asdict(), row.monolithic._asdict()),
-                "to_full": ratios(printed._asdict(), row.variants[Variant.FULL]._asdict()),
-            },
-        }
-    return measured
 
 
 def lines(found: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
