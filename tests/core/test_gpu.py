@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from engines import zeroth_order
@@ -34,13 +35,15 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core import perturbation as factor_store
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import dispatch, reference
+from zo2core.kernels.encoding import decode
 from zo2core.kernels.low_bit import FP8
 from zo2core.planning.memory import DevicePlan, Replay
 from zo2core.protocols import Device
-from zo2core.types import Descend, Perturb, Program
+from zo2core.types import Descend, ParameterSpec, Perturb, Program
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -330,3 +333,16 @@ def test_losses_are_finite_and_memory_is_given_back(base: Path) -> None:
     engine.close()
     del engine, mono
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"])
+def test_blocks_of_gguf_files_have_the_bits_of_the_gguf_package(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    codes = np.random.default_rng(0).integers(0, 256, (256, GGUF_BLOCKS[name].nbytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(np.array(gguf.dequantize(codes, gguf.GGMLQuantizationType[name]))).view(64, -1)
+    spec = ParameterSpec("weight", expected.shape, torch.float32, 0, decays=False, encoding=GGUFRows(name))
+    out = torch.empty(expected.shape, dtype=torch.float32, device="cuda")
+    decode(spec, torch.from_numpy(codes).view(-1).to("cuda"), out, None)
+    nan = torch.isnan(expected)
+    assert torch.equal(out.cpu()[~nan], expected[~nan])

@@ -16,8 +16,8 @@ import torch
 from bench import main
 from make_checkpoint import geometries
 from measuring import Usage
-from paper.zo2 import AllocatingScheduler
 from paper.tables import MISPRINTED, TABLES, Row, Variant
+from paper.zo2 import AllocatingScheduler
 from synthetic import PatternReader, block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
 

@@ -141,7 +141,7 @@ def side_parser() -> argparse.ArgumentParser:
     add("--batches", type=int, default=1, help="batches of the given size that are one batch of this side")
     flag("--packed", help="with --data: rows are packed instead of padded")
     flag("--gpu", help="no block stays on the GPU between visits")
-    flag("--stay", help="with --gpu or --bus: as many blocks as fit stay on the device")
+    add("--kept", default="0", help="with --gpu or --bus: blocks that stay on the device, or 'all' for as many as fit")
     add("--device-memory", help="with --gpu: memory that may be used there, such as 8GB")
     add("--bus", help="a simulated bus: bytes a second, such as 1GB, or how many times as long as all uploads compute takes")
     add("--replay", choices=["auto", "host", "device"], default="auto", help="who replays updates for a device")
@@ -377,7 +377,8 @@ class Measured:
         if side.recompute:
             sizes = (model.config, side.micro_rows or self.rows, self.tokens)
             activations = gradient_bytes(expected_held_bytes(*sizes), forward_bytes(*sizes), len(model.layouts) - 2)
-        return memory_of(side.buckets, activations, kept=0 if on_device and not (side.stay or side.serial) else None)
+        is_planned = not on_device or side.serial or side.kept == "all"
+        return memory_of(side.buckets, activations, kept=None if is_planned else int(side.kept))
 
     def device(self) -> Any:
         """The side's device; where it is not a GPU, its memory is counted, and that of the host where it is the device."""

@@ -10,8 +10,8 @@ in the same dtype, and of the ablation's variants to the engine in full.
 Both sides of a row are sides of ``compare.py`` that run in this process, one after the other, with the same weights, batches
 and seeds; with MeZO's own noise their losses have to be equal, and the JSON tells whether they are. The first two steps warm
 up, then steps are timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON
-has the reason. Weights are synthetic (see ``synthetic.py``). On a *disk* every block of a checkpoint is read and written back
-in each step; disk and host memory are in the roles of host and GPU.
+has the reason. Weights are synthetic (see ``synthetic.py``). *On disk* means that disk and host memory are in the roles of
+host and GPU: every block of a checkpoint is read and written back in each step.
 
 Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations and
 logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit, compare
@@ -52,7 +52,7 @@ MEZO, REASON = "monolithic MeZO", "reason"
 OPTIONS = {  # of the sides in compare.py
     Variant.SERIAL: "--serial",
     Variant.EAGER: "--eager",
-    Variant.RESIDENT: "--stay",
+    Variant.RESIDENT: "--kept all",
 }
 NOTES = {
     "cuda": "memory is torch.cuda.max_memory_allocated over a step",
