@@ -1,4 +1,4 @@
-"""What the benchmarks share: sides in turn, medians with ranges, tables, child processes and counted memory."""
+"""What the benchmarks share: sides in turn, medians with ranges, tables, methods and counted memory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import peft
 import torch
-from make_checkpoint import geometries, make_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -35,23 +30,14 @@ from zo2core import (
     MeZOSGD,
     MultiQueryRGE,
     PhiloxNoise,
-    SequentialNoise,
     ZerothOrder,
 )
 from zo2core.kernels import fill
 from zo2core.planning.memory import ACTIVATIONS
-from zo2core.protocols import NoiseGenerator
-from zo2core.types import BlockLayout, Lane, StepResult
+from zo2core.types import Lane, StepResult
 
 WARM_UP = 2  # rounds that do not count
 Result = TypeVar("Result")
-
-Noise = Callable[[Sequence[BlockLayout], torch.device], NoiseGenerator]
-NOISES: dict[str, Noise] = {
-    "sequential": SequentialNoise,
-    "philox-gaussian": lambda layouts, device: PhiloxNoise(Distribution.GAUSSIAN),
-    "philox-rademacher": lambda layouts, device: PhiloxNoise(Distribution.RADEMACHER),
-}
 
 
 class Side(NamedTuple):
@@ -104,14 +90,6 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
 def times_faster(measured: Mapping[str, Side], side: str, than: str) -> dict[str, float]:
     """How many times faster a side is than another one, pair by pair."""
     return ratio(measured[than].seconds, measured[side].seconds)
-
-
-def require_equal(measured: Mapping[str, Side], what: Callable[[Any], object]) -> None:
-    """Stop if the sides' results, such as losses, differ in any round."""
-    for number, results in enumerate(zip(*(side.results for side in measured.values()), strict=True)):
-        values = [what(result) for result in results]
-        if any(value != values[0] for value in values):
-            raise SystemExit(f"round {number}: results of {', '.join(measured)} differ: {values}")
 
 
 def lanes_of(steps: Sequence[StepResult]) -> dict[str, Any]:
@@ -174,12 +152,6 @@ def _cell(value: Any) -> str:
     return f"{value / 1e6:,.1f} M" if abs(value) >= 1e6 else f"{value:.4g}"
 
 
-def in_process(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Run a function in a process of its own, whose memory is counted from nothing."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments, **options).result()
-
-
 def zo2(*arguments: object) -> str:
     """Run a command of the library in a process of its own; return its output."""
     command = [sys.executable, "-m", "zo2adapters.cli", *map(str, arguments)]
@@ -187,14 +159,6 @@ def zo2(*arguments: object) -> str:
     if done.returncode:
         raise SystemExit(f"zo2 {arguments[0]} ended with {done.returncode}:\n{done.stderr}")
     return done.stdout
-
-
-@contextmanager
-def checkpoint(geometry: str, dtype: torch.dtype) -> Iterator[Path]:
-    """A temporary checkpoint of a known geometry with random weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(geometries()[geometry], Path(folder, "model"), dtype=dtype)
-        yield Path(folder, "model")
 
 
 def add_sizes(parser: argparse.ArgumentParser, *, rows: int = 1, tokens: int = 64, steps: int = 5) -> None:
@@ -302,10 +266,3 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "meta"):
                 self.hold(tensor)
         return out
-
-
-def peak_of_step(step: Callable[[], object]) -> int:
-    """The peak bytes of a step's operations, without those that remain after the step."""
-    usage = Usage()
-    usage.peak_of(step)
-    return usage.peak_of(step) - usage.now

@@ -33,7 +33,7 @@ def test_a_resumed_run_is_timed_against_one_without_a_journal(
     buckets: int | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
-    arguments = ["--directory", str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--steps", "1"]
+    arguments = [str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--steps", "1"]
     arguments += more if buckets is None else ["--buckets", str(buckets), *more]
     output = tmp_path / "resume.json"
     monkeypatch.setattr(sys, "argv", ["bench.py", "resume", *arguments, "--output", str(output)])

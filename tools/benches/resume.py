@@ -1,13 +1,12 @@
 """Time the first step of a run that is resumed from a long journal against a step of a run without a journal.
 
-    python tools/bench.py resume --rank 2
-    python tools/bench.py resume --directory opt-1.3b-bf16 --buckets 3 --rank 2 --tokens 64
-    python tools/bench.py resume --rank 2 --journal-alone
+    python tools/bench.py resume opt-125m --rank 2
+    python tools/bench.py resume opt-1.3b-bf16 --buckets 3 --rank 2 --tokens 64
+    python tools/bench.py resume opt-125m --rank 2 --journal-alone
 
 The journal has updates of low-rank directions, made from synthetic losses, and one step that saves its ended periods. A side
 opens an engine with or without a copy of the run and takes two steps; with ``--journal-alone`` the copy has no saved
-periods, and all updates are replayed. The second step of the side without a journal is the time of a sweep. Weights are
-synthetic (``synthetic.py``) unless ``--directory`` is given.
+periods, and all updates are replayed. The second step of the side without a journal is the time of a sweep.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from make_checkpoint import geometries
 from measuring import add_sizes, alternate, memory_of, ratio, spread, timed, zeroth_order
-from synthetic import block_model, scaled
 
-from zo2adapters import HFBlockModel, open_checkpoint
-from zo2adapters.models.checkpoint import DTYPES
+from benches.compare import Measured, side_parser
+from zo2adapters import HFBlockModel
 from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Distribution, Engine, WriteBackPolicy
@@ -34,9 +31,7 @@ from zo2core.types import Batch, Lane, trained
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="dtype of synthetic weights")
-    parser.add_argument("--directory", type=Path, help="checkpoint to use instead of synthetic weights")
+    parser.add_argument("model", help="checkpoint, or geometry with synthetic weights in float32")
     parser.add_argument("--buckets", type=int, help="number of blocks in host memory; by default all")
     parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--period", type=int, default=100)
@@ -46,9 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def opened_model(options: argparse.Namespace) -> HFBlockModel:
-    if options.directory is not None:
-        return open_checkpoint(options.directory)
-    return block_model(scaled(geometries()[options.geometry], 1, options.tokens), DTYPES[options.dtype])
+    return Measured(options, side_parser().parse_args([]), options.rows, options.tokens).model()
 
 
 def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | None) -> Engine:
