@@ -23,8 +23,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,8 @@ from zo2core import Engine, FirstOrder, MeZOSGD, ZerothOrder, ZO2Error
 from zo2core.errors import UnsupportedModelError
 
 MOST_PARAMETERS = 3_000_000  # parameters of a tiny model, at most
-VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
+VOCABULARY, STEPS = 40, 2
+NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
 LORA_STEPS, LR = 3, 1e-2
 SGD = partial(torch.optim.SGD, lr=LR)
 PROMPTS = [[7, 3, 11, 20], [5, 9]]
@@ -165,33 +165,41 @@ def _built(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
+def tried(work: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Any]:
+    """What a comparison finds, or the error that ends it."""
+    try:
+        return work()
+    except ZO2Error as error:
+        return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
+    except Exception as error:  # this program lists all failures
+        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
+
+
 def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     """Open a model's checkpoint without a declaration, and compare its steps with the resident model's."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory)
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    whole.config.use_cache = False
+    return tried(partial(compare_steps, dtype, directory), directory)
+
+
+def compare_steps(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     batch = random_batch(VOCABULARY, 2, 6, seed=0)
     began = time.perf_counter()
-    try:
-        opened = open_checkpoint(directory)
-        seconds = time.perf_counter() - began
-        with Engine(open_checkpoint(directory, loss_chunk=3)) as replayer:
-            chunked = replayer.evaluate([batch]).loss
-        with Engine(opened) as replayer:
-            scores = score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods
-            generated = [generated_tokens(replayer, opened, prompts) for prompts in PROMPTED]
-        opened = open_checkpoint(directory)
-        with Engine(opened, ZerothOrder(MeZOSGD(lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"]))) as engine:
-            losses = [engine.step(batch, seed=step).losses for step in range(STEPS)]
-            trained = engine.evaluate([batch]).loss
-            engine.export(directory / "exported")
-    except ZO2Error as error:
-        return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
-    except Exception as error:  # this program lists all failures
-        return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
-    monolithic = MonolithicMeZO(whole, lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])
+    opened = open_checkpoint(directory)
+    seconds = time.perf_counter() - began
+    with Engine(open_checkpoint(directory, loss_chunk=3)) as replayer:
+        chunked = replayer.evaluate([batch]).loss
+    with Engine(opened) as replayer:
+        scores = score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods
+        generated = [generated_tokens(replayer, opened, prompts) for prompts in PROMPTED]
+    with Engine(open_checkpoint(directory), ZerothOrder(MeZOSGD(**NUMBERS))) as engine:
+        losses = [engine.step(batch, seed=step).losses for step in range(STEPS)]
+        trained = engine.evaluate([batch]).loss
+        engine.export(directory / "exported")
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    whole.config.use_cache = False
+    monolithic = MonolithicMeZO(whole, **NUMBERS)
     agree = {
         "chunked loss": math.isclose(chunked, float(monolithic.loss(batch)), rel_tol=SUMMED[dtype]),
         "scores": all(
@@ -206,11 +214,10 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
         "export": trained == stock_loss(directory / "exported", dtype, batch),
     }
     differing = [name for name, agrees in agree.items() if not agrees]
-    generation = next((own for own in generated if isinstance(own, str)), "generates")
     return {
         "outcome": "different" if differing else "equal",
         "opening_seconds": seconds,
-        "generation": generation,
+        "generation": next((own for own in generated if isinstance(own, str)), "generates"),
         **({"differing": differing} if differing else {}),
     }
 
@@ -260,13 +267,18 @@ def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Te
     return float(whole(**batch, use_cache=False).loss)
 
 
-def try_family(model_type: str) -> dict[str, Any]:
+def try_family(model_type: str, targets: list[str] | None) -> dict[str, Any]:
+    """Compare one family in each dtype, or with LoRA on these targets in float32."""
     try:
         model = small_model(small_config(model_type))
     except Exception as error:  # any: what a family's own code makes of small sizes
         return {"not_built": f"{type(error).__name__}: {error}"[:200]}
     with tempfile.TemporaryDirectory() as folder:
-        return {str(dtype).removeprefix("torch."): compare(model, dtype, Path(folder) / str(dtype)) for dtype in DTYPES}
+        if targets is None:
+            return {str(dtype).removeprefix("torch."): compare(model, dtype, Path(folder, str(dtype))) for dtype in DTYPES}
+        model.save_pretrained(folder)
+        resident = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)
+        return {"float32": tried(lambda: train_lora(Path(folder), targets, resident)[1], Path(folder))}
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -320,35 +332,12 @@ def train_lora(
     return model, {"outcome": "equal" if is_equal else "different", "losses": [losses, expected], "parameters": other[:5]}
 
 
-def try_lora(model_type: str, targets: list[str]) -> dict[str, Any]:
-    """Test one family with LoRA; its ``outcome`` is equal, different, refused, not built, or failed."""
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            small_model(small_config(model_type)).save_pretrained(directory)
-            whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-            config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-            open_checkpoint(Path(directory), adapter=Adapter(config=config, seed=1))
-        except ZO2Error as error:
-            return {"outcome": "refused", "error": str(error)[:300]}
-        except Exception as error:  # transformers or peft may fail on such a tiny model
-            return {"outcome": "not built", "error": f"{type(error).__name__}: {str(error)[:200]}"}
-        try:
-            return train_lora(Path(directory), targets, lambda: whole)[1]
-        except ZO2Error as error:
-            return {"outcome": "refused", "error": str(error)[:300]}
-        except Exception as error:  # a defect, which the table lists
-            return {"outcome": "failed", "error": f"{type(error).__name__}: {str(error)[:300]}"}
-
-
-def table(families: Mapping[str, dict[str, Any]]) -> str:
-    lines = []
+def table(families: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     for name, family in families.items():
         if "not_built" not in family:
-            outcomes = [family[str(dtype).removeprefix("torch.")] for dtype in DTYPES]
-            texts = (str(outcome.get("error", outcome.get("differing", ""))) for outcome in outcomes)
-            error = next((text for text in texts if text), "")
-            lines.append(f"{name:24s}" + "".join(f"{outcome['outcome']:11s}" for outcome in outcomes) + error[:110])
-    return "\n".join(lines)
+            texts = (str(outcome.get("error", outcome.get("differing", ""))) for outcome in family.values())
+            outcomes = "".join(f"{outcome['outcome']:11s}" for outcome in family.values())
+            yield f"{name:24s}{outcomes}{next(filter(None, texts), '')[:110]}"
 
 
 def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
@@ -369,14 +358,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if options.lora:
         torch.set_num_threads(1)
-        families = {model_type: try_lora(model_type, options.lora) for model_type in options.families}
-        counted = dict(Counter(family["outcome"] for family in families.values()))
-        for name, found in families.items():
-            print(f"{name:28s} {found['outcome']:10s} {found.get('error', '')[:120]}")
-    else:
-        families = {model_type: try_family(model_type) for model_type in options.families}
-        counted = counts(families)
-        print(table(families))
+    families = {model_type: try_family(model_type, options.lora) for model_type in options.families}
+    counted = counts(families)
+    print("\n".join(table(families)))
     measured = {"transformers": transformers.__version__, "lora": options.lora, "counts": counted, "families": families}
     print(counted)
     if options.output is None:
