@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from families import small_config, small_model, train_lora
+from make_checkpoint import with_mxfp4_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -124,24 +125,12 @@ def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
     config.hidden_size, config.intermediate_size = 64, 32  # blocks have 32 weights
     model: Any = small_model(config)
     model.to(torch.bfloat16).save_pretrained(base)
-    tensors, coded = load_file(base / "model.safetensors"), dict[str, torch.Tensor]()
-    generator = torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors[name].shape
-        rows = (experts, outputs, inputs // 32)
-        blocks = torch.randint(256, (*rows, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(118, 125, rows, dtype=torch.uint8, generator=generator)
-        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    stacks = with_mxfp4_experts(base, directory / "mxfp4", torch.Generator().manual_seed(3))
+    tensors = load_file(base / "model.safetensors")
+    for name, (blocks, scales) in stacks.items():
         tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    packed = directory / "mxfp4"
-    packed.mkdir()
-    others = {name: value for name, value in tensors.items() if f"{name}_blocks" not in coded}
-    save_file(others | coded, packed / "model.safetensors", {"format": "pt"})
-    described = json.loads((base / "config.json").read_bytes())
-    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (packed / "config.json").write_text(json.dumps(described))
-    return base, packed
+    return base, directory / "mxfp4"
 
 
 def written(family: str, form: str, folder: Path) -> Path | None:

@@ -128,19 +128,28 @@ def is_routing(name: str) -> bool:
     return "embed_tokens" in name or name.endswith(("mlp.gate.weight", "mlp.router.weight"))
 
 
-def with_mxfp4_experts(plain: Path, coded: Path) -> None:
-    """Write a model of gpt-oss with experts of zeros in MXFP4: blocks of 32 weights, each with a scale."""
-    tensors = load_file(plain / "model.safetensors")
+def with_mxfp4_experts(
+    plain: Path, coded: Path, generator: torch.Generator | None = None
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Write a model of gpt-oss with experts in MXFP4, of zeros or drawn; return each stack's blocks and scales.
+
+    Blocks have 32 weights, each block a scale.
+    """
+    tensors, stacks = load_file(plain / "model.safetensors"), dict[str, tuple[torch.Tensor, torch.Tensor]]()
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
-        rows = (experts, outputs, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.zeros((*rows, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.zeros(rows, dtype=torch.uint8)
+        blocks = torch.zeros((experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.zeros((experts, outputs, inputs // 32), dtype=torch.uint8)
+        if generator is not None:
+            blocks.random_(256, generator=generator)
+            scales.random_(118, 125, generator=generator)
+        stacks[name] = tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
     coded.mkdir()
     save_file(tensors, coded / "model.safetensors", {"format": "pt"})
     described = json.loads((plain / "config.json").read_bytes())
     described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (coded / "config.json").write_text(json.dumps(described))
+    return stacks
 
 
 def make_sparse_gguf(config: PretrainedConfig, directory: Path, kind: str) -> int:

@@ -482,8 +482,8 @@ def serve(
     pipe: Connection, options: argparse.Namespace, side: argparse.Namespace, rows: int, tokens: int, rank: int, port: int
 ) -> None:
     """A process that takes a step for each message, and tells its result."""
-    if FREED[side.freed] is not None:
-        keep_freed_memory(FREED[side.freed])
+    if (largest := FREED[side.freed]) is not None:
+        keep_freed_memory(largest)
     if side.workers:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
         torch.set_num_threads(1)
