@@ -93,9 +93,17 @@ def process_memory(monkeypatch: pytest.MonkeyPatch) -> int:
     return nbytes
 
 
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows, which is only read; modules that need more in it have their own."""
+    from command_lines import make_place
+
+    return make_place(tmp_path_factory.mktemp("place"))
+
+
 @pytest.fixture
 def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the directory that the module prepares once, to work in."""
+    """A copy of the prepared directory, to work in."""
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     monkeypatch.chdir(folder)

@@ -15,9 +15,11 @@ import tomllib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from command_lines import write_rows
 from crews import Crew
 from gguf_models import save_gguf
 from models import WORDS, save_model, save_tokenizer, small_config
@@ -58,17 +60,7 @@ def prose(page: Path) -> str:
 
 
 def save_rows(path: Path, *rows: object) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-class Hub:
-    """Stands in for the hub, to which no test connects."""
-
-    def create_repo(self, *_: object, **__: object) -> None:
-        pass
-
-    def upload_folder(self, *_: object, **__: object) -> None:
-        pass
+    write_rows(path, rows)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +118,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.HfApi", MagicMock())  # no test connects to it
 
 
 class UnderstoodError(Exception):
@@ -230,24 +222,13 @@ def test_every_subcommand_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown == set(re.findall(r"^  ([a-z]+)$", capsys.readouterr().out, re.MULTILINE))
 
 
-def test_the_readme_is_read_in_five_minutes() -> None:
+def test_the_readme_is_read_in_five_minutes_and_lists_all_pages() -> None:
+    listed = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README.read_text()))
+    assert listed == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
     text = README.read_text()
     assert len(text.splitlines()) <= 120
     assert text.index("make demo") < 1200, "the first command is in the first screen"
     assert fences(README)[0] == ("sh", "make demo\nmake test\n")
-
-
-def test_extras_that_are_named_exist() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {extra for page in PAGES for extra in re.findall(r"pip install '\.\[(\w+)\]'", page.read_text())}
-    assert extras
-    assert extras <= set(project["optional-dependencies"])
-
-
-@every_page
-def test_lines_are_short(page: Path) -> None:
-    most = {number: line for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 125}
-    assert not {number: line for number, line in most.items() if page == README or not line.startswith("|")}
 
 
 def headings(page: Path) -> set[str]:
@@ -257,7 +238,9 @@ def headings(page: Path) -> set[str]:
 
 
 @every_page
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
+def test_lines_are_short_and_links_and_paths_lead_somewhere(page: Path) -> None:
+    most = {number: line for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 125}
+    assert not {number: line for number, line in most.items() if page == README or not line.startswith("|")}
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
         if target.startswith("https://"):
             continue
@@ -269,12 +252,13 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_readme_lists_all_pages() -> None:
-    listed = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README.read_text()))
-    assert listed == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
-
-
-def test_names_of_tables_and_contracts_exist() -> None:
+def test_names_of_tables_contracts_and_extras_exist_and_mistral_takes_at_most_15_lines() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {extra for page in PAGES for extra in re.findall(r"pip install '\.\[(\w+)\]'", page.read_text())}
+    assert extras
+    assert extras <= set(project["optional-dependencies"])
+    [example] = [text for page in PAGES for language, text in fences(page) if language == "python" and "MISTRAL" in text]
+    assert len(example.splitlines()) <= 15
     rows = re.findall(r"`(\w+)` in `((?:src|tests)/[\w/]+\.py)`", "".join(page.read_text() for page in PAGES))
     assert len(rows) >= 20
     for name, path in rows:
@@ -295,8 +279,3 @@ def test_the_house_has_exactly_the_rooms_and_root_modules_that_are_drawn() -> No
         there = [path for path in (ROOT / package).iterdir() if path.name not in {"__init__.py", "__pycache__", "py.typed"}]
         assert rooms == {f"{path.name}/" if path.is_dir() else path.name for path in there}, package
     assert set(drawn) == {f"src/{path.name}/" for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()}
-
-
-def test_mistral_takes_at_most_15_lines() -> None:
-    [example] = [text for page in PAGES for language, text in fences(page) if language == "python" and "MISTRAL" in text]
-    assert len(example.splitlines()) <= 15

@@ -238,19 +238,18 @@ def test_rows_that_a_killed_process_left_are_used_again_and_others_are_refused(f
     assert f"{folder / 'run.rows'}: " in ended.out
 
 
-def test_an_interruption_before_the_run_began_leaves_no_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_before_the_run_began_leaves_no_rows_and_the_command_given_again_is_told_to_resume(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Evaluate, "run", interrupted)
-    given = ["--model", folder / "base", "--data", folder / "sst2", "--output", folder / "run"]
-    assert run_here("train", "--task", "sst2", *given).status == 130
-    assert not (folder / "run.rows").exists()
-
-
-def test_the_command_given_again_is_told_to_resume_the_run(folder: Path) -> None:
     options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
     given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluate, "run", interrupted)
+        assert run_here(*given).status == 130
+    assert not (folder / "run.rows").exists()
     assert run_here(*given).status == 0
     assert f"continue the run with zo2 train --resume {folder / 'run'}" in refusal(*given)
     assert "leave --task out" in refusal("train", "--task", "sst2", "--resume", folder / "run")

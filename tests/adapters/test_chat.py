@@ -75,36 +75,32 @@ def expected(place: Path, text: str, new: int, adapter: str | None = None) -> st
     return str(tokenizer.decode(answer, skip_special_tokens=True))
 
 
-def test_answers_are_those_of_the_whole_model_and_the_conversation_goes_on(place: Path) -> None:
-    ended = chat("--model", place / "base", "--max-new-tokens", 4, lines="the cat\n\n  \nthe dog\n")
+def test_answers_are_those_of_the_whole_model_and_the_conversation_goes_on_until_a_reset(place: Path) -> None:
+    lines = "/adaptor first\n/adapter\nthe cat\n\n  \nthe dog\n/reset\nthe cat\n/quit\nthe dog\n"
+    ended = chat("--model", place / "base", "--max-new-tokens", 4, lines=lines)
     first = expected(place, "the cat ", 4)
-    second = expected(place, f"the cat {first} the dog ", 4)
-    assert ended.out.splitlines() == [first, second]
+    assert ended.out.splitlines() == [first, expected(place, f"the cat {first} the dog ", 4), first]
     assert ended.status == 0
+    assert ended.err.startswith("base answers; /reset forgets")
+    assert "NAME switches" not in ended.err
+    assert "/adaptor is not a command" in ended.err
+    limits = ("--max-new-tokens", 2, "--sequence-length", 6)
+    ended = chat("--model", place / "base", *limits, lines="the cat sat on the mat the dog\n/reset\nthe cat\n")
+    assert "/reset" in ended.err, "a conversation that is too long can be reset"
+    assert ended.out.splitlines() == [expected(place, "the cat ", 2)]
 
 
-def test_a_reset_forgets_the_conversation_and_quit_ends_it(place: Path) -> None:
-    ended = chat("--model", place / "base", "--max-new-tokens", 4, lines="the cat\n/reset\nthe cat\n/quit\nthe dog\n")
-    assert ended.out.splitlines() == [expected(place, "the cat ", 4)] * 2
-
-
-def test_adapters_are_switched_by_name(place: Path) -> None:
-    lines = "the cat\n/reset\n/adapter second\nthe cat\n/reset\n/adapter none\nthe cat\n/adapter\n/adapter third\n"
-    adapters = ("--adapter", place / "first", place / "second")
+def test_adapters_are_switched_by_name_which_for_a_run_is_its_own(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "journal.jsonl").touch()
+    shutil.copytree(place / "second", tmp_path / "tuned" / "model")
+    lines = "the cat\n/reset\n/adapter tuned\nthe cat\n/reset\n/adapter none\nthe cat\n/adapter\n/adapter third\n"
+    adapters = ("--adapter", place / "first", tmp_path / "tuned" / "model")
     ended = chat("--model", place / "base", *adapters, "--max-new-tokens", 4, lines=lines)
     answers = [expected(place, "the cat ", 4, adapter) for adapter in ("first", "second", None)]
     assert len(set(answers)) == 3
     assert ended.out.splitlines() == answers
-    assert ended.err.count("none answers; there are first, second, none") == 2
-
-
-def test_an_adapter_that_a_run_exported_has_the_name_of_the_run(place: Path, tmp_path: Path) -> None:
-    (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "journal.jsonl").touch()
-    shutil.copytree(place / "second", tmp_path / "tuned" / "model")
-    adapters = ("--adapter", place / "first", tmp_path / "tuned" / "model")
-    ended = chat("--model", place / "base", *adapters, "--max-new-tokens", 4, lines="/adapter tuned\nthe cat\n")
-    assert ended.out.splitlines() == [expected(place, "the cat ", 4, "second")]
+    assert ended.err.count("none answers; there are first, tuned, none") == 2
 
 
 def test_a_run_answers_with_its_weights_and_none_with_its_base(tmp_path: Path) -> None:
@@ -117,30 +113,6 @@ def test_a_run_answers_with_its_weights_and_none_with_its_base(tmp_path: Path) -
     assert "run answers" in ended.err
 
 
-def test_text_appears_token_by_token(capsys: pytest.CaptureFixture[str]) -> None:
-    letters = "grün".encode()
-    stream = _TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
-    printed = []
-    for byte in letters:
-        stream.add(byte)
-        printed.append(capsys.readouterr().out)
-    assert printed == ["g", "r", "", "ü", "n"], "half a character waits for its other half"
-    assert stream.end() == "grün"
-
-
-def test_a_conversation_that_is_too_long_is_said_and_can_be_reset(place: Path) -> None:
-    limits = ("--max-new-tokens", 2, "--sequence-length", 6)
-    ended = chat("--model", place / "base", *limits, lines="the cat sat on the mat the dog\n/reset\nthe cat\n")
-    assert "/reset" in ended.err
-    assert ended.out.splitlines() == [expected(place, "the cat ", 2)]
-
-
-def test_a_model_alone_answers_under_its_name_and_nothing_is_switched(place: Path) -> None:
-    ended = chat("--model", place / "base", lines="/adapter\n")
-    assert ended.err.startswith("base answers; /reset forgets")
-    assert "NAME switches" not in ended.err
-
-
 def test_the_base_is_the_one_that_the_adapters_name(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "first", tmp_path / "named")
     config = tmp_path / "named" / "adapter_config.json"
@@ -149,7 +121,15 @@ def test_the_base_is_the_one_that_the_adapters_name(place: Path, tmp_path: Path)
     assert ended.out.splitlines() == [expected(place, "the cat ", 4, "first"), expected(place, "the cat ", 4)]
 
 
-def test_an_interrupt_ends_the_answer_and_the_next_one_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_appears_token_by_token_and_an_interrupt_ends_the_answer_and_the_next_one_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream, printed = _TextStream(lambda tokens: bytes(tokens).decode(errors="replace")), []
+    for byte in "grün".encode():
+        stream.add(byte)
+        printed.append(capsys.readouterr().out)
+    assert printed == ["g", "r", "", "ü", "n"], "half a character waits for its other half"
+    assert stream.end() == "grün"
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     with _Stop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -201,12 +181,6 @@ def test_a_terminal_shows_a_mark_and_ends_with_the_input(place: Path) -> None:
     text = told.decode().replace("\r\n", "\n")
     assert "> " in text
     assert expected(place, "the cat ", 4) in text
-
-
-def test_unknown_commands_are_said_and_not_answered(place: Path) -> None:
-    ended = chat("--model", place / "base", lines="/adaptor first\n")
-    assert (ended.out, ended.status) == ("", 0)
-    assert "/adaptor is not a command" in ended.err
 
 
 def test_an_engine_is_closed_before_the_next_one_opens(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

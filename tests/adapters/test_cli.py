@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from command_lines import done, make_place, refusal, run_here
+from command_lines import done, leaves, refusal, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
 from profiles import each_choice
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -24,11 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zo2core.build
 from zo2adapters.cli import COMMANDS, SIGNALS, command_class, main
 from zo2adapters.commands.options import option_fields, parse_command
-from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
-from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.optimization import Decay, LearningRate
 from zo2core import Journal
-from zo2core.ranges import EstimatorName, OptimizerName
+from zo2core.ranges import OptimizerName
 
 ROWS = [
     {"text": "the cat sat"},
@@ -55,78 +52,35 @@ TRAIN = ["--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3]
 
 
 def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert (
-        str(out / "model")
-        in done(
-            "train", "--model", base, "--data", rows, "--output", out, "--evaluation", rows, "--evaluate-every", 3, *TRAIN
-        ).out
-    )
+    out, on_rows = tmp_path / "out", ("--data", rows, "--batch-size", 2)
+    evaluated = ("--evaluation", rows, "--evaluate-every", 3)
+    assert str(out / "model") in done("train", "--model", base, "--data", rows, "--output", out, *evaluated, *TRAIN).out
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     evaluations = {record["step"]: record["evaluation_loss"] for record in records if "evaluation_loss" in record}
     assert [record["step"] for record in steps] == list(range(6))
     assert all(record["tokens_per_second"] > 0 and record["rss_bytes"] > 0 for record in steps)
     assert list(evaluations) == [0, 3, 6]
-
-    assert f"loss {evaluations[6]:.6f}" in done("evaluate", "--model", out / "model", "--data", rows, "--batch-size", 2).out
-    assert (
-        f"loss {evaluations[6]:.6f}"
-        in done(
-            "evaluate", "--model", base, "--journal", out / "journal.jsonl", "--data", rows, "--batch-size", 2, "--no-base"
-        ).out
-    )
-
-    done("export", "--model", base, "--journal", out / "journal.jsonl", "--output", tmp_path / "exported")
+    of_journal = ("--model", base, "--journal", out / "journal.jsonl")
+    for model in (("--model", out / "model"), (*of_journal, "--no-base")):
+        assert f"loss {evaluations[6]:.6f}" in done("evaluate", *model, *on_rows).out
+    done("export", *of_journal, "--output", tmp_path / "exported")
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", out / "model"))
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(out / "model")("the cat")["input_ids"] == [3, 4]
 
 
 @pytest.mark.parametrize(("estimator", "name", "losses"), [("mezo", "multi-query-rge", 6), ("fzoo", "fzoo", 4)])
-def test_the_estimator_reaches_the_updates_and_a_resumed_run(
+def test_the_estimator_reaches_the_updates(
     estimator: str, name: str, losses: int, base: Path, rows: Path, tmp_path: Path
 ) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done("train", "--model", base, "--data", rows, "--output", whole, *TRAIN, "--estimator", estimator, "--queries", 3)
-    cut.mkdir()
-    (cut / "options.json").write_bytes((whole / "options.json").read_bytes())
-    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (cut / "journal.jsonl").write_bytes(b"".join(lines[:4]))
-    done("train", "--resume", cut)
-    assert (cut / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
-    assert (cut / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
-    journal = Journal(cut / "journal.jsonl")
+    run = tmp_path / "run"
+    done("train", "--model", base, "--data", rows, "--output", run, *TRAIN, "--estimator", estimator, "--queries", 3)
+    journal = Journal(run / "journal.jsonl")
     assert journal.header is not None
     assert journal.header["estimator"]["name"] == name
     for update in journal.updates:
         assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, losses, 1e-2 / 3)
-
-
-def test_plans_and_runs_reserve_memory_for_the_forwards_of_an_estimator(base: Path, rows: Path, tmp_path: Path) -> None:
-    def planned(name: str, queries: int) -> int:
-        told = done("plan", "--model", base, "--batch-size", 2, "--json", "--estimator", name, "--queries", queries).out
-        parts = json.loads(told)["host_plan"]["parts"]
-        return sum(int(part["nbytes"]) for part in parts if part["name"] == "activations, reserved")
-
-    def reserved(name: str, queries: int) -> int:
-        optimization = Optimization(estimator=EstimatorName(name), queries=queries)
-        options = TrainOptions(model=str(base), data=rows, output=tmp_path / "out", optimization=optimization)
-        with Trainer(options, quiet=True) as trainer:
-            parts = trainer.host_plan.parts
-        shutil.rmtree(tmp_path / "out")
-        return sum(part.nbytes for part in parts if part.name == "activations, reserved")
-
-    for nbytes in (planned, reserved):
-        two = nbytes("mezo", 1)
-        eight = nbytes("mezo", 4)
-        assert 6 * (nbytes("fzoo", 4) - two) == 3 * (eight - two) > 0  # five forwards
-
-
-def leaves(values: dict[str, Any]) -> dict[str, Any]:
-    """Options without their groups."""
-    nested = [leaves(value) if isinstance(value, dict) else {name: value} for name, value in values.items()]
-    return {name: value for group in nested for name, value in group.items()}
 
 
 SAVED = """
@@ -259,6 +213,8 @@ def test_all_help_has_one_layout_and_fills_its_lines(command: str, monkeypatch: 
 
 
 def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
+    assert run_here("help") == run_here("--help")
+    assert run_here("--version").out.startswith("zo2core ")
     lines = run_here("plan", "--help-all").out.splitlines()
     assert lines[0] == "usage: zo2 plan [RECIPE.yaml] [OPTIONS]"
     for expected in (
@@ -336,17 +292,6 @@ ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl", "--steps", 1)
 REWARD = ("--reward", "rewards.py:short", "--estimator", "es", "--rank", 2, "--reward-options", "max_new_tokens=2")
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base and rows."""
-    return make_place(tmp_path_factory.mktemp("hour"))
-
-
-def test_help_and_version_are_found_where_others_have_them() -> None:
-    assert run_here("help") == run_here("--help")
-    assert run_here("--version").out.startswith("zo2core ")
-
-
 @pytest.mark.parametrize("text", ["from math import sqrt as short\n", "short = 3\n", "if True:\n    short = len\n"])
 def test_a_name_may_be_defined_in_any_way(text: str, here: Path) -> None:
     Path("rewards.py").write_text(text)
@@ -363,31 +308,22 @@ def test_columns_that_a_run_on_texts_does_not_use_are_told(here: Path) -> None:
     assert "not used" not in done(*ON_ROWS, "--output", "rows").err
 
 
-def test_a_report_of_a_directory_of_runs_is_one_of_each(here: Path) -> None:
+def test_a_report_of_a_directory_of_runs_is_one_of_each_and_generations_of_several_have_a_name_each(here: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one", "two"):
-        done(*ON_ROWS, "--output", f"many/{name}")
-    done("report", "many", "-o", "all.html")
-    assert "<title>one, two</title>" in Path("all.html").read_text()
-    done("report", "many/one", "-o", "one.html")
-    assert "<title>one</title>" in Path("one.html").read_text()
+        done(*ON_ROWS, "--output", f"many/{name}", "--rank", 2)
+    for directory, title in (("many", "one, two"), ("many/one", "one")):
+        done("report", directory, "-o", "page.html")
+        assert f"<title>{title}</title>" in Path("page.html").read_text()
     Path("empty").mkdir()
     assert "no journal" in refusal("report", "empty", "-o", "none.html")
+    generate = ("generate", "--run", "many/one", "--prompt", "the cat", "--max-new-tokens", 2)
+    lines = done(*generate, "--others", "many/two").out.splitlines()
+    assert [line for line in lines if line.endswith(":")] == ["one:", "two:"]
+    assert not done(*generate).out.startswith("one:")
 
 
-def test_a_model_that_no_run_has_changed_is_not_one_after_steps(here: Path) -> None:
-    assert done("export", "--model", "base", "--output", "copy").out == "copy: the model\n"
-
-
-def test_an_evaluation_of_one_row_counts_one_row(here: Path) -> None:
+def test_an_evaluation_of_one_row_counts_one_row_and_a_model_without_steps_counts_none(here: Path) -> None:
     Path("one.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
     assert "1 row, 1 sweep" in done("evaluate", "--model", "base", "--data", "one.jsonl").out
-
-
-def test_generations_of_several_models_have_a_name_each(here: Path) -> None:
-    for name in ("one", "two"):
-        done(*ON_ROWS, "--output", name, "--rank", 2)
-    prompts = ("--prompt", "the cat", "--max-new-tokens", 2)
-    lines = done("generate", "--run", "one", "--others", "two", *prompts).out.splitlines()
-    assert [line for line in lines if line.endswith(":")] == ["one:", "two:"]
-    assert not done("generate", "--run", "one", *prompts).out.startswith("one:")
+    assert done("export", "--model", "base", "--output", "copy").out == "copy: the model\n"

@@ -21,7 +21,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import matching
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder
+from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder, ZO2Error
 from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header, write_checkpoint
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
 from zo2core.types import SavedForm, SavedPart
@@ -69,26 +69,23 @@ def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) 
         assert_same_bits(name, after[name].float(), tensor.float())  # transformers loads some in float32 all the same
 
 
-def test_pieces_from_disk_are_what_from_pretrained_loads(tmp_path: Path) -> None:
+def test_generation_with_a_cache_of_the_models_own_is_refused_by_name(tmp_path: Path) -> None:
+    model = open_checkpoint(saved("minimax", tmp_path / "base"))
+    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"):
+        next(generate(replayer, model, [[3, 5]], max_new_tokens=1))
+
+
+def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(tmp_path: Path) -> None:
     base = saved("mixtral", tmp_path / "base")
+    batch, method = random_batch(40, 2, 6, seed=0), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
     stock = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
     with Engine(open_checkpoint(base), memory=STREAMED) as replayer:
         assert_same_weights(replayer.parameters_now(), stock.items())
 
-
-def test_a_streamed_run_of_pieces_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
-    base = saved("mixtral", tmp_path / "base")
-    batch, estimator = random_batch(40, 2, 6, seed=0), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-
     def run(directory: Path, steps: int) -> list[float]:
         directory.mkdir(exist_ok=True)
-        with Engine(
-            open_checkpoint(base),
-            ZerothOrder(estimator),
-            journal=directory / "journal.jsonl",
-            memory=STREAMED,
-            write_back=WriteBackPolicy(directory=directory),
-        ) as engine:
+        kept: dict[str, Any] = {"journal": directory / "journal.jsonl", "write_back": WriteBackPolicy(directory=directory)}
+        with Engine(open_checkpoint(base), method, memory=STREAMED, **kept) as engine:
             return [engine.step(batch).loss for _ in range(steps)]
 
     straight = run(tmp_path / "straight", 4)
@@ -126,30 +123,21 @@ def test_experts_that_do_not_fit_are_refused(changes: dict[str, Any], said: str,
         open_checkpoint(base)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        WeightConverter("up_proj.weight", "up_proj.weight", [Transpose(0, 1)]),
-        WeightConverter(["gate_proj.weight", "up_proj.weight"], "gate_proj.weight", [Concatenate(dim=1)]),
-    ],
-)
-def test_a_rule_that_moves_more_than_rows_is_refused(
-    rule: WeightConverter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = saved("llama", tmp_path / "base")
-    monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [rule])
-    with pytest.raises(CheckpointError, match=r"tensor\(s\), the first of shape"):
-        open_checkpoint(base)
-
-
-def test_a_rule_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubled(Concatenate):
         """Not one of those that are known to move rows only."""
 
-    rule = WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()])
-    monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [rule])
-    with pytest.raises(UnsupportedModelError, match=r"Doubled.*up_proj"):
-        open_checkpoint(saved("llama", tmp_path / "base"))
+    base = saved("llama", tmp_path / "base")
+    both, moved = ["gate_proj.weight", "up_proj.weight"], r"tensor\(s\), the first of shape"
+    rules: list[tuple[WeightConverter, type[ZO2Error], str]] = [
+        (WeightConverter("up_proj.weight", "up_proj.weight", [Transpose(0, 1)]), CheckpointError, moved),
+        (WeightConverter(both, "gate_proj.weight", [Concatenate(dim=1)]), CheckpointError, moved),
+        (WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()]), UnsupportedModelError, r"Doubled.*up_proj"),
+    ]
+    for rule, error, told in rules:
+        monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model, rule=rule: [rule])
+        with pytest.raises(error, match=told):
+            open_checkpoint(base)
 
 
 def test_buffers_decide_the_result_and_so_the_journal_knows_them(tmp_path: Path) -> None:
@@ -200,20 +188,6 @@ def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_pat
     assert torch.equal(out, whole[first : first + out.numel()])
 
 
-def test_a_fingerprint_tells_which_rows_make_up_a_parameter(tmp_path: Path) -> None:
-    save_file({"t": torch.arange(8.0)}, tmp_path / "model.safetensors")
-    entry = parse_header(tmp_path / "model.safetensors")["t"]
-    halves = Piece(entry, 0, 4), Piece(entry, 4, 4)
-    places: list[TensorEntry | list[Piece]] = [entry, [*halves], [*reversed(halves)], [halves[0]]]
-    assert len({SafetensorsReader({"p": place}).fingerprint for place in places}) == len(places)
-
-
-def test_generation_with_a_cache_of_the_models_own_is_refused_by_name(tmp_path: Path) -> None:
-    model = open_checkpoint(saved("minimax", tmp_path / "base"))
-    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"):
-        next(generate(replayer, model, [[3, 5]], max_new_tokens=1))
-
-
 def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) -> None:
     specs = [ParameterSpec(name, (4, 3), torch.float32, index, decays=True) for index, name in enumerate("ab")]
     values = {name: torch.arange(12.0).view(4, 3) + 100 * index for index, name in enumerate("ab")}
@@ -235,14 +209,16 @@ def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) ->
         assert torch.equal(held["count"], torch.tensor([1, 2, 3]))
 
 
-def test_a_range_beyond_a_parameter_does_not_leave_memory_as_it_was(tmp_path: Path) -> None:
+def test_a_range_beyond_a_parameter_and_a_tensor_that_does_not_come_leave_no_hole(tmp_path: Path) -> None:
     save_file({"t": torch.arange(8.0)}, tmp_path / "model.safetensors")
     reader = SafetensorsReader(parse_header(tmp_path / "model.safetensors"))
     with pytest.raises(AssertionError, match="ends at element 8"):
         reader.read_into("t", torch.empty(4), 6)
-
-
-def test_a_tensor_that_does_not_come_leaves_no_hole(tmp_path: Path) -> None:
+    entry = parse_header(tmp_path / "model.safetensors")["t"]
+    halves = Piece(entry, 0, 4), Piece(entry, 4, 4)
+    places: list[TensorEntry | list[Piece]] = [entry, [*halves], [*reversed(halves)], [halves[0]]]
+    fingerprints = {SafetensorsReader({"p": place}).fingerprint for place in places}
+    assert len(fingerprints) == len(places), "a fingerprint tells which rows make up a parameter"
     specs = [ParameterSpec(name, (4,), torch.float32, index, decays=True) for index, name in enumerate("ab")]
     with pytest.raises(AssertionError, match="b"):
         write_checkpoint(tmp_path / "out", specs, [("a", torch.zeros(4))], {})

@@ -72,14 +72,12 @@ def test_prepared_model_opens_and_has_its_tokenizer(task: DemoTask) -> None:
     assert max(ids) < len(tokenizer) == TINY.vocabulary == model.config.vocab_size
 
 
-def test_rows_are_balanced_and_as_many_as_asked(task: DemoTask) -> None:
+def test_rows_are_balanced_as_many_as_asked_and_no_line_is_asked_about_twice(task: DemoTask) -> None:
+    prompts = []
     for path, wanted in ((task.train, TINY.training_rows), (task.evaluation, TINY.evaluation_rows)):
         completions = [row["completion"] for row in read_rows(path)]
         assert [completions.count(label) for label in task.labels] == [wanted // 2] * 2
-
-
-def test_no_line_is_asked_about_twice(task: DemoTask) -> None:
-    prompts = [row["prompt"] for path in (task.train, task.evaluation) for row in read_rows(path)]
+        prompts += [row["prompt"] for row in read_rows(path)]
     assert len(set(prompts)) == len(prompts) == TINY.training_rows + TINY.evaluation_rows
 
 
@@ -99,26 +97,13 @@ def test_training_evaluation_and_pretraining_share_no_source_file(monkeypatch: p
 
 
 def test_pretraining_reads_neither_a_line_of_the_task_nor_its_question(task: DemoTask) -> None:
+    assert pretraining_texts(iter([f"a{QUESTION} text", "unused"]), 5) == ["a\n te"]
     read = "\n".join(pretraining_texts(source_texts(seed=0), TINY.characters))
     assert len(read) >= TINY.characters
     assert QUESTION not in read
     for row in read_rows(task.train) + read_rows(task.evaluation):
         assert row["prompt"].endswith(QUESTION)
         assert row["prompt"].removesuffix(QUESTION) not in read
-
-
-def test_question_is_cut_out_of_pretraining_text() -> None:
-    files = iter([f"a{QUESTION} text", "unused"])
-    assert pretraining_texts(files, 5) == ["a\n te"]
-
-
-def test_task_leaves_out_lines_that_pretraining_read() -> None:
-    source = (
-        '"""Explain the whole of it.\nSay nothing more of it."""\nvalue = compute(1, 2, 3, 4)\nother = compute(1, 2, 3)\n'
-    )
-    known = "if value = compute(1, 2, 3, 4): Explain the whole of it."
-    rows = question_rows(iter([source]), 2, pairs_per_file=3, known=known)
-    assert [row["prompt"] for row in rows] == ["Say nothing more of it." + QUESTION, "other = compute(1, 2, 3)" + QUESTION]
 
 
 def test_lines_are_docstrings_and_statements_by_syntax() -> None:
@@ -129,6 +114,12 @@ def test_lines_are_docstrings_and_statements_by_syntax() -> None:
     assert prose == ["First line.", "Second: line."]
     assert sorted(code) == sorted(['x = "é"', "y = 2", 'z = "Not prose."'])
     assert docstrings_and_code("def (") == ([], [])
+    source = (
+        '"""Explain the whole of it.\nSay nothing more of it."""\nvalue = compute(1, 2, 3, 4)\nother = compute(1, 2, 3)\n'
+    )
+    known = "if value = compute(1, 2, 3, 4): Explain the whole of it."
+    rows = question_rows(iter([source]), 2, pairs_per_file=3, known=known)
+    assert [row["prompt"] for row in rows] == ["Say nothing more of it." + QUESTION, "other = compute(1, 2, 3)" + QUESTION]
 
 
 def test_same_seed_gives_the_same_files_and_another_seed_others(task: DemoTask, tmp_path: Path) -> None:
@@ -158,7 +149,12 @@ def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoT
 def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def states() -> str:
+        return json.dumps([torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())])
+
+    global_generators = states()
     before, after = run_demo(tmp_path / "new" / "demo", seed=0, recipe=TINY, quiet=True)
+    assert states() == global_generators, "they are left alone"
     printed = capsys.readouterr().out
     records = read_rows(tmp_path / "new" / "demo" / "run" / "metrics.jsonl")
     evaluations = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
@@ -169,15 +165,6 @@ def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
     assert f"after   accuracy {after.accuracy:6.1%}  loss {after.loss:.3f}" in printed
     for said in (f"{TINY.pretraining_steps} steps of AdamW", f"{TINY.steps} steps", "steps/s", "tokens/s", "MB", "zo2 init"):
         assert said in printed
-
-
-def test_demo_leaves_the_global_generators_alone(tmp_path: Path) -> None:
-    def states() -> str:
-        return json.dumps([torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())])
-
-    before = states()
-    run_demo(tmp_path / "demo", seed=5, recipe=replace(TINY, steps=2), quiet=True)
-    assert states() == before
 
 
 def test_used_directory_and_missing_sources_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

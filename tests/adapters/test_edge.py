@@ -175,29 +175,20 @@ def test_an_engine_that_is_told_the_losses_has_the_same_adapter_bit_for_bit(tmp_
     assert all(torch.equal(values[name], now[name]) for name in now)
 
 
-def test_a_step_changes_its_state_alone(tmp_path: Path) -> None:
-    step = step_of(opened(tmp_path))
+def test_a_step_changes_its_state_alone_and_not_the_adapter_where_losses_are_not_finite(tmp_path: Path) -> None:
+    model, [batch] = opened(tmp_path), batches(1)
+    step = step_of(model)
     before = {name: value.clone() for name, value in step.state_dict().items()}
-    taken(step, batches(1)[0])
+    taken(step, batch)
     changed = {name for name, value in step.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"state.adapter", "state.seed"}
-
-
-def test_a_step_whose_losses_are_not_finite_leaves_the_adapter(tmp_path: Path) -> None:
-    step = step_of(opened(tmp_path), zo_eps=1e38)
-    before = step.state.adapter.clone()
-    _, projected_grad, _ = taken(step, batches(1)[0])
-    assert not abs(projected_grad) < float("inf")
-    assert torch.equal(step.state.adapter, before)
-    assert step.state.seed == SEED + 1
-
-
-def test_the_opened_model_stays_as_it_is(tmp_path: Path) -> None:
-    model = opened(tmp_path)
-    step_of(model)
     with told_engine(model) as used, told_engine(opened(tmp_path)) as fresh:
-        [batch] = batches(1)
-        assert used.step(batch, seed=0).losses == fresh.step(batch, seed=0).losses
+        assert used.step(batch, seed=0).losses == fresh.step(batch, seed=0).losses, "the opened model stays as it is"
+    step = step_of(opened(tmp_path), zo_eps=1e38)
+    _, projected_grad, _ = taken(step, batch)
+    assert not abs(projected_grad) < float("inf")
+    assert torch.equal(step.state.adapter, before["state.adapter"])
+    assert step.state.seed == SEED + 1
 
 
 def quantised(folder: Path) -> HFBlockModel:
@@ -276,6 +267,9 @@ def test_the_runtimes_trajectory_is_the_modules(written: Path, folder: Path) -> 
     assert_close(program.state().adapter, step.state.adapter)
     assert program.state().seed == SEED + STEPS
     assert TrainingProgram(written).state().seed == SEED, "each object has a state of its own"
+    for given, rows, tokens in ((make_batch(40, [6]), 1, 6), (make_batch(40, [7, 4], seed=3), 2, 7)):  # smaller batches
+        expected = taken(step_of(opened(folder), rows=rows, tokens=tokens), given)[0]
+        assert_close(TrainingProgram(written).step(given, lr=LR).losses, expected)
 
 
 @needs_executorch
@@ -326,11 +320,15 @@ def test_peft_loads_what_a_program_saves_to_the_same_loss(written: Path, folder:
 
 
 @needs_executorch
-def test_a_restored_state_goes_on_bit_for_bit(written: Path) -> None:
+def test_a_restored_state_goes_on_bit_for_bit_and_that_of_another_adapter_is_refused(written: Path) -> None:
     program = TrainingProgram(written)
     first, *rest = batches(4)
     program.step(first, lr=LR)
     state = program.state()
+    for wrong in (state._replace(adapter=torch.zeros(3)), state._replace(seed=-1), state._replace(seed=2**63)):
+        with pytest.raises(OptionError, match=r"^state\."):
+            program.restore(wrong)
+    assert program.state().seed == state.seed
     reports = [program.step(batch, lr=LR) for batch in rest]
     after = program.state()
     other = TrainingProgram(written)
@@ -341,25 +339,6 @@ def test_a_restored_state_goes_on_bit_for_bit(written: Path) -> None:
         assert [report.seed for report in repeated] == [report.seed for report in reports]
         assert all(torch.equal(one.losses, two.losses) for one, two in zip(reports, repeated, strict=True))
         assert torch.equal(again.state().adapter, after.adapter)
-
-
-@needs_executorch
-def test_a_state_of_another_adapter_is_refused(written: Path) -> None:
-    program = TrainingProgram(written)
-    state = program.state()
-    for other in (state._replace(adapter=torch.zeros(3)), state._replace(seed=-1), state._replace(seed=2**63)):
-        with pytest.raises(OptionError, match=r"^state\."):
-            program.restore(other)
-    assert program.state().seed == state.seed
-
-
-@needs_executorch
-def test_a_smaller_batch_has_its_own_loss(written: Path, folder: Path) -> None:
-    batch = make_batch(40, [6])
-    masked = make_batch(40, [7, 4], seed=3)
-    for given, rows, tokens in ((batch, 1, 6), (masked, 2, 7)):
-        expected = taken(step_of(opened(folder), rows=rows, tokens=tokens), given)[0]
-        assert_close(TrainingProgram(written).step(given, lr=LR).losses, expected)
 
 
 def bad_batches() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
@@ -423,22 +402,16 @@ def test_a_file_that_is_no_such_program_is_refused(*, damage: str, digested: boo
 
 
 @needs_executorch
-def test_an_existing_file_is_not_overwritten(written: Path, folder: Path, tmp_path: Path) -> None:
+def test_numbers_out_of_their_range_and_files_in_the_way_are_refused(written: Path, folder: Path, tmp_path: Path) -> None:
+    wrong = [("rows", 0), ("rows", True), ("tokens", 1), ("tokens", 13), ("zo_eps", 0.0), ("seed", -1), ("seed", 2**63)]
+    for option, value in wrong:
+        options: dict[str, Any] = {"rows": 1, "tokens": 4, "zo_eps": ZO_EPS, option: value}
+        with pytest.raises(OptionError, match=rf"^{option}: "):
+            write_program(tmp_path / "program.pte", opened(folder), **options)
+    assert not (tmp_path / "program.pte").exists()
     for path in (written, tmp_path):
         with pytest.raises(OutputError, match="something at this path"):
             write_program(path, opened(folder), rows=1, tokens=4, zo_eps=ZO_EPS)
-
-
-@needs_executorch
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("rows", 0), ("rows", True), ("tokens", 1), ("tokens", 13), ("zo_eps", 0.0), ("seed", -1), ("seed", 2**63)],
-)
-def test_numbers_out_of_their_range_are_refused(option: str, value: float, folder: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"rows": 1, "tokens": 4, "zo_eps": ZO_EPS, option: value}
-    with pytest.raises(OptionError, match=rf"^{option}: "):
-        write_program(tmp_path / "program.pte", opened(folder), **options)
-    assert not (tmp_path / "program.pte").exists()
 
 
 @needs_executorch

@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from zo2adapters.commands.report import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.task import f1_of_words, normalized, standard_error
-from zo2adapters.trainers.optimization import FirstOrder
-from zo2adapters.trainers.options import RunModelOptions, TrainOptions
+from zo2adapters.trainers.options import TrainOptions
 from zo2core import Journal
 
 TEXTS = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[2:8]]
@@ -73,11 +72,6 @@ def test_a_run_stands_beside_its_base(rows: str, here: Path) -> None:
         assert table["loss"][0] != table["loss"][1], "the run has changed the weights"
 
 
-def test_the_rows_and_the_sign_stand_below_the_table(here: Path) -> None:
-    told = done("evaluate", "--run", "run", "--data", "choices.jsonl").out
-    assert told.splitlines()[-1] == "7 rows, 14 candidates, 1 sweep; \N{PLUS-MINUS SIGN} is the standard error"
-
-
 def test_a_classifier_stands_beside_its_base(here: Path) -> None:
     config = small_config("llama", vocab_size=len(WORDS), num_labels=2, pad_token_id=0)
     made: Any = AutoModelForSequenceClassification
@@ -107,18 +101,20 @@ def test_an_adapter_stands_beside_its_base(more: tuple[object, ...], here: Path)
     assert len({table["loss"][1] for table in tables} - {base}) == 1
 
 
-def test_step_0_and_a_model_alone_have_no_base_beside_them(here: Path) -> None:
+def test_rows_stand_below_the_table_and_a_model_alone_has_no_base_beside_it(here: Path) -> None:
+    told = done("evaluate", "--run", "run", "--data", "choices.jsonl", "--trace", "trace.json").out
+    assert told.splitlines()[-1] == "7 rows, 14 candidates, 1 sweep; \N{PLUS-MINUS SIGN} is the standard error"
+    assert json.loads(Path("trace.json").read_text())
     for command in (("--run", "run", "--at", 0), ("--model", "run/model"), ("--model", "base")):
         told = done("evaluate", *command, "--data", "texts.jsonl").out
         assert told.startswith("loss ")
         assert len(told.splitlines()) == 1
-
-
-def test_the_standard_error_of_accuracy_is_that_of_a_share(here: Path) -> None:
     told = done("evaluate", "--model", "base", "--data", "choices.jsonl").out
     share = float(re.match(r"accuracy ([\d.]+)%", told)[1]) / 100  # type: ignore[index]
     error = float(re.search(r"standard error ([\d.]+)%", told)[1]) / 100  # type: ignore[index]
     assert error == pytest.approx(math.sqrt(share * (1 - share) / (len(CHOICES) - 1)), abs=2e-3)
+    assert "--data: found none, for a run without rows" in refusal("evaluate", "--run", "run")
+    assert "--data: found none; expected a file of rows" in refusal("evaluate", "--model", "base")
 
 
 def test_the_standard_error_of_a_loss_is_that_of_its_batches(here: Path) -> None:
@@ -143,13 +139,10 @@ def test_the_standard_error_of_groups_is_that_of_a_ratio(groups: list[tuple[floa
     mean = sum(sums) / sum(weights)
     residuals = [value - mean * weight for value, weight in zip(sums, weights, strict=True)]
     assert error == pytest.approx(statistics.stdev(residuals) * math.sqrt(len(groups)) / sum(weights), abs=1e-9)
+    assert standard_error([1.0], [3.0]) is None, "there is none of one group, and none of an infinite loss"
+    assert standard_error([1.0, math.inf], [1.0, 1.0]) is None
     equal = standard_error(sums, [1.0] * len(sums))
     assert equal == pytest.approx(statistics.stdev(sums) / math.sqrt(len(sums)), abs=1e-9)
-
-
-def test_there_is_no_standard_error_of_one_group_or_of_an_infinite_loss() -> None:
-    assert standard_error([1.0], [3.0]) is None
-    assert standard_error([1.0, math.inf], [1.0, 1.0]) is None
 
 
 def save_csv(path: str) -> None:
@@ -190,16 +183,6 @@ def test_the_rows_of_a_run_are_those_it_was_evaluated_on(more: tuple[object, ...
     losses = Journal("evaluated/journal.jsonl").evaluations
     table = cells(done("evaluate", "--run", "evaluated", "--batch-size", 2).out)
     assert [float(value) for value in table["loss"]] == pytest.approx([losses[step]["loss"] for step in (0, 4)], abs=1e-6)
-
-
-def test_rows_are_needed_where_a_run_was_not_evaluated(here: Path) -> None:
-    assert "--data: found none, for a run without rows" in refusal("evaluate", "--run", "run")
-    assert "--data: found none; expected a file of rows" in refusal("evaluate", "--model", "base")
-
-
-def test_a_trace_is_that_of_the_run_alone(here: Path) -> None:
-    done("evaluate", "--run", "run", "--data", "texts.jsonl", "--trace", "trace.json")
-    assert json.loads(Path("trace.json").read_text())
 
 
 @pytest.mark.parametrize("method", [(), ("--method", "adamw", "--lora-rank", 2)], ids=["zeroth-order", "adamw"])
@@ -299,7 +282,7 @@ def test_samples_are_what_generate_writes_before_and_after_training(tmp_path: Pa
         assert ended.out.split() == f"{sample['prompt']} {sample['generated']}".split()
 
 
-def test_a_resumed_run_adds_the_samples_that_are_missing(tmp_path: Path) -> None:
+def test_a_resumed_run_adds_the_samples_that_are_missing_and_a_report_shows_them(tmp_path: Path) -> None:
     options = small_run(tmp_path, samples=1)
     finish(options)
     whole = samples(options)
@@ -307,33 +290,12 @@ def test_a_resumed_run_adds_the_samples_that_are_missing(tmp_path: Path) -> None
     for _ in range(2):  # the second time nothing is missing
         finish(options, resume=True)
         assert samples(options) == whole
-    finish(replace(options, steps=5, schedule_steps=3), resume=True)
-    assert [sample["step"] for sample in samples(options)] == [0, 3, 5]
-
-
-def test_a_first_order_run_has_samples(tmp_path: Path) -> None:
-    peft: Any = pytest.importorskip("peft")
-    peft.LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(tmp_path / "lora")
-    options = small_run(
-        tmp_path,
-        samples=1,
-        model_options=RunModelOptions(adapter=tmp_path / "lora" / "adapter_config.json"),
-        first_order=FirstOrder(method="adamw"),
-    )
-    finish(options)
-    assert [sample["step"] for sample in samples(options)] == [0, 3]
-
-
-def test_a_report_shows_the_samples(tmp_path: Path) -> None:
-    options = small_run(tmp_path, samples=1)
-    finish(options)
     run_here("report", options.output, "--output", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "Samples of run" in page
-    for sample in samples(options):
-        assert sample["generated"] in page
-    assert "after 0 steps" in page
-    assert "after 3 steps" in page
+    shown = ["Samples of run", "after 0 steps", "after 3 steps", *(sample["generated"] for sample in whole)]
+    assert [text for text in shown if text not in page] == []
+    finish(replace(options, steps=5, schedule_steps=3), resume=True)
+    assert [sample["step"] for sample in samples(options)] == [0, 3, 5]
 
 
 # Answers that are written

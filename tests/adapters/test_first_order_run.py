@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ from zo2adapters.tasks.rows import collate, training_batches
 from zo2adapters.trainers.methods import LARGEST_SHARE, SnapshotPolicy
 from zo2core import BAdam, FirstOrder, Journal, MemoryPolicy
 from zo2core.build import request_of
-from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.durable import RecordFile, from_line, to_line
@@ -80,24 +79,29 @@ def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Param
     return model, {name: parameter for name, parameter in model.named_parameters() if name in values}
 
 
-def plain_loop(
-    directory: Path, method: OptimizerName, options: Mapping[str, Any], *, clip: float, warmup: int
-) -> dict[str, torch.Tensor]:
+LR, CLIP = 1e-2, 0.5
+SCHEDULE = ("--weight-decay", 0.1, "--clip", f"norm={CLIP}", "--decay", "linear", "--warmup-steps", 2)
+
+
+def scheduled_batches(directory: Path) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """Rates and batches of a run with this schedule."""
+    rows = RowReader(AutoTokenizer.from_pretrained(directory / "base"), 12).read(directory / "rows.jsonl")
+    for step, batch in zip(range(STEPS), training_batches(rows, batch_size=3, seed=0, first_step=0), strict=False):
+        yield LR * ((step + 1) / 2 if step < 2 else 1 - (step - 2) / (STEPS - 2)), collate(batch, pad_token_id=0)
+
+
+def plain_loop(directory: Path, method: OptimizerName, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What transformers, peft and torch.optim make of the same batches."""
     model, trained = resident(directory)
     of_adapter = OPTIMIZERS[method].of_adapter
     assert of_adapter is not None
-    optimizer = of_adapter(list(trained.values()), lr=1e-2, weight_decay=0.1, **options)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "base")
-    rows = RowReader(tokenizer, 12).read(directory / "rows.jsonl")
-    batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
-    for step in range(STEPS):
-        rate = (step + 1) / warmup if step < warmup else 1 - (step - warmup) / (STEPS - warmup)
+    optimizer = of_adapter(list(trained.values()), lr=LR, weight_decay=0.1, **options)
+    for rate, batch in scheduled_batches(directory):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * rate
+            group["lr"] = rate
         optimizer.zero_grad()
-        model(**collate(next(batches), pad_token_id=0), use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)
+        model(**batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in trained.items()}
 
@@ -115,10 +119,8 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
     ("method", "options"), [("adamw", {}), ("sgd", {}), ("adamw", {"betas": (0.8, 0.95)}), ("sgd", {"momentum": 0.9})]
 )
 def test_a_run_ends_with_the_plain_loops_bits(method: OptimizerName, options: Mapping[str, Any], here: Path) -> None:
-    schedule = ("--weight-decay", 0.1, "--clip", "norm=0.5", "--decay", "linear", "--warmup-steps", 2)
-    done(*train("run", *schedule, *arguments_of(options), "--snapshot-every", 2, method=method))
-    expected = plain_loop(here, method, options, clip=0.5, warmup=2)
-    assert_same_adapter(adapter_of("run"), expected)
+    done(*train("run", *SCHEDULE, *arguments_of(options), "--snapshot-every", 2, method=method))
+    assert_same_adapter(adapter_of("run"), plain_loop(here, method, options))
     header = Journal("run/journal.jsonl").header
     assert header is not None
     assert header["method"] == {
@@ -132,11 +134,6 @@ def test_a_run_ends_with_the_plain_loops_bits(method: OptimizerName, options: Ma
     whole = AutoModelForCausalLM.from_pretrained("base", dtype="auto")
     loaded = peft.PeftModel.from_pretrained(whole, "run/model")
     assert any("lora" in name for name, _ in loaded.named_parameters())
-
-
-def test_the_registry_has_all_optimizers_that_can_be_named() -> None:
-    assert set(OPTIMIZERS) == set(get_args(OptimizerName))
-    assert {name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None} == set(OF_ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -181,26 +178,33 @@ def damage(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
+def take_anothers(last: Path) -> None:
+    done(*train("other", "--snapshot-every", 2, "--seed", 5))
+    shutil.copy(f"other/{last.name}", last)
+
+
+CHECKSUM = "snapshot-4.safetensors: a damaged snapshot: its checksum does not match. The run resumes from"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "digest": (lambda last: damage(last, 40), CHECKSUM),
+    "end": (lambda last: damage(last, -1), CHECKSUM),
+    "empty": (lambda last: last.write_bytes(b""), CHECKSUM),
+    "another run's": (take_anothers, "snapshot-4.safetensors: the snapshot of another run"),
+}
+
+
 @pytest.mark.few(2)
 @told_warnings
-@pytest.mark.parametrize("part", ["digest", "end", "empty"])
+@pytest.mark.parametrize(("spoil", "told"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_snapshot_is_passed_over_with_a_warning(
-    part: str, here: Path, apart: Apart, undisturbed: dict[str, object]
+    spoil: Callable[[Path], object], told: str, here: Path, apart: Apart, undisturbed: dict[str, object]
 ) -> None:
     _, last = interrupted(here, apart)
-    size = last.stat().st_size
-    if part == "empty":
-        last.write_bytes(b"")
-    else:
-        damage(last, 40 if part == "digest" else size - 1)
-    told = done("train", "--resume", "run").err
-    assert "snapshot-4.safetensors: a damaged snapshot: its checksum does not match. The run resumes from" in told
-    assert "snapshot of step 2, and repeats the later steps" in told
+    spoil(last)
+    said = done("train", "--resume", "run").err
+    assert told in said
+    assert "snapshot of step 2, and repeats the later steps" in said
     assert outcome("run") == undisturbed
-    assert sorted(path.name for path in Path("run").glob("snapshot*")) == [
-        "snapshot-4.safetensors",
-        "snapshot-6.safetensors",
-    ]
+    assert sorted(path.name[9:10] for path in Path("run").glob("snapshot*")) == ["4", "6"]
     done("export", "--run", "run", "--at", 4, "--output", "again")  # it was written anew
 
 
@@ -221,24 +225,9 @@ def test_a_run_all_of_whose_snapshots_are_damaged_is_refused(
     assert outcome("run") == undisturbed
 
 
-@told_warnings
-def test_snapshots_of_another_run_do_not_count(here: Path, apart: Apart, undisturbed: dict[str, object]) -> None:
-    done(*train("other", "--snapshot-every", 2, "--seed", 5))
-    _, last = interrupted(here, apart)
-    shutil.copy("other/snapshot-4.safetensors", last)
-    assert "snapshot-4.safetensors: the snapshot of another run" in done("train", "--resume", "run").err
-    assert outcome("run") == undisturbed
-
-
-def test_a_journal_that_lost_the_steps_of_a_snapshot_is_refused(here: Path, apart: Apart) -> None:
-    interrupted(here, apart)
-    journal = Path("run/journal.jsonl")
-    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-3]))
-    Path("run/metrics.jsonl").unlink()
-    assert "at least 4, since snapshot-4.safetensors knows of step 3" in refusal("train", "--resume", "run")
-
-
-def test_a_repeated_step_that_is_another_one_is_refused(here: Path, apart: Apart) -> None:
+def test_a_repeated_step_that_is_another_one_and_a_journal_without_the_steps_of_a_snapshot_are_refused(
+    here: Path, apart: Apart
+) -> None:
     interrupted(here, apart)
     journal = Path("run/journal.jsonl")
     *lines, last = journal.read_bytes().splitlines()
@@ -247,6 +236,9 @@ def test_a_repeated_step_that_is_another_one_is_refused(here: Path, apart: Apart
     told = refusal("train", "--resume", "run")
     assert "step 4: found loss" in told
     assert "in the repeated step" in told
+    journal.write_bytes(b"".join(line + b"\n" for line in lines[:-2]))
+    Path("run/metrics.jsonl").unlink()
+    assert "at least 4, since snapshot-4.safetensors knows of step 3" in refusal("train", "--resume", "run")
 
 
 def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
@@ -268,7 +260,7 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
 
 
 def test_verbs_know_first_order_runs(here: Path) -> None:
-    done(*train("run", *EVALUATED))
+    assert "is finished" not in done(*train("run", *EVALUATED)).err
     told = done("journal", "run").out
     assert told.startswith("method ")
     assert "first-order steps, adamw, lr 0.01" in told.splitlines()[0]
@@ -276,23 +268,38 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
     assert len(done("journal", "run", "--last", 2).out.splitlines()) < len(told.splitlines())
     done("report", "run", "-o", "page.html")
     assert "steps, forwards</td><td>6, 18<" in Path("page.html").read_text()
-    loss = Journal("run/journal.jsonl").evaluations[6]["loss"]
-    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
-    begun = Journal("run/journal.jsonl").evaluations[0]["loss"]
-    assert f"loss {begun:.6f}" in done("evaluate", "--run", "run", "--at", 0, "--data", "rows.jsonl").out
+    for step in (0, 6):
+        loss = Journal("run/journal.jsonl").evaluations[step]["loss"]
+        assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--at", step, "--data", "rows.jsonl", "--no-base").out
     before = outcome("run")
-    done("train", "--resume", "run")  # at its end
+    lines = done("train", "--resume", "run").err.splitlines()  # at its end
     assert outcome("run") == before
-    assert "steps that have a snapshot: 4, 6" in refusal("export", "--run", "run", "--at", 3, "--output", "none")
-    assert not Path("none").exists()
+    assert lines[0] == "run is finished after 6 steps"
+    assert not any("Memory" in line or "about" in line for line in lines)
+    with safe_open("run/snapshot-6.safetensors", "pt") as opened:
+        names = set(opened.keys())
+        assert json.loads(opened.metadata()["zo2"])["step"] == STEPS
+        assert_same_adapter(
+            adapter_of("run"),
+            {name.removeprefix("parameters."): opened.get_tensor(name) for name in names if "lora" in name},
+        )
+    assert any(name.endswith("exp_avg_sq") for name in names)
+    told = refusal("train", "--resume", "run", "--from-step", 2, "--output", "new")
+    assert "--from-step: found a run of --method adamw" in told
+    assert "--lr" in refusal("train", "--resume", "run", "--lr", 3e-2)
+    assert "--method" in refusal("train", "--resume", "run", "--method", "sgd")
+    assert "is finished" not in done("train", "--resume", "run", "--steps", 7).err
 
-
-def test_a_run_is_lengthened_from_its_last_snapshot(here: Path) -> None:
-    done(*train("whole", "--steps", 9))
-    done(*train("run"))
-    done("train", "--resume", "run", "--steps", 9)
-    assert outcome("run")["weights"] == outcome("whole")["weights"]
-    assert adapter_of("run").keys() == load_file("run/model-6/adapter_model.safetensors").keys()
+    place = ("--model", "base", "--data", "rows.jsonl", "--adapter", CONFIG)
+    done("train", *place, "--output", "zeroth", "--steps", STEPS)
+    journals = {name: Path(name, "journal.jsonl").read_bytes() for name in ("run", "zeroth")}
+    for name, other, kind in (("run", "zeroth", "zeroth-order"), ("zeroth", "run", "first-order")):
+        Path(name, "journal.jsonl").write_bytes(journals[other])
+        for path in (*Path(name).glob("snapshot*"), Path(name, "metrics.jsonl")):
+            path.unlink()
+        for model in Path(name).glob("model*"):
+            shutil.rmtree(model)
+        assert f"found a run of {kind} steps" in refusal("train", "--resume", name)
 
 
 def test_a_run_with_decay_goes_on_as_a_new_run_of_its_adapter(here: Path) -> None:
@@ -302,25 +309,6 @@ def test_a_run_with_decay_goes_on_as_a_new_run_of_its_adapter(here: Path) -> Non
     begun, after = adapter_of("run"), adapter_of("further")
     assert all(torch.allclose(begun[name], value, atol=1e-6) for name, value in after.items())
     assert any(value.any() for name, value in after.items() if "lora_B" in name)
-
-
-def test_a_finished_run_says_that_it_is_finished(here: Path) -> None:
-    assert "is finished" not in done(*train("run")).err
-    lines = done("train", "--resume", "run").err.splitlines()
-    assert lines[0] == "run is finished after 6 steps"
-    assert not any("Memory" in line or "about" in line for line in lines)
-    assert "is finished" not in done("train", "--resume", "run", "--steps", 7).err
-
-
-def test_a_snapshot_is_a_safetensors_file(here: Path) -> None:
-    done(*train("run"))
-    with safe_open("run/snapshot-6.safetensors", "pt") as opened:
-        names = set(opened.keys())
-        told = json.loads(opened.metadata()["zo2"])
-        parameters = {name.removeprefix("parameters."): opened.get_tensor(name) for name in names if "lora" in name}
-    assert told["step"] == STEPS
-    assert_same_adapter(adapter_of("run"), parameters)
-    assert any(name.endswith("exp_avg_sq") for name in names)
 
 
 def test_snapshots_cost_a_fiftieth_of_the_time_at_most() -> None:
@@ -410,15 +398,11 @@ def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
         assert torch.allclose(own, expected, rtol=1e-4, atol=1e-7), name
 
 
-def test_an_optimizers_options_are_in_the_recipe_and_stay_as_they_are(here: Path) -> None:
+def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_they_are(here: Path) -> None:
+    assert set(OPTIMIZERS) == set(get_args(OptimizerName))
+    assert {name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None} == set(OF_ADAPTERS)
     done(*train("run", "--method", "betas=0.8,0.9", "--steps", 2))
-    done("train", "run/recipe.yaml", "--output", "again")
-    assert outcome("again")["weights"] == outcome("run")["weights"]
     assert "betas of --method" in refusal("train", "--resume", "run", "--method", "betas=0.8,0.95")
-    done("train", "--resume", "run", "--steps", 3)
-    done(*train("whole", "--method", "betas=0.8,0.9", "--steps", 3))
-    assert adapter_of("run").keys() == adapter_of("whole").keys()
-    assert all(torch.equal(value, adapter_of("whole")[name]) for name, value in adapter_of("run").items())
     saved = json.loads(Path("run/options.json").read_text())
     for betas in ([0.8], [0.8, 0.9, 0.9], 0.8):
         saved["options"]["first_order"]["betas"] = betas
@@ -438,32 +422,6 @@ def test_dropout_is_never_silent(here: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "lora_dropout": 0.05}))
     assert "adapter.lora_dropout: found 0.05; expected LoRA" in refusal(*train("none"))
     assert not Path("none").exists()
-
-
-def test_methods_are_refused_where_there_are_none(here: Path) -> None:
-    done(*train("run"))
-    told = refusal("train", "--resume", "run", "--from-step", 2, "--output", "new")
-    assert "--from-step: found a run of --method adamw" in told
-    assert "--lr" in refusal("train", "--resume", "run", "--lr", 3e-2)
-    assert "--method" in refusal("train", "--resume", "run", "--method", "sgd")
-
-
-def test_journals_of_both_kinds_are_told_apart(here: Path) -> None:
-    done(*train("run"))
-    zeroth = ["--model", "base", "--adapter", CONFIG, "--data", "rows.jsonl", "--output", "zeroth", "--steps", STEPS]
-    done("train", *zeroth, "--lr", 1e-3)
-    for name in ("run", "zeroth"):
-        shutil.copy(f"{name}/journal.jsonl", f"{name}.jsonl")
-    shutil.copy("zeroth.jsonl", "run/journal.jsonl")
-    Path("run/metrics.jsonl").unlink()
-    for snapshot in Path("run").glob("snapshot*"):
-        snapshot.unlink()
-    shutil.rmtree("run/model")
-    assert "found a run of zeroth-order steps" in refusal("train", "--resume", "run")
-    shutil.copy("run.jsonl", "zeroth/journal.jsonl")
-    Path("zeroth/metrics.jsonl").unlink()
-    shutil.rmtree("zeroth/model")
-    assert "found a run of first-order steps" in refusal("train", "--resume", "zeroth")
 
 
 def test_a_loss_that_is_not_finite_leaves_the_run_as_it_was(here: Path) -> None:
@@ -536,9 +494,6 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
 # All parameters
 
 
-LR = 1e-2
-
-
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:
     """The command of a run."""
     told = ["train", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
@@ -546,8 +501,8 @@ def train_all(output: str, *more: object, method: str = "adamw") -> list[object]
     return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
 
 
-def loop_over_all(directory: Path, method: OptimizerName, *, clip: float) -> dict[str, torch.Tensor]:
-    """What a loop over the whole model makes of the same batches, with a warm-up of two steps and a linear decay."""
+def loop_over_all(directory: Path, method: OptimizerName) -> dict[str, torch.Tensor]:
+    """What a loop over the whole model makes of the same batches."""
     whole = WholeModel(directory / "base")
     adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
     sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
@@ -558,62 +513,32 @@ def loop_over_all(directory: Path, method: OptimizerName, *, clip: float) -> dic
         segments = [index for index, layout in enumerate(layouts) if layout.parameters]
         turns = [update.segments(step, segments) for step in range(0, STEPS, 2)]
         names = [[spec.name for index in turn for spec in layouts[index].parameters] for turn in turns]
-        loop: Any = BlockCoordinateLoop(whole, adamw, names, 2, None, clip)
+        loop: Any = BlockCoordinateLoop(whole, adamw, names, 2, None, CLIP)
     else:
         loop = {
-            "lomo": lambda: lomo_loop(whole, 0.1, None, clip),
-            "adalomo": lambda: adalomo_loop(whole, 0.1, None, clip),
-            "adamw": lambda: torch_loop(whole, adamw, None, clip),
-            "sgd": lambda: torch_loop(whole, sgd, None, clip),
+            "lomo": lambda: lomo_loop(whole, 0.1, None, CLIP),
+            "adalomo": lambda: adalomo_loop(whole, 0.1, None, CLIP),
+            "adamw": lambda: torch_loop(whole, adamw, None, CLIP),
+            "sgd": lambda: torch_loop(whole, sgd, None, CLIP),
         }[method]()
-    tokenizer = AutoTokenizer.from_pretrained(directory / "base")
-    rows = RowReader(tokenizer, 12).read(directory / "rows.jsonl")
-    batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
-    for step in range(STEPS):
+    for rate, batch in scheduled_batches(directory):
         if isinstance(loop, BlockCoordinateLoop):
             loop.begin()
-        whole.backward([collate(next(batches), pad_token_id=0)])
-        loop(LR * ((step + 1) / 2 if step < 2 else 1 - (step - 2) / (STEPS - 2)))
+        whole.backward([batch])
+        loop(rate)
     return {name: parameter.detach() for name, parameter in whole.parameters.items()}
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", get_args(OptimizerName))
 def test_a_run_of_all_parameters_ends_with_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
-    schedule = ("--weight-decay", 0.1, "--clip", "norm=0.5", "--decay", "linear", "--warmup-steps", 2)
-    done(*train_all("run", *schedule, "--snapshot-every", 2, method=method))
-    expected = loop_over_all(here, method, clip=0.5)
+    done(*train_all("run", *SCHEDULE, "--snapshot-every", 2, method=method))
+    expected = loop_over_all(here, method)
     saved = load_file("run/model/model.safetensors")
     assert all(torch.equal(value, expected[name]) for name, value in saved.items())
     assert len(saved) == len(expected)
     assert [commit.step for commit in Journal("run/journal.jsonl").commits] == list(range(STEPS))
     AutoModelForCausalLM.from_pretrained("run/model")
-
-
-@pytest.mark.long_profile
-def test_verbs_know_runs_of_all_parameters(here: Path) -> None:
-    done(*train_all("run", "--snapshot-every", 2))
-    told = done("evaluate", "--run", "run", "--at", 4, "--data", "rows.jsonl").out
-    base, after = map(float, re.findall(r"[0-9.]+", next(line for line in told.splitlines() if line.startswith("loss"))))
-    assert after < base
-    done("export", "--run", "run", "--at", 4, "--output", "early")
-    journal = Journal("run/journal.jsonl")
-    saved = Snapshots(Path("run"), journal.chain, journal.require_version).read(4).state["parameters"]
-    early = load_file("early/model.safetensors")
-    assert all(torch.equal(value, saved[name]) for name, value in early.items())
-    assert "expected one of the steps that have a snapshot" in refusal("export", "--run", "run", "--at", 3, "--output", "no")
-    done("journal", "run")
-    done("report", "run", "--output", "report.html")
-    done("train", "--resume", "run", "--steps", STEPS + 2)
-    done(*train_all("whole"), "--steps", STEPS + 2)
-    assert outcome("run")["weights"] == outcome("whole")["weights"]
-
-
-def test_the_export_of_a_first_step_is_the_base_without_a_snapshot(here: Path) -> None:
-    done(*train_all("run"))
-    done("export", "--run", "run", "--at", 0, "--output", "first")
-    first, base = load_file("first/model.safetensors"), load_file("base/model.safetensors")
-    assert all(torch.equal(value, first[name]) for name, value in base.items())
 
 
 @pytest.mark.few(2)
@@ -660,79 +585,50 @@ def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch
     assert "FSDP and DeepSpeed" in told
 
 
-def test_fewer_snapshots_are_taken_where_writes_are_limited(here: Path) -> None:
-    size = json.loads(done("plan", "--model", "base", "--method", "lomo", "--json").out)["snapshot_bytes"]
-    common = ("plan", "--model", "base", "--method", "lomo", "--json", "--write-limit-tb", 1e-13)
-    assert json.loads(done(*common).out)["written_bytes"] == pytest.approx(1e-4)
-    limit = size / 4 / 1e9  # a snapshot every four steps
-    done(*train_all("run", "--write-limit-tb", limit, method="lomo"))
-    assert sorted(path.name for path in Path("run").glob("snapshot*")) == [
-        "snapshot-4.safetensors",
-        "snapshot-6.safetensors",
-    ]
-
-
 STREAMED = ("--method", "stream_blocks")
 
 
-def test_a_streamed_run_goes_on_and_says_what_it_writes(here: Path) -> None:
-    ended = done(*train_all("run", *STREAMED, method="badam"))
-    assert "blocks are streamed from disk, 2 at a time. Disk writes: one block every 2 steps, " in ended.err
-    done("train", "--resume", "run", "--steps", STEPS + 3)
-    done(*train_all("whole", method="badam"), "--steps", STEPS + 3)
-    assert outcome("run")["weights"] == outcome("whole")["weights"]
-    assert "no snapshot of step" in refusal("export", "--run", "run", "--at", 4, "--output", "no")
+def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
+    def planned(method: str, *more: object) -> dict[str, Any]:
+        common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl", "--json")
+        plan: dict[str, Any] = json.loads(done(*common, *more).out)
+        return plan
 
-
-def test_plan_counts_what_turns_write(here: Path) -> None:
-    common = ("plan", "--model", "base", "--method", "badam:stream_blocks,switch_every=2", "--data", "rows.jsonl")
-    planned = json.loads(done(*common, "--json").out)
-    model = open_checkpoint("base")
+    turns, model = planned("badam:stream_blocks,switch_every=2"), open_checkpoint("base")
     sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(model.layouts, model.weights)]
-    assert planned["host_plan"]["buckets"] == 2
-    assert planned["written_bytes"] == sum(sizes) / len(sizes) / 2
-    assert planned["snapshot_bytes"] == 0
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("method", [method for method in get_args(OptimizerName) if method != "badam"])
-def test_a_run_over_blocks_on_disk_has_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
-    schedule = ("--weight-decay", 0.1, "--clip", "norm=0.5", "--decay", "linear", "--warmup-steps", 2)
-    ended = done(*train_all("run", *schedule, *STREAMED, "--snapshot-every", 4, method=method))
-    assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
-    expected, saved = loop_over_all(here, method, clip=0.5), load_file("run/model/model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
-    assert [record["step"] for record in RecordFile(Path("run/scratch.jsonl")).loaded[1:]] == [4, STEPS], "and the last step"
-    done(*train_all("longer", *STREAMED, "--snapshot-every", 4, method=method))
-    done("train", "--resume", "longer", "--steps", STEPS + 2)
-    done(*train_all("whole", method=method), "--steps", STEPS + 2)
-    assert outcome("longer")["weights"] == outcome("whole")["weights"]
-
-
-def test_plan_counts_what_streamed_states_write(here: Path) -> None:
-    common = ("plan", "--model", "base", "--method", "adamw:stream_blocks", "--data", "rows.jsonl")
-    planned = json.loads(done(*common, "--json").out)
-    model = open_checkpoint("base")
-    adamw = make_block_update("adamw", weight_decay=0.0)
+    assert turns["host_plan"]["buckets"] == 2
+    assert turns["written_bytes"] == sum(sizes) / len(sizes) / 2
+    assert turns["snapshot_bytes"] == 0
+    states, adamw = planned("adamw:stream_blocks"), make_block_update("adamw", weight_decay=0.0)
     stored = request_of(model, FirstOrder(adamw, lr=0.0), RunOptions(run=Path(), commit_every=1)).on_disk
     sizes = [whole_pages(layout.nbytes) for layout in stored]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights
-    assert planned["written_bytes"] == sum(sizes)
-    assert planned["terabytes_per_1000_steps"] == pytest.approx(sum(sizes) / 1e9)
+    assert states["written_bytes"] == sum(sizes)
+    assert states["terabytes_per_1000_steps"] == pytest.approx(sum(sizes) / 1e9)
     blocks = len(sizes) - 2
-    assert planned["scratch_bytes"] == 2 * blocks * max(sizes[1:-1]) + 2 * (sizes[0] + sizes[-1])
-    seldom = json.loads(done(*common, "--json", "--snapshot-every", 4).out)
+    assert states["scratch_bytes"] == 2 * blocks * max(sizes[1:-1]) + 2 * (sizes[0] + sizes[-1])
+    seldom = planned("adamw:stream_blocks", "--snapshot-every", 4)
     assert seldom["written_bytes"] == sum(sizes[1:-1]) + (sizes[0] + sizes[-1]) / 4
 
 
-def test_a_run_that_writes_more_than_a_disk_bears_needs_a_word(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_run_says_what_it_writes_and_writes_within_limits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = done(*train_all("run", *STREAMED, method="badam"))
+    assert "blocks are streamed from disk, 2 at a time. Disk writes: one block every 2 steps, " in ended.err
+    ended = done(*train_all("all", *STREAMED, "--snapshot-every", 4))
+    assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
+    assert [record["step"] for record in RecordFile(Path("all/scratch.jsonl")).loaded[1:]] == [4, STEPS], "and the last step"
+    common = ("plan", "--model", "base", "--method", "lomo", "--json")
+    assert json.loads(done(*common, "--write-limit-tb", 1e-13).out)["written_bytes"] == pytest.approx(1e-4)
+    limit = json.loads(done(*common).out)["snapshot_bytes"] / 4 / 1e9  # a snapshot every four steps
+    done(*train_all("limited", "--write-limit-tb", limit, method="lomo"))
+    assert sorted(path.name[9:10] for path in Path("limited").glob("snapshot*")) == ["4", "6"]
     monkeypatch.setattr("zo2adapters.trainers.methods.WRITE_BUDGET_TB", 1e-7)
-    told = refusal(*train_all("run", *STREAMED))
+    told = refusal(*train_all("much", *STREAMED))
     assert "--write-limit-tb: found none, which is 1e-07, and a run that writes " in told
-    assert not Path("run").exists()
-    limit = re.findall(r"pass --write-limit-tb ([0-9.e-]+) to allow it", told)
-    done(*train_all("run", *STREAMED, "--write-limit-tb", 1.1 * float(limit[0])))
+    assert not Path("much").exists()
+    [least] = re.findall(r"pass --write-limit-tb ([0-9.e-]+) to allow it", told)
+    done(*train_all("much", *STREAMED, "--write-limit-tb", 1.1 * float(least)))
 
 
 def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
@@ -754,15 +650,3 @@ def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apar
     assert outcome("run")["weights"] == outcome("whole")["weights"]
     assert outcome("run")["weights"] != outcome("prompt")["weights"]
     assert Journal("run/journal.jsonl").header["method"]["delayed"] is True  # type: ignore[index]
-
-
-@pytest.mark.long_profile
-def test_states_in_8_bits_take_a_quarter_and_train(here: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    ended = done(*train_all("run", "--method", "state_bits=8", "--snapshot-every", 2))
-    done("train", "--resume", "run", "--steps", STEPS + 2)
-    done(*train_all("whole", "--method", "state_bits=8"), "--steps", STEPS + 2)
-    assert outcome("run")["weights"] == outcome("whole")["weights"]
-    assert "all parameters" in ended.err
-    done(*train_all("streamed", "--method", "state_bits=8", *STREAMED), "--steps", STEPS + 2)
-    assert outcome("streamed")["weights"] == outcome("whole")["weights"]

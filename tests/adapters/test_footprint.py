@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from zo2adapters import open_checkpoint, score
 from zo2adapters.commands import train
-from zo2adapters.models.batches import BranchCache, PreparedBatch
+from zo2adapters.models.batches import BranchCache
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
@@ -110,12 +110,6 @@ def test_masks_that_are_added_to_the_scores_are_counted_as_such(tmp_path: Path) 
             assert 0.8 * held < planned <= 2 * held  # what else an unknown architecture hands on is not in the formula
 
 
-def test_pieces_of_a_batch_are_counted_one_by_one() -> None:
-    config = small_config("llama")
-    held = expected_held_bytes(config, 4, 12) + expected_held_bytes(config, 1, 12)
-    assert activation_bytes(config, 5, 12, streams=3, micro_rows=4) == 3 * held + forward_bytes(config, 4, 12)
-
-
 def reserved_bytes(model: HFBlockModel, micro_rows: int | None, method: OptimizerName = "lomo") -> StepMemory:
     """What a first-order step of four rows of eight tokens reserves."""
     given: Any = {"first_order": FirstOrder(method=method), "batching": Batching(micro_batch_size=micro_rows)}
@@ -170,6 +164,10 @@ def test_the_loss_is_hugging_faces_within_summation(
 
 def test_no_forward_sees_more_tokens_than_a_chunk(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
+    wrong: list[Any] = [0, -5, 2.5, "many"]
+    for chunk in wrong:
+        with pytest.raises(OptionError, match="loss_chunk"):
+            open_checkpoint(base, loss_chunk=chunk)
     model = open_checkpoint(base, loss_chunk=4)
     seen: list[int] = []
     model.skeleton.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out[..., 0].numel()))
@@ -187,18 +185,17 @@ def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> Non
             found.append([loss for seed in range(2) for loss in engine.step(make_batch(40, [9, 3]), seed=seed).losses])
     assert found[1] == pytest.approx(found[0], rel=3e-6)
     assert found[2] == pytest.approx(found[0], rel=3e-6)
-
-
-def test_layers_that_return_tuples_are_chunked_too(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", BLOOM_CONFIG)
-    losses = []
+    base, losses = save_model(tmp_path / "bloom", BLOOM_CONFIG), []  # whose layers return tuples
     for chunk in (None, 3):
         with Engine(open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), ZerothOrder(MEZO)) as engine:
             losses.append(engine.evaluate([make_batch(40, [7, 4])]).loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_chunks_and_micro_batches_are_counted() -> None:
+def test_pieces_chunks_and_micro_batches_are_counted() -> None:
+    config = small_config("llama")
+    held = expected_held_bytes(config, 4, 12) + expected_held_bytes(config, 1, 12)
+    assert activation_bytes(config, 5, 12, streams=3, micro_rows=4) == 3 * held + forward_bytes(config, 4, 12)
     config = small_config("llama", vocab_size=10_000)
     assert forward_bytes(config, 4, 100) == 400 * 10_000 * (4 + 4)  # logits, and what log-softmax makes of them
     assert forward_bytes(config, 4, 100, loss_chunk=50) == 50 * 10_000 * (4 + 4 + 4)  # converted to float32 in between
@@ -208,12 +205,6 @@ def test_chunks_and_micro_batches_are_counted() -> None:
     assert activation_bytes(config, 4, 100, streams=6) - forward_bytes(config, 4, 100) == 3 * held
     alone = activation_bytes(config, 1, 100, streams=2) - forward_bytes(config, 1, 100)
     assert held < 4 * alone == activation_bytes(config, 4, 100, micro_rows=1) - forward_bytes(config, 1, 100)
-
-
-@pytest.mark.parametrize("chunk", [0, -5, 2.5, "many"])
-def test_a_chunk_out_of_range_is_refused(tmp_path: Path, chunk: Any) -> None:
-    with pytest.raises(OptionError, match="loss_chunk"):
-        open_checkpoint(tmp_path, loss_chunk=chunk)
 
 
 # A sweep asks the device for nothing
@@ -282,7 +273,7 @@ def asked(question: Callable[[], Any], branches: BranchCache) -> Any:
         return question()
 
 
-def test_answers_are_those_of_the_first_time_and_in_order() -> None:
+def test_answers_are_those_of_the_first_time_and_in_order_and_what_is_not_known_is_asked() -> None:
     values = torch.tensor([1, 0, 7])
     branches = BranchCache()
 
@@ -292,11 +283,7 @@ def test_answers_are_those_of_the_first_time_and_in_order() -> None:
     assert asked(questions, branches) == [True, False, 7, 7, [1, 0, 7]]
     values.zero_()
     assert asked(questions, branches) == [True, False, 7, 7, [1, 0, 7]]
-
-
-def test_what_is_not_known_is_asked() -> None:
-    values, weights = torch.tensor([1, 2]), torch.tensor([0.5])
-    branches = BranchCache()
+    values, weights, branches = torch.tensor([1, 2]), torch.tensor([0.5]), BranchCache()
     assert asked(lambda: (int(values[0]), weights.item()), branches) == (1, 0.5)
     values.add_(10)
     weights.add_(10)
@@ -320,12 +307,6 @@ def test_another_question_is_never_given_the_answer_to_the_first(questions: Call
     with pytest.raises(UnsupportedModelError, match=r"read 0 .*expected __bool__ of a tensor of shape"):
         asked(questions, branches)
     assert asked(lambda: bool(torch.tensor(data=False)), branches) is True, "the same question is answered again"
-
-
-def test_a_batch_is_checked_where_it_is_prepared(tmp_path: Path) -> None:
-    model: HFBlockModel = open_checkpoint(save_model(tmp_path, small_config("opt")))
-    with Engine(model):
-        assert isinstance(model.prepared(make_batch(model.config.vocab_size, [4])), PreparedBatch)
 
 
 # Freed memory: kept by a training process whose budget has room for it, and never kept by the library
@@ -398,36 +379,21 @@ def test_blocks_above_the_largest_that_is_kept_return_to_the_system(largest: str
     assert (left < 16 * MIB) is not is_kept
 
 
-def test_where_there_is_no_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
-    assert keep_freed_memory() is False
-
-
-def test_the_peak_is_not_forgotten() -> None:
+def test_the_peak_is_not_forgotten_and_shown_and_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     before = peak_memory()
     block = bytearray(200 * MIB)
     assert len(block) == 200 * MIB
     held = psutil.Process().memory_info().rss
     del block
     assert peak_memory() >= max(before, held - 10 * MIB)
-
-
-def test_the_progress_line_shows_the_peak_beside_the_present() -> None:
     record = {"loss": 1.5, "tokens_per_second": 12.3, "rss_bytes": 2_000_000_000, "peak_rss_bytes": 2_750_000_000}
     assert progress(record) == "loss 1.5000, 12 tokens/s, 2.00 GB (peak 2.75 GB)"
-
-
-def test_the_plan_shows_and_counts_what_is_kept(tmp_path: Path) -> None:
-    model = open_checkpoint(save_model(tmp_path / "base", small_config()))
-    shapes = RowShapes.of_length(Batching(batch_size=2), 8)
-    options = TrainOptions(model="base", data=tmp_path, output=tmp_path, batching=Batching(batch_size=2))
-    planned = plan_run(options, model, shapes)
-    assert planned.host_plan.parts[-1] == MemoryPart(KEPT, activation_bytes(model.config, 2, 8))
-    assert KEPT in planned.table()
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    assert keep_freed_memory() is False
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
-def test_the_command_keeps_memory_within_the_budget_alone(
+def test_the_command_alone_keeps_memory_within_the_budget_and_a_plan_counts_it(
     is_tight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[bool] = []
@@ -437,13 +403,13 @@ def test_the_command_keeps_memory_within_the_budget_alone(
     options = ["--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run"]
     options += ["--steps", 1, "--batch-size", 1]
     options += ["--memory", f"activations={int(0.6 * free_memory())}"] if is_tight else []
-    done("train", *map(str, options))
+    done("train", *options)
     assert calls == ([] if is_tight else [True])
-
-
-def test_no_module_but_the_command_keeps_memory() -> None:
     sources = Path(train.__file__).parents[2]
-    callers = [
-        path.name for path in sources.rglob("*.py") if "keep_freed_memory()" in path.read_text().replace("def keep", "")
-    ]
-    assert callers == ["train.py"]
+    texts = {path.name: path.read_text().replace("def keep", "") for path in sources.rglob("*.py")}
+    assert [name for name, text in texts.items() if "keep_freed_memory()" in text] == ["train.py"]
+    model = open_checkpoint(tmp_path / "base")
+    given = TrainOptions(model="base", data=tmp_path, output=tmp_path, batching=Batching(batch_size=2))
+    planned = plan_run(given, model, RowShapes.of_length(given.batching, 8))
+    assert planned.host_plan.parts[-1] == MemoryPart(KEPT, activation_bytes(model.config, 2, 8))
+    assert KEPT in planned.table()

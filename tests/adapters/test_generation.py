@@ -63,45 +63,26 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
             assert columns(generate(engine, model, [prompt], max_new_tokens=6)) == [tokens]
 
 
-def test_a_forward_without_a_cache_is_refused_by_name(tmp_path: Path) -> None:
-    families.small_model(families.small_config("openai-gpt")).save_pretrained(tmp_path)
-    model = open_checkpoint(tmp_path)
-    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match="past_key_values"):
-        list(generate(replayer, model, [[3, 4]], max_new_tokens=2))
-
-
-def test_a_continuation_ends_with_eos_while_others_go_on(tmp_path: Path) -> None:
+def test_a_continuation_ends_with_eos_while_others_go_on_and_a_sweep_runs_the_newest_token_only(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
-    model = open_checkpoint(base)
+    model, widths = open_checkpoint(base), list[int]()
     eos = stock_tokens(base, PROMPTS[:1], 6)[0][2]
     expected = stock_tokens(base, PROMPTS, 6, eos)
-    with Engine(model) as engine:
-        steps = list(generate(engine, model, PROMPTS, max_new_tokens=6, eos_token_ids=[eos]))
-        alone = list(generate(engine, model, PROMPTS[:1], max_new_tokens=6, eos_token_ids=[eos]))
-    assert columns(steps) == expected
-    assert len(expected[0]) == len(alone) == 3
-
-
-def test_each_token_is_one_sweep_that_runs_the_newest_token_only(tmp_path: Path) -> None:
-    model = open_checkpoint(save_model(tmp_path / "base", small_config("qwen3")))
-    widths: list[int] = []
-    model._layers[0].register_forward_hook(lambda _, inputs, out: widths.append(inputs[0].shape[1]))
-    with Engine(model) as engine:
-        list(generate(engine, model, PROMPTS, max_new_tokens=4))
-    assert widths == [6, 1, 1, 1]
-
-
-def test_generation_is_of_the_present_weights_and_changes_none(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("opt"))
-    model = open_checkpoint(base)
     ids = torch.tensor([PROMPTS[1]])
     with Engine(model, ZerothOrder(MeZOSGD(lr=0.5, zo_eps=1e-3))) as engine:
-        before = columns(generate(engine, model, PROMPTS, max_new_tokens=5))
+        steps = list(generate(engine, model, PROMPTS, max_new_tokens=6, eos_token_ids=[eos]))
+        alone = list(generate(engine, model, PROMPTS[:1], max_new_tokens=6, eos_token_ids=[eos]))
+        hook = model._layers[0].register_forward_hook(lambda _, inputs, out: widths.append(inputs[0].shape[1]))
+        before = columns(generate(engine, model, PROMPTS, max_new_tokens=4))
+        hook.remove()
         engine.step({"input_ids": ids, "labels": ids}, seed=1)
-        after = columns(generate(engine, model, PROMPTS, max_new_tokens=5))
+        after = columns(generate(engine, model, PROMPTS, max_new_tokens=4))
         engine.export(tmp_path / "out")
         assert engine.version == 1
-    assert before != after == stock_tokens(tmp_path / "out", PROMPTS, 5)
+    assert columns(steps) == expected
+    assert len(expected[0]) == len(alone) == 3
+    assert widths == [6, 1, 1, 1]
+    assert before != after == stock_tokens(tmp_path / "out", PROMPTS, 4), "of the present weights, which stay as they are"
 
 
 def test_draws_depend_on_their_seed_and_on_no_global_generator(tmp_path: Path) -> None:
@@ -130,13 +111,15 @@ def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
         assert cache_bytes(model.config, 2, 3) == held
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_samplings_out_of_range_are_refused(changes: dict[str, float]) -> None:
-    with pytest.raises(OptionError, match=next(iter(changes))):
-        Sampling(**changes)  # type: ignore[arg-type]
-
-
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
+    wrong: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}]
+    for changes in wrong:
+        with pytest.raises(OptionError, match=next(iter(changes))):
+            Sampling(**changes)  # type: ignore[arg-type]
+    families.small_model(families.small_config("openai-gpt")).save_pretrained(tmp_path / "gpt")
+    model = open_checkpoint(tmp_path / "gpt")
+    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match="past_key_values"):
+        list(generate(replayer, model, [[3, 4]], max_new_tokens=2))
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
     with Engine(model) as engine:
         bad: list[list[list[int]]] = [[], [[]], [[1], []], [[40]], [[-1]]]
@@ -153,21 +136,18 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
 def test_the_command_prints_prompts_with_their_continuations(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     save_tokenizer(base)
+
+    def printed(*prompts: str, more: tuple[object, ...] = ()) -> str:
+        return done("generate", "--model", base, "--prompt", *prompts, "--max-new-tokens", "4", *more).out
+
     prompts = ["the cat", "the dog ran is"]
-    greedy = done("generate", "--model", base, "--prompt", *prompts, "--max-new-tokens", "4").out.splitlines()
+    greedy = printed(*prompts).splitlines()
     assert all(line.startswith(prompt) for line, prompt in zip(greedy, prompts, strict=True))
     for prompt, line in zip(([3, 4], [3, 5, 7, 8]), greedy, strict=True):
         [tokens] = stock_tokens(base, [prompt], 4, 1)
         assert [WORDS.index(word) for word in line.split()][len(prompt) :] == [token for token in tokens if token > 1]
-    assert done("generate", "--model", base, "--prompt", r"the\ncat", "--max-new-tokens", "4").out.startswith("the\ncat"), (
-        "as in --prompt-template"
-    )
-    assert (
-        done(
-            "generate", "--model", base, "--prompt", *prompts, "--max-new-tokens", "4", "--temperature", "5"
-        ).out.splitlines()
-        != greedy
-    )
+    assert printed(r"the\ncat").startswith("the\ncat"), "as in --prompt-template"
+    assert printed(*prompts, more=("--temperature", "5")).splitlines() != greedy
 
 
 def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path) -> None:

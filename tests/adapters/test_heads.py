@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import refusal, run_here
+from command_lines import done, refusal, run_here, write_rows
 from engines import zeroth_order
 from models import LONGEST, WORDS, make_batch, random_model, save_tokenizer, small_config
 from parity import assert_same_bits, assert_steps_alike
@@ -138,37 +138,19 @@ def test_micro_batches_and_batches_join_as_one(tmp_path: Path, head: str) -> Non
     assert whole.loss == pytest.approx(sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts), rel=1e-6)
 
 
-def test_a_batch_without_a_label_that_counts_is_left_out_beside_others(tmp_path: Path) -> None:
-    base = saved(tmp_path / "base", "bert", "masked-lm")
-    good = labelled("masked-lm", [6, 4])
-    silent = {**good, "labels": torch.full_like(good["labels"], -100)}
-    with Engine(open_checkpoint(base, head="masked-lm"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
-        with pytest.raises(BatchError, match="which is not counted"):
-            engine.step(silent)
-        both = engine.step([good, silent], seed=3)
-    with Engine(open_checkpoint(base, head="masked-lm"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
-        assert engine.step(good, seed=3).losses == both.losses
-
-
-def test_a_head_that_reads_the_padding_notes_it(tmp_path: Path) -> None:
+def test_a_head_that_reads_the_padding_notes_it_and_a_journal_goes_on_with_a_model_that_has_run(tmp_path: Path) -> None:
     base, head = saved(tmp_path / "base", "llama", "sequence-classification"), "sequence-classification"
-    journal = tmp_path / "journal.jsonl"
-    with Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal) as engine:
-        engine.step(labelled(head, [6, 4]))
+    journal, method = tmp_path / "journal.jsonl", ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))
+    model = open_checkpoint(base, head=head)
+    for step in range(2):  # the first forward writes the kind of problem into the config
+        with Engine(model, method, journal=journal) as engine:
+            assert engine.version == step
+            engine.step(labelled(head, [6, 4]))
+        model.config.pad_token_id = 9  # by a trainer
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "pad_token_id": 9}))
     with pytest.raises(JournalError, match="pad"):
-        Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal)
-
-
-def test_a_journal_goes_on_with_a_model_that_has_run_and_whose_trainer_has_set_the_padding(tmp_path: Path) -> None:
-    head, journal = "sequence-classification", tmp_path / "journal.jsonl"
-    model = open_checkpoint(saved(tmp_path / "base", "llama", head), head=head)
-    for step in range(2):  # the first forward writes the kind of problem into the config
-        with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2)), journal=journal) as engine:
-            assert engine.version == step
-            engine.step(labelled(head, [6, 4]))
-        model.config.pad_token_id = 9
+        Engine(open_checkpoint(base, head=head), method, journal=journal)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +209,18 @@ def test_a_stock_trainer_trains_a_classifier(tmp_path: Path, bf16: bool) -> None
         }
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_and_a_batch_without_a_label_that_counts_left_out(tmp_path: Path) -> None:
+    good, model = (
+        labelled("masked-lm", [6, 4]),
+        open_checkpoint(saved(tmp_path / "mlm", "bert", "masked-lm"), head="masked-lm"),
+    )
+    silent, losses = {**good, "labels": torch.full_like(good["labels"], -100)}, []
+    for batch in ([good, silent], good):
+        with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
+            with pytest.raises(BatchError, match="which is not counted"):
+                engine.step(silent)
+            losses.append(engine.step(batch, seed=3).losses)
+    assert losses[0] == losses[1]
     head = "sequence-classification"
     base = saved(tmp_path / "base", "bert", head)
     with pytest.raises(OptionError, match="head: found 'regression'; expected one of causal-lm, masked-lm"):
@@ -269,21 +262,18 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         engine.step({**batch, "end_positions": torch.tensor([3, 6])})
 
 
-def test_rows_are_as_long_as_positions_behind_the_paddings_allow(tmp_path: Path) -> None:
+def test_rows_are_as_long_as_positions_behind_the_paddings_allow_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
     """RoBERTa counts positions from 2: a table of 14 takes rows of 12 tokens."""
     model = open_checkpoint(saved(tmp_path / "base", "roberta", "masked-lm"), head="masked-lm")
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
         engine.step(labelled("masked-lm", [LONGEST]))
         with pytest.raises(BatchError, match=f"found {LONGEST + 1} tokens; expected at most {LONGEST}"):
             engine.step(labelled("masked-lm", [LONGEST + 1]))
-
-
-def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
     config = T5Config(vocab_size=40, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     for head in HEADS:
         with pytest.raises(UnsupportedModelError, match=r"t5|config\.json"):
-            open_checkpoint(tmp_path, head=head)
+            open_checkpoint(tmp_path / "t5", head=head)
 
 
 # ``--head sequence-classification``: texts with labels
@@ -384,34 +374,20 @@ def test_a_run_with_labels_is_monolithic_mezo(tmp_path: Path, family: str, case:
     assert again == said
 
 
-def test_classes_have_names_and_long_texts_lose_their_end(tmp_path: Path) -> None:
+def test_classes_have_names_long_texts_lose_their_end_and_two_are_told_apart(tmp_path: Path) -> None:
     names = {"label2id": {"bad": 0, "fair": 1, "good": 2}, "id2label": {0: "bad", 1: "fair", 2: "good"}}
     rows = [{"text": " ".join(NOUNS), "label": "good"}, {"text": NOUNS[0], "label": 0}]
-    config = made(tmp_path, "bert", [*rows], **names)
+    config = made(tmp_path, "bert", rows, **names)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     read = RowReader(tokenizer, 4, labelled_for=config).read(tmp_path / "rows.jsonl")
     assert [row.label for row in read] == [2, 0]
     assert (read.truncated, read.longest) == (1, 4)
-
-
-def test_two_texts_are_told_apart_where_the_tokenizer_does(tmp_path: Path) -> None:
-    config = made(tmp_path, "bert", [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}])
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "two.jsonl", [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}])
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    read = RowReader(tokenizer, 8, labelled_for=config).read(tmp_path / "rows.jsonl")
+    read = RowReader(tokenizer, 8, labelled_for=config).read(tmp_path / "two.jsonl")
     batch = collate(list(read), pad_token_id=0)
     assert batch["token_type_ids"].tolist() == [[0, 0, 1], [0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
-def test_a_run_with_a_head_generates_nothing(tmp_path: Path) -> None:
-    made(tmp_path, "llama", classes())
-    assert run_here(*asked(tmp_path, *HEAD)).status == 0
-    assert "causal language model" in refusal(
-        "generate", "--run", tmp_path / "run", "--prompt", "the cat", "--max-new-tokens", 2
-    )
-    evaluating = ["evaluate", "--run", tmp_path / "run", "--data", tmp_path / "rows.jsonl"]
-    assert "head" in refusal(*evaluating, "--head", "masked-lm")
 
 
 def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) -> None:
@@ -423,6 +399,9 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
     update = Journal(tmp_path / "run" / "journal.jsonl").updates[0]
     batch = collate(next(training_batches(read, batch_size=4, seed=0)), pad_token_id=5)
     assert MonolithicMeZO(whole(tmp_path), lr=1e-2, zo_eps=1e-3).step(batch, *update.seeds).losses == update.losses
+    of_run = ("--run", tmp_path / "run")
+    assert "causal language model" in refusal("generate", *of_run, "--prompt", "the cat", "--max-new-tokens", 2)
+    assert "head" in refusal("evaluate", *of_run, "--data", tmp_path / "rows.jsonl", "--head", "masked-lm")
     text = json.loads((tmp_path / "model" / "config.json").read_text())
     for pad in (None, -1):
         (tmp_path / "model" / "config.json").write_text(json.dumps({**text, "pad_token_id": pad}))
@@ -441,12 +420,8 @@ def test_an_adapter_beside_a_classifier_is_trained_by_gradients(tmp_path: Path, 
     verified = run_here("verify", "--model", tmp_path / "model", *HEAD, *adapter, "--tokens", 8)
     assert verified.out.startswith("EQUAL over 3 steps, bit for bit"), verified.err
     common = ("--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", *HEAD)
-    training = run_here(
-        "train", *common, *adapter, "--output", tmp_path / "run", "--steps", 20, "--batch-size", 4, "--lr", 1e-2
-    )
-    assert training.status == 0, training.err
-    evaluated = [
-        run_here("evaluate", *common, *more) for more in ((), ("--adapter", tmp_path / "run" / "model", "--no-base"))
-    ]
+    done("train", *common, *adapter, "--output", tmp_path / "run", "--steps", 20, "--batch-size", 4, "--lr", 1e-2)
+    trained = ("--adapter", tmp_path / "run" / "model", "--no-base")
+    evaluated = [done("evaluate", *common, *more) for more in ((), trained)]
     before, after = (float(re.search(r"loss ([\d.]+)", ended.out).group(1)) for ended in evaluated)  # type: ignore[union-attr]
     assert after < before

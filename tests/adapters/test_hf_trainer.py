@@ -56,27 +56,12 @@ pytestmark = OF_TRL
 EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
 
 
-class ZOTrainer(ZOTrainerMixin, Trainer):
-    pass
+def mixed(trainer: Any) -> Any:
+    """A trainer with the mixin."""
+    return type(f"ZO{trainer.__name__}", (ZOTrainerMixin, trainer), {})
 
 
 class SmoothedStock(Smoothed, Trainer):
-    pass
-
-
-class SmoothedTrainer(ZOTrainerMixin, SmoothedStock):
-    pass
-
-
-class ZOSFTTrainer(ZOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class ZODPOTrainer(ZOTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
-    pass
-
-
-class ZORewardTrainer(ZOTrainerMixin, trl.RewardTrainer):  # type: ignore[misc, name-defined]
     pass
 
 
@@ -93,37 +78,24 @@ CONSTANT: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.0, "lr_sche
 
 
 class Kind(NamedTuple):
-    """A trainer with the mixin, the stock one, its config and rows, and what it logs of its own."""
+    """A stock trainer, its config and rows, and what it logs of its own."""
 
-    ours: type[Any]
-    stock: type[Any]
+    stock: Any
     config: Any
     rows: Any
     logged: frozenset[str] = frozenset()
     auto_class: Any = AutoModelForCausalLM
 
 
+OF_SFT = frozenset({"entropy", "mean_token_accuracy", "num_tokens"})
+OF_DPO = frozenset({"rewards/accuracies", "rewards/margins", "logps/chosen"})
+OF_REWARD = frozenset({"accuracy", "margin", "mean_reward"})
 KINDS = {
-    "plain": Kind(ZOTrainer, Trainer, TrainingArguments, ROWS),
-    "smoothed": Kind(SmoothedTrainer, SmoothedStock, TrainingArguments, ROWS),
-    "sft": Kind(
-        ZOSFTTrainer, trl.SFTTrainer, trl.SFTConfig, PAIRS, frozenset({"entropy", "mean_token_accuracy", "num_tokens"})
-    ),
-    "dpo": Kind(
-        ZODPOTrainer,
-        trl.DPOTrainer,
-        trl.DPOConfig,
-        PREFERENCES,
-        frozenset({"rewards/accuracies", "rewards/margins", "logps/chosen"}),
-    ),
-    "reward": Kind(
-        ZORewardTrainer,
-        trl.RewardTrainer,
-        trl.RewardConfig,
-        PREFERENCES,
-        frozenset({"accuracy", "margin", "mean_reward"}),
-        AutoModelForSequenceClassification,
-    ),
+    "plain": Kind(Trainer, TrainingArguments, ROWS),
+    "smoothed": Kind(SmoothedStock, TrainingArguments, ROWS),
+    "sft": Kind(trl.SFTTrainer, trl.SFTConfig, PAIRS, OF_SFT),
+    "dpo": Kind(trl.DPOTrainer, trl.DPOConfig, PREFERENCES, OF_DPO),
+    "reward": Kind(trl.RewardTrainer, trl.RewardConfig, PREFERENCES, OF_REWARD, AutoModelForSequenceClassification),
 }
 
 
@@ -131,8 +103,7 @@ def kind_of(name: str) -> Kind:
     if name != "tpo":
         return KINDS[name]
     tpo = pytest.importorskip("trl.experimental.tpo")
-    ours: Any = type("ZOTPOTrainer", (ZOTrainerMixin, tpo.TPOTrainer), {})
-    return Kind(ours, tpo.TPOTrainer, tpo.TPOConfig, [{**row, "reference": row["chosen"]} for row in PREFERENCES])
+    return Kind(tpo.TPOTrainer, tpo.TPOConfig, [{**row, "reference": row["chosen"]} for row in PREFERENCES])
 
 
 def made(name: str, model: Any, output: Path, zo: ZOArguments | None = None, *, stock: bool = False, **options: Any) -> Any:
@@ -143,7 +114,7 @@ def made(name: str, model: Any, output: Path, zo: ZOArguments | None = None, *, 
     held_out = ROWS[:5] if kind.rows is ROWS else rows.select(range(5))
     args = kind.config(**trainer_options(output, **{**CONSTANT, **options}))
     own = {} if stock else {"zo": zo}
-    return (kind.stock if stock else kind.ours)(
+    return (kind.stock if stock else mixed(kind.stock))(
         model=model, args=args, train_dataset=rows, eval_dataset=held_out, **own, **given
     )
 
@@ -274,14 +245,11 @@ def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(
     assert last.engine.version == last.state.global_step == 6
 
 
-def test_gradient_accumulation_is_one_step_of_several_batches(base: Path, tmp_path: Path) -> None:
+def test_gradient_accumulation_is_one_step_of_several_batches_whose_losses_are_averaged(base: Path, tmp_path: Path) -> None:
     trainer = made("plain", base, tmp_path, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2)
     trainer.train()
     with plain_loop(base, [BATCHES[:4], BATCHES[4:]] * 2) as engine:
         assert trainer.engine.journal.updates == engine.journal.updates
-
-
-def test_losses_of_its_own_are_averaged_over_accumulated_batches(base: Path, tmp_path: Path) -> None:
     trainer = made("smoothed", base, tmp_path, gradient_accumulation_steps=2, max_steps=2)
     trainer.loss_is_scaled_for_ga = False
     losses: list[torch.Tensor] = []
@@ -351,46 +319,29 @@ def test_the_best_model_is_kept_and_training_stops_early(base: Path, tmp_path: P
     assert_same_weights(weights_of(tmp_path / "best").items(), weights_of(tmp_path / "plain").items())
 
 
-def test_saving_again_replaces_what_is_there(base: Path, tmp_path: Path) -> None:
-    trainer = made("plain", base, tmp_path / "run")
-    stale = tmp_path / "run" / "model-00001-of-00002.safetensors"
-    stale.write_bytes(b"of another model")
-    trainer.save_model()
-    trainer.train()
-    trainer.save_model()
-    assert not stale.exists()
-    assert len((tmp_path / "run" / "journal.jsonl").read_text().splitlines()) >= 7
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OutputError, match="file: found"):
-        trainer._save(str(tmp_path / "file"))
-
-
 def without_data(model: Any, **options: Any) -> Any:
-    make: Any = ZOTrainer
-    return make(model=model, train_dataset=ROWS, **options)
+    return mixed(Trainer)(model=model, train_dataset=ROWS, **options)
 
 
 def of_trl(trainer: str, *, derived: bool = False) -> Callable[[Path, Path], object]:
     """Makes a trainer of TRL's with the mixin."""
 
     def make(base: Path, output: Path) -> object:
-        kind: Any = type(f"ZO{trainer}", (ZOTrainerMixin, getattr(trl, trainer)), {})
+        kind = mixed(getattr(trl, trainer))
         kind = type("Derived", (kind,), {}) if derived else kind
-        return kind(model=base, args=TrainingArguments(**trainer_options(output)))
+        return kind(model=base, args=plain_args(output))
 
     return make
 
 
 def untried(base: Path, output: Path) -> object:
     new: Any = type("NewTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.new"})
-    kind: Any = type("ZONew", (ZOTrainerMixin, new), {})
-    return kind(model=base, args=TrainingArguments(**trainer_options(output)))
+    return mixed(new)(model=base, args=plain_args(output))
 
 
 def generating(base: Path, output: Path) -> object:
-    kind: Any = type("ZOSeq2SeqTrainer", (ZOTrainerMixin, Seq2SeqTrainer), {})
     args = Seq2SeqTrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], predict_with_generate=True)
-    return kind(model=base, args=args, train_dataset=ROWS)
+    return mixed(Seq2SeqTrainer)(model=base, args=args, train_dataset=ROWS)
 
 
 def plain_args(output: Path, **changes: Any) -> TrainingArguments:
@@ -444,7 +395,7 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
     (lambda base, run: made("sft", base, run, model_init_kwargs={"dtype": "float32"}), "model_init_kwargs: found"),
     (lambda base, run: made("dpo", base, run, disable_dropout=False), "disable_dropout: found False; expected the default"),
     (lambda base, run: made("dpo", base, run, sync_ref_model=True), "sync_ref_model: found True"),
-    (lambda base, run: ZODPOTrainer(model=base, args=plain_args(run), ref_model="other"), "ref_model: found a str"),
+    (lambda base, run: mixed(trl.DPOTrainer)(model=base, args=plain_args(run), ref_model="other"), "ref_model: found a str"),
     *(
         (of_trl(name, derived=derived), f"{name}: found a trainer that {why}")
         for name, why in UNTRAINABLE.items()
@@ -466,16 +417,15 @@ def test_what_cannot_be_heeded_is_refused(
         make(base, tmp_path / "run")
 
 
-def test_what_is_not_there_or_no_reward_model_is_refused(base: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_or_no_reward_model_is_refused_and_every_trainer_of_trls_is_known(
+    base: Path, tmp_path: Path
+) -> None:
+    exported = {name for name in dir(trl) if name.endswith("Trainer")}
+    assert exported == {*UNTRAINABLE, "SFTTrainer", "DPOTrainer", "RewardTrainer"}
     with pytest.raises(JournalError, match=r"journal.jsonl: found no file"):
         made("plain", base, tmp_path / "run").train(resume_from_checkpoint=str(base))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight.*AutoModelForSequenceClassification.*num_labels=1"):
         made("reward", base, tmp_path / "run")
-
-
-def test_every_trainer_of_trls_is_known() -> None:
-    exported = {name for name in dir(trl) if name.endswith("Trainer")}
-    assert exported == {*UNTRAINABLE, "SFTTrainer", "DPOTrainer", "RewardTrainer"}
 
 
 def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
@@ -528,8 +478,21 @@ def test_weights_that_were_written_back_are_in_nobodys_way(base: Path, tmp_path:
         assert resumed.engine.journal.updates == engine.journal.updates
 
 
-def test_what_the_trainer_tells_the_config_is_saved(base: Path, tmp_path: Path) -> None:
+def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_what_is_there(
+    base: Path, tmp_path: Path
+) -> None:
     trainer = made("plain", base, tmp_path / "run")
+    stale = tmp_path / "run" / "model-00001-of-00002.safetensors"
+    stale.write_bytes(b"of another model")
+    trainer.save_model()
+    trainer.train()
+    trainer.save_model()
+    assert not stale.exists()
+    assert len((tmp_path / "run" / "journal.jsonl").read_text().splitlines()) >= 7
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OutputError, match="file: found"):
+        trainer._save(str(tmp_path / "file"))
+    trainer = made("plain", base, tmp_path / "again")
     trainer.model.config.pad_token_id, trainer.model.generation_config.eos_token_id = 7, [4, 2]
     trainer.model.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -640,7 +603,7 @@ def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     changes = {"bf16": dtype is torch.bfloat16, "per_device_train_batch_size": 4, "seed": 5}
     kept = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     args = trl.SFTConfig(**trainer_options(tmp_path / "sft", **CONSTANT, **changes, **kept))
-    trainer = ZOSFTTrainer(model="model", args=args, train_dataset=rows)
+    trainer = mixed(trl.SFTTrainer)(model="model", args=args, train_dataset=rows)
     trainer.train()
     assert trainer.engine.journal.updates == Journal("run/journal.jsonl").updates
     trainer.save_model("saved")
@@ -708,22 +671,22 @@ def test_a_checkpoint_with_a_damaged_journal_is_refused(
     assert trainer.engine.version == 0
 
 
-def test_the_journal_of_another_checkpoint_is_refused(base: Path, trained: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(trained / "checkpoint-2", tmp_path / "run" / "checkpoint-2"))
-    shutil.copy(trained / "checkpoint-4" / "journal.jsonl", copy)
-    with pytest.raises(JournalError, match=r"checkpoint-2/journal\.jsonl: found 4 steps; expected 2"):
-        saving(base, tmp_path / "run").train(resume_from_checkpoint=str(copy))
-
-
-def test_a_checkpoint_of_a_second_call_of_train_goes_on_though_its_step_counts_from_zero(base: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_second_call_of_train_goes_on_though_its_step_counts_from_zero(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
     twice = saving(base, tmp_path / "run")
     twice.train()
     twice.train()
-    assert json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+    middle = tmp_path / "run" / "checkpoint-2"
+    assert json.loads((middle / "trainer_state.json").read_text())["global_step"] == 2
     resumed = saving(base, tmp_path / "run")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(middle))
     assert resumed.engine.journal.updates == twice.engine.journal.updates
     assert resumed.engine.version == 8
+    copy = Path(shutil.copytree(trained / "checkpoint-2", tmp_path / "other" / "checkpoint-2"))
+    shutil.copy(trained / "checkpoint-4" / "journal.jsonl", copy)
+    with pytest.raises(JournalError, match=r"checkpoint-2/journal\.jsonl: found 4 steps; expected 2"):
+        saving(base, tmp_path / "other").train(resume_from_checkpoint=str(copy))
 
 
 def test_a_checkpoint_that_names_no_version_is_held_against_the_trainers_step(

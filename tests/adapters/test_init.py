@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 import yaml
 from command_lines import done, make_place, refusal, write_rows
-from models import WORDS, save_model, small_config
-from transformers import Gemma3nTextConfig
+from models import WORDS
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.commands.options import option_names
@@ -61,9 +61,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(data: str, *more: object) -> dict[str, Any]:
     """The recipe for a file, which has been written."""
+    Path("recipe.yaml").unlink(missing_ok=True)
     done("init", "--model", "base", "--data", data, *more)
     values: dict[str, Any] = yaml.safe_load(Path("recipe.yaml").read_text())
     return values
+
+
+def reasons() -> str:
+    """The recipe, each of its comments on one line."""
+    return Path("recipe.yaml").read_text().replace("\n# ", " ")
 
 
 CASES: list[tuple[str, dict[str, object], str]] = [
@@ -98,20 +104,30 @@ def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
     assert Path("run/model/adapter_model.safetensors").exists()
 
 
-def test_each_choice_has_a_reason_of_one_or_two_lines(here: Path) -> None:
-    written("labels.csv")
-    text = Path("recipe.yaml").read_text()
+def test_each_choice_has_a_reason_of_one_or_two_lines_and_numbers_follow_from_the_rows(here: Path) -> None:
+    values, text = written("labels.csv"), Path("recipe.yaml").read_text()
     for group in text.split("\n\n")[1:]:
         comment = [line for line in group.splitlines() if line.startswith("# ")]
         assert 1 <= len(comment) <= 2, group
         assert len(group.splitlines()) > len(comment), group
     assert max(map(len, text.splitlines())) <= 100
+    assert values["batch_size"] == 16
+    assert values["steps"] == 50, "two steps pass all rows"
+    assert "sequence_length" not in values, "rows with labels are never cut: longer ones are judged, too"
+    assert "micro_batch_size" not in values
+    for told in ("The median row has", "on 3 rows instead of training", "50 steps of 16 rows pass the 27 rows 29.6 times"):
+        assert told in text
 
-
-def test_options_of_the_rows_stand_together_behind_their_reason(here: Path) -> None:
     written("moods.csv")
     [group] = [group for group in Path("recipe.yaml").read_text().split("\n\n") if "\ndata: " in group]
     assert [line.partition(":")[0] for line in group.splitlines()[1:]] == ["data", "prompt_template", "columns"]
+
+    Path("run").mkdir()
+    few = written("few.jsonl")
+    assert few["output"] == "run-2", "the directory is in use"
+    assert few["batch_size"] == 4
+    assert "evaluation" not in few
+    assert "there are too few rows, 4" in Path("recipe.yaml").read_text()
 
 
 def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) -> None:
@@ -135,70 +151,33 @@ def test_labels_are_words_rather_than_numbers(header: str, label: str, here: Pat
     assert (chosen.label_column, chosen.prompt_template) == (label, f"{{review}}\\n{label.capitalize()}:")
 
 
-def test_numbers_follow_from_the_rows(here: Path) -> None:
-    values = written("labels.csv")
-    text = Path("recipe.yaml").read_text()
-    assert values["batch_size"] == 16
-    assert values["steps"] == 50, "two steps pass all rows"
-    assert "sequence_length" not in values, "rows with labels are never cut: longer ones are judged, too"
-    assert "The median row has" in text
-    assert "micro_batch_size" not in values
-    assert "on 3 rows instead of training" in text
-    assert "50 steps of 16 rows pass the 27 rows 29.6 times" in text
-    Path("recipe.yaml").unlink()
-    few = written("few.jsonl")
-    assert few["batch_size"] == 4
-    assert "evaluation" not in few
-    assert "there are too few rows, 4" in Path("recipe.yaml").read_text()
-
-
-def test_only_choices_are_written_and_not_what_this_machine_settled(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_choices_are_written_and_other_objectives_and_models_get_zeroth_order_steps(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.1}
-    monkeypatch.setattr("zo2adapters.trainers.initial_recipe.product_seconds", seconds.__getitem__)
-    values = written("pairs.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr("zo2adapters.trainers.initial_recipe.product_seconds", seconds.__getitem__)
+        values = written("pairs.jsonl")
     assert values["precision"] == "mixed"
     assert not {"dtype", "loss_chunk"} & values.keys(), "a run settles them"
-
-
-def test_an_objective_without_a_gradient_gets_zeroth_order_steps(here: Path) -> None:
     values = written("labels.csv", "--objective", "accuracy")
     assert values.keys().isdisjoint({"method", "lora_rank", "rank"})
     assert (values["lr"], values["steps"], values["objective"]) == ("auto", 1000, "accuracy")
-    assert "Zeroth-order steps, which need no gradient, train all parameters: the objective accuracy" in Path(
-        "recipe.yaml"
-    ).read_text().replace("\n# ", " ")
+    assert "Zeroth-order steps, which need no gradient, train all parameters: the objective accuracy" in reasons()
     assert "Zeroth-order steps train all parameters" in done("train", "recipe.yaml", "--steps", 2).err
-
-
-def test_a_model_without_an_adapter_gets_zeroth_order_steps(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe.hands_over_tensors", lambda model: True)
-    told = done("init", "--model", "base", "--data", "labels.csv").out
+    told = done("init", "--model", "base", "--data", "labels.csv", "-o", "handed.yaml").out
     assert "train all parameters: this model's blocks hand tensors to later blocks" in told
-    assert "method" not in yaml.safe_load(Path("recipe.yaml").read_text())
-    assert "hand tensors to later blocks" in Path("recipe.yaml").read_text().replace("\n# ", " ")
+    assert "method" not in written("labels.csv")
+    assert "hand tensors to later blocks" in reasons()
 
 
 def test_blocks_that_hand_over_tensors_are_found_before_a_run(tmp_path: Path) -> None:
-    sizes: Any = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40}
-    config = Gemma3nTextConfig(
-        **sizes,
-        num_hidden_layers=3,
-        head_dim=8,
-        intermediate_size=32,
-        vocab_size_per_layer_input=40,
-        hidden_size_per_layer_input=8,
-        layer_types=["sliding_attention", "full_attention", "full_attention"],
-        activation_sparsity_pattern=[0.5, 0.0, 0.0],
-        num_kv_shared_layers=1,
-        laurel_rank=4,
-    )
-    save_model(tmp_path / "gemma3n", config, torch.float32)
-    save_model(tmp_path / "llama", small_config("llama"), torch.float32)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    found = [
-        hands_over_tensors(open_checkpoint(tmp_path / name, adapter=Adapter(config=lora))) for name in ("gemma3n", "llama")
-    ]
-    assert found == [True, False]
+    for family, hands_over in (("gemma3n_text", True), ("llama", False)):
+        model: Any = families.small_model(families.small_config(family))
+        model.save_pretrained(tmp_path / family)
+        assert hands_over_tensors(open_checkpoint(tmp_path / family, adapter=Adapter(config=lora))) == hands_over
 
 
 def test_a_model_larger_than_memory_streams_and_zeroth_order_steps_then_only_read(
@@ -211,17 +190,10 @@ def test_a_model_larger_than_memory_streams_and_zeroth_order_steps_then_only_rea
     values = written("pairs.jsonl")
     assert values["method"] == "adamw"
     assert "samples" not in values, "each token takes a pass over the disk"
-    assert "The model is larger: blocks are streamed from disk" in Path("recipe.yaml").read_text().replace("\n# ", " ")
-    Path("recipe.yaml").unlink()
+    assert "The model is larger: blocks are streamed from disk" in reasons()
+
     values = written("labels.csv", "--objective", "accuracy")
     assert values["rank"] == 8
-    done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
-
-
-def test_little_memory_makes_micro_batches(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zo2adapters.trainers.initial_recipe._ACTIVATIONS", 1e-9)
-    values = written("chat.jsonl")
-    assert values["micro_batch_size"] == 1
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
 
 
@@ -241,17 +213,18 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
     assert ("of the tokens would be padding" in Path("recipe.yaml").read_text()) == is_packed
     if is_packed:
         done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
-    Path("recipe.yaml").unlink()
+
     assert "pack" not in written("pairs.jsonl"), "its rows have one length"
-    Path("recipe.yaml").unlink()
+
     labelled = [{"prompt": f"the cat{' sat' * (i % 10)}", "completion": (" yes", " no")[i % 2]} for i in range(ROWS)]
     write_rows(here / "labelled.jsonl", labelled)
     values = written("labelled.jsonl")
     assert ("pack" in values, values["columns"]) == (False, "label=completion"), "rows of candidates cannot be packed"
-    Path("recipe.yaml").unlink()
+
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe._ACTIVATIONS", 1e-9)
     values = written("uneven.jsonl")
     assert ("pack" in values, values["micro_batch_size"]) == (False, 1), "packed rows run together"
+    done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE, "--output", "in-pieces")
 
 
 def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,10 +239,10 @@ def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pyt
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe.plan_of", plan)
     assert written("chat.jsonl")["micro_batch_size"] == 1
     assert planned == [None, 8, 4, 2, 1]
-    Path("recipe.yaml").unlink()
+
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    said = refusal("init", "--model", "base", "--data", "chat.jsonl", "--memory", "1MB")
+    said = refusal("init", "--model", "base", "--data", "chat.jsonl", "--memory", "1MB", "-o", "other.yaml")
     least = re.search(r"at least (\S+) (\wB)", said)
     assert least is not None, said
     memory = least[1] + least[2]
@@ -298,17 +271,10 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "named",
-    [
-        ["--columns", "label=mood"],
-        ["--columns", "completion=mood"],
-        ["--columns", "prompt=tweet"],
-        ["--prompt-template", "{tweet}"],
-    ],
-    ids=lambda named: named[0],
+    "named", ["--columns label=mood", "--columns completion=mood", "--columns prompt=tweet", "--prompt-template {tweet}"]
 )
-def test_the_column_that_is_not_named_is_found(here: Path, named: list[str]) -> None:
-    values = written("moods.csv", *named)
+def test_the_column_that_is_not_named_is_found(here: Path, named: str) -> None:
+    values = written("moods.csv", *named.split())
     assert "tweet" in str(values.get("prompt_template", values.get("columns")))
     assert str(values.get("columns")).endswith(("label=mood", "completion=mood"))
 
@@ -320,11 +286,6 @@ def test_an_empty_label_is_refused_with_row_and_column(here: Path, named: list[s
     said = refusal("init", "--model", "base", "--data", "blank.csv", *named)
     assert "blank.csv, row 4: found that the column 'mood' is empty" in said
     assert "What to do: remove the row or fill it" in said
-
-
-def test_a_directory_that_is_in_use_is_not_the_runs(here: Path) -> None:
-    Path("run").mkdir()
-    assert written("labels.csv")["output"] == "run-2"
 
 
 def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
@@ -366,18 +327,15 @@ def test_columns_that_are_not_used_are_printed_and_written_into_the_recipe(here:
             assert (f"; not used: {unused}" in text) == (unused is not None), text
 
 
-def test_labels_that_are_partly_empty_are_no_plain_text(tmp_path: Path) -> None:
-    rows = [{"text": f"the cat {i}", "label": ["yes", "no", "", ""][i % 4]} for i in range(40)]
-    with pytest.raises(DataError, match=r"line 3.*'label' is empty"):
-        surveyed(tmp_path / "rows.jsonl", *rows)
-
-
 def test_columns_of_conversations_and_numbers_are_found(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat"}]
     found = surveyed(tmp_path / "chat.jsonl", {"id": "x", "conversations": turns})
     assert ("conversations" in found.kind, found.unused) == (True, ("id",))
     rows = [{"prompt": f"the {i}", "label": float(i % 2)} for i in range(12)]
     assert surveyed(tmp_path / "floats.jsonl", *rows).labels == ("0", "1")
+    rows = [{"text": f"the cat {i}", "label": ["yes", "no", "", ""][i % 4]} for i in range(40)]
+    with pytest.raises(DataError, match=r"line 3.*'label' is empty"):  # no plain text
+        surveyed(tmp_path / "rows.jsonl", *rows)
 
 
 def test_values_of_any_text_survive_the_file() -> None:

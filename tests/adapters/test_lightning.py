@@ -91,25 +91,6 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> N
             assert torch.equal(value, weights[name])
 
 
-def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path) -> None:
-    whole, resumed = module(base), module(base)
-    trainer(tmp_path, 6).fit(whole, ResumableLoader())
-    [middle] = (tmp_path / "kept").glob("*step=3.ckpt")
-    assert middle.stat().st_size < 30_000, "a journal, no weights"
-    trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle)
-    assert resumed.engine.journal.updates == whole.engine.journal.updates
-
-
-def test_a_checkpoint_with_a_damaged_journal_is_refused(base: Path, tmp_path: Path) -> None:
-    trainer(tmp_path, 3).fit(module(base), ResumableLoader())
-    [path] = (tmp_path / "kept").glob("*step=3.ckpt")
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["journal.jsonl"] = checkpoint["journal.jsonl"].replace('"step":1', '"step":7')
-    torch.save(checkpoint, path)
-    with pytest.raises(JournalError, match=r"journal\.jsonl in the checkpoint, line .: found a damaged"):
-        trainer(tmp_path, 6).fit(module(base), ResumableLoader(), ckpt_path=path)
-
-
 def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(base: Path, tmp_path: Path) -> None:
     twice, resumed = module(base), module(base)
     trainer(tmp_path / "first", 3).fit(twice, ResumableLoader())
@@ -146,34 +127,29 @@ def test_a_list_of_batches_is_one_step(base: Path, tmp_path: Path) -> None:
 
 
 class OwnEvaluation(ZOLightningModule):
-    """Evaluates each batch by itself."""
+    """Evaluates each batch by itself, or as all modules do; may fail at the second one."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log(f"loss_{batch_idx}", self.engine.evaluate([batch]).loss)
-
-
-def test_a_module_may_evaluate_by_itself(base: Path, tmp_path: Path) -> None:
-    ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
-    fitted = trainer(tmp_path, 2, val_check_interval=2)
-    fitted.fit(ours, ResumableLoader(), HELD_OUT)
-    assert {"loss_0", "loss_1"} <= fitted.callback_metrics.keys()
-    assert "val_loss" not in fitted.callback_metrics
-
-
-class FailingAtFirst(ZOLightningModule):
-    """Fails in its first validation, at the second batch."""
-
-    fails = True
+    by_itself, fails = True, False
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.fails:
             self.fails = False
             raise RuntimeError("broken off")
-        super().validation_step(batch, batch_idx)
+        if self.by_itself:
+            self.log(f"loss_{batch_idx}", self.engine.evaluate([batch]).loss)
+        else:
+            super().validation_step(batch, batch_idx)
 
 
-def test_batches_of_a_validation_that_failed_do_not_count_in_the_next(base: Path, tmp_path: Path) -> None:
-    ours = FailingAtFirst(open_checkpoint(base), lr=1e-2)
+def test_a_module_may_evaluate_by_itself_and_a_validation_that_failed_does_not_count_in_the_next(
+    base: Path, tmp_path: Path
+) -> None:
+    ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
+    fitted = trainer(tmp_path, 2, val_check_interval=2)
+    fitted.fit(ours, ResumableLoader(), HELD_OUT)
+    assert {"loss_0", "loss_1"} <= fitted.callback_metrics.keys()
+    assert "val_loss" not in fitted.callback_metrics
+    ours.by_itself, ours.fails = False, True
     with pytest.raises(RuntimeError, match="broken off"):
         trainer(tmp_path, 1).validate(ours, HELD_OUT)
     again = trainer(tmp_path, 1)
@@ -257,16 +233,6 @@ def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_pa
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_first_order_checkpoints_are_lightnings_own(base: Path, tmp_path: Path) -> None:
-    whole, part, resumed = (first_order(base) for _ in range(3))
-    trainer(tmp_path / "whole", 6).fit(whole, ResumableLoader())
-    trainer(tmp_path / "part", 3).fit(part, ResumableLoader())
-    [kept] = (tmp_path / "part" / "kept").glob("*.ckpt")
-    trainer(tmp_path / "part", 6).fit(resumed, ResumableLoader(), ckpt_path=kept, weights_only=False)
-    for name, value in whole.engine.parameters.items():
-        assert torch.equal(value, resumed.engine.parameters[name]), name
-
-
 def test_lists_of_batches_are_accumulated_in_one_pass(base: Path, tmp_path: Path) -> None:
     ours = first_order(base)
     lists: Any = [BATCHES[:2], BATCHES[2:5]]
@@ -309,16 +275,29 @@ def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path
     assert all(torch.equal(value, saved[name]) for name, value in trained.items())
 
 
-def test_all_parameters_go_on_from_a_checkpoint_with_the_same_bits(base: Path, tmp_path: Path) -> None:
-    whole, resumed = full_module(base), full_module(base)
+@pytest.mark.parametrize("make", [module, first_order, full_module])
+def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(
+    make: Callable[[Path], Any], base: Path, tmp_path: Path
+) -> None:
+    whole, resumed = make(base), make(base)
     trainer(tmp_path, 6).fit(whole, ResumableLoader())
     [middle] = (tmp_path / "kept").glob("*step=3.ckpt")
-    trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle)
+    own: dict[str, Any] = {"weights_only": False} if make is first_order else {}  # the checkpoint is Lightning's own
+    trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle, **own)
     expected = {name: value.clone() for name, value in whole.engine.parameters_now()}
-    assert resumed.engine.version == 6
     assert all(torch.equal(value, expected[name]) for name, value in resumed.engine.parameters_now())
+    if make is first_order:
+        return
+    assert resumed.engine.version == 6
     checkpoint = torch.load(middle, weights_only=True)
-    del checkpoint["full_backprop_engine"]
+    if make is module:
+        assert middle.stat().st_size < 30_000, "a journal, no weights"
+        assert resumed.engine.journal.updates == whole.engine.journal.updates
+        checkpoint["journal.jsonl"] = checkpoint["journal.jsonl"].replace('"step":1', '"step":7')
+        told = r"journal\.jsonl in the checkpoint, line .: found a damaged"
+    else:
+        del checkpoint["full_backprop_engine"]
+        told = "no weights and optimizer states"
     torch.save(checkpoint, middle)
-    with pytest.raises(CheckpointError, match="no weights and optimizer states"):
-        trainer(tmp_path, 6).fit(full_module(base), ResumableLoader(), ckpt_path=middle)
+    with pytest.raises(JournalError if make is module else CheckpointError, match=told):
+        trainer(tmp_path, 6).fit(make(base), ResumableLoader(), ckpt_path=middle)

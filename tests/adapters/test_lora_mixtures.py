@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 BUCKETS = [None, 2]
 
 
-def save(family: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
-    model: Any = small_model(small_config(family))
+def save(family: str, directory: Path, dtype: torch.dtype = torch.float32, *, routers: bool | None = None) -> Path:
+    """A checkpoint, whose config may ask for the routers' loss or not."""
+    config = small_config(family)
+    if routers is not None:
+        config.output_router_logits, config.router_aux_loss_coef = routers, 0.5
+    model: Any = small_model(config)
     model.to(dtype).save_pretrained(directory)
     return directory
 
@@ -74,6 +79,25 @@ def opened(base: Path, targets: str, seed: int = 1) -> PeftBlockModel:
     return model
 
 
+def whole_model(base: Path) -> Any:
+    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    for parameter in whole.parameters():
+        parameter.data = parameter.data.clone()  # what is mapped from a file lies otherwise, and products round differently
+    return whole.eval()
+
+
+def learned_as_by_peft(model: Any, base: Path, given: Any, buckets: int | None) -> list[str]:
+    """Hold two steps against peft's on the whole model; return the names of what is trained."""
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
+        first = {name: value.detach().clone() for name, value in engine.parameters.items()}
+        losses = [engine.step(given).loss for _ in range(2)]
+        learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
+    expected, trained = trained_by_peft(whole_model(base), model.adapter.config, first, given, steps=2)
+    assert losses == expected
+    assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
+    return list(learned)
+
+
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("family", "targets", "dtype", "buckets"),
@@ -82,38 +106,22 @@ def opened(base: Path, targets: str, seed: int = 1) -> PeftBlockModel:
         ("falcon", "auto", torch.float32, 2),  # its linear layers have a class of their own
     ],
 )
-def test_gradients_are_those_of_peft_on_the_whole_model(
+def test_gradients_are_those_of_peft_on_the_whole_model_and_zeroth_order_steps_on_experts_mezos(
     family: str, targets: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
 ) -> None:
     if targets == "all-linear" and family in ROUTERS_OF_LINEAR:
         pytest.skip("peft wraps a router, which then fails")
     base = save(family, tmp_path / "base", dtype)
-    model = opened(base, targets)
-    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
-        first = {name: value.detach().clone() for name, value in engine.parameters.items()}
-        losses = [engine.step(batch()).loss for _ in range(2)]
-        learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    expected, trained = trained_by_peft(whole, model.adapter.config, first, batch(), steps=2)
-    assert losses == expected
-    assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
-    is_in_experts = any(".experts." in name for name in learned)
+    names = learned_as_by_peft(opened(base, targets), base, batch(), buckets)
+    if targets == "experts":
+        model, method = opened(base, targets), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
+        resident = MonolithicMeZO(monolithic(base, model.adapter.config, values_of(model)), lr=1e-2, zo_eps=1e-2)
+        with Engine(model, method, memory=memory(buckets)) as engine:
+            for _ in range(2):
+                [seed] = {evaluation.seed for evaluation in engine.ask()}
+                assert list(engine.step(batch()).losses) == list(resident.step(batch(), seed).losses)
+    is_in_experts = any(".experts." in name for name in names)
     assert is_in_experts == (targets != "auto" and not (targets == "all-linear" and family in ("gpt_oss", "qwen2_moe")))
-
-
-@pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(FAMILIES, DTYPES, BUCKETS))
-@pytest.mark.few(2)
-def test_zeroth_order_steps_on_experts_are_monolithic_mezo(
-    family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
-) -> None:
-    base = save(family, tmp_path / "base", dtype)
-    model = opened(base, "experts")
-    whole = monolithic(base, model.adapter.config, values_of(model))
-    resident = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2)
-    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
-        for _ in range(2):
-            [seed] = {evaluation.seed for evaluation in engine.ask()}
-            assert list(engine.step(batch()).losses) == list(resident.step(batch(), seed).losses)
 
 
 @pytest.mark.parametrize(("family", "targets"), each_choice(FAMILIES, ["auto", "auto experts"]))
@@ -149,19 +157,16 @@ def test_a_new_adapter_of_experts_begins_as_the_base(family: str, tmp_path: Path
         assert adapted.evaluate([batch()]).loss == plain.evaluate([batch()]).loss
 
 
-def test_directions_beside_the_activations_of_experts_are_refused(tmp_path: Path) -> None:
-    base = save("qwen3_moe", tmp_path / "base")
-    model = opened(base, "experts")
+def test_low_rank_mixed_precision_and_experts_that_a_model_has_not_are_refused(tmp_path: Path) -> None:
+    base = save("qwen3_moe", tmp_path / "base", torch.bfloat16)
     method = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), perturbation=LowRankPerturbation(rank=2, period=2))
     with pytest.raises(UnsupportedModelError, match="LoRA of experts with low-rank perturbations"):
-        Engine(model, method)
-
-
-@pytest.mark.parametrize("targets", ["experts", "all-linear"])
-def test_mixed_precision_of_experts_is_refused(targets: str, tmp_path: Path) -> None:
-    base = save("qwen3_moe", tmp_path / "base", torch.bfloat16)
-    with pytest.raises(OptionError, match="mixed with LoRA of experts"):
-        open_checkpoint(base, adapter=Adapter(config=config_of(targets, base)), precision="mixed")
+        Engine(opened(base, "experts"), method)
+    for targets in ("experts", "all-linear"):
+        with pytest.raises(OptionError, match="mixed with LoRA of experts"):
+            open_checkpoint(base, adapter=Adapter(config=config_of(targets, base)), precision="mixed")
+    with pytest.raises(OptionError, match="llama does not have as stacks"):
+        opened(save("llama", tmp_path / "llama"), "auto experts")
 
 
 def test_the_command_line_says_which_layers_it_adapts(tmp_path: Path) -> None:
@@ -180,12 +185,6 @@ def test_the_command_line_says_which_layers_it_adapts(tmp_path: Path) -> None:
     assert "auto experts, or names of layers" in refused
 
 
-def test_a_model_without_experts_has_none_to_adapt(tmp_path: Path) -> None:
-    base = save("llama", tmp_path / "base")
-    with pytest.raises(OptionError, match="llama does not have as stacks"):
-        opened(base, "auto experts")
-
-
 # The loss of routers, where the config asks for it
 
 
@@ -199,49 +198,24 @@ def padded_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def save_asking(family: str, directory: Path, dtype: torch.dtype = torch.float32, *, asks: bool = True) -> Path:
-    config = small_config(family)
-    config.output_router_logits, config.router_aux_loss_coef = asks, 0.5
-    model: Any = small_model(config)
-    model.to(dtype).save_pretrained(directory)
-    return directory
-
-
-def whole_model(base: Path) -> Any:
-    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    for parameter in whole.parameters():
-        parameter.data = parameter.data.clone()  # what is mapped from a file lies otherwise, and products round differently
-    return whole.eval()
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(ROUTED, DTYPES, BUCKETS))
-def test_gradients_have_the_routers_share(family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path) -> None:
-    base = save_asking(family, tmp_path / "base", dtype)
-    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
-    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
-        first = {name: value.detach().clone() for name, value in engine.parameters.items()}
-        losses = [engine.step(padded_batch()).loss for _ in range(2)]
-        learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    expected, trained = trained_by_peft(whole_model(base), config, first, padded_batch(), steps=2)
-    assert losses == expected
-    assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
-
-
-@pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(ROUTED, DTYPES, BUCKETS))
-@pytest.mark.few(2)
-def test_zeroth_order_steps_are_monolithic_mezo(
+def test_gradients_and_zeroth_order_steps_have_the_routers_share(
     family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
 ) -> None:
-    base = save_asking(family, tmp_path / "base", dtype)
+    base = save(family, tmp_path / "base", dtype, routers=True)
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    learned_as_by_peft(open_checkpoint(base, adapter=Adapter(config=config, seed=1)), base, padded_batch(), buckets)
     resident = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2)
     with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
         assert_steps_alike(engine, resident, [padded_batch()] * 2)
 
 
 def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path) -> None:
-    asked, silent = (save_asking("qwen3_moe", tmp_path / str(asks), asks=asks) for asks in (True, False))
+    base = save("deepseek_v3", tmp_path / "ignored", routers=True)  # a family that ignores the setting
+    with Engine(open_checkpoint(base)) as engine:
+        assert engine.evaluate([padded_batch()]).loss == whole_model(base)(**padded_batch(), use_cache=False).loss.item()
+    asked, silent = (save("qwen3_moe", tmp_path / str(asks), routers=asks) for asks in (True, False))
     with Engine(open_checkpoint(asked)) as with_routers, Engine(open_checkpoint(silent)) as without:
         assert with_routers.evaluate([padded_batch()]).loss > without.evaluate([padded_batch()]).loss + 0.1
     assert open_checkpoint(asked).description != open_checkpoint(silent).description
@@ -255,7 +229,7 @@ def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path
 
 
 def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> None:
-    asked, silent = (open_checkpoint(save_asking("qwen3_moe", tmp_path / str(asks), asks=asks)) for asks in (True, False))
+    asked, silent = (open_checkpoint(save("qwen3_moe", tmp_path / str(asks), routers=asks)) for asks in (True, False))
 
     def loss(called: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = called(**inputs, output_router_logits=True).loss
@@ -269,12 +243,6 @@ def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> No
     assert asked._recorder.at_end is None, "the logits would stay in memory"
     with Engine(silent, method) as engine, pytest.raises(UnsupportedModelError, match="output_router_logits"):
         engine.step(padded_batch(), CalledForward(silent, loss))
-
-
-def test_a_family_that_ignores_the_setting_ignores_it_here(tmp_path: Path) -> None:
-    base = save_asking("deepseek_v3", tmp_path / "base")
-    with Engine(open_checkpoint(base)) as engine:
-        assert engine.evaluate([padded_batch()]).loss == whole_model(base)(**padded_batch(), use_cache=False).loss.item()
 
 
 # Experts that are read when tokens are routed to them
@@ -349,16 +317,6 @@ def test_steps_journals_and_exports_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "exported").exists()
 
 
-def test_models_without_routed_experts_are_left_as_they_are(tmp_path: Path) -> None:
-    for family in ("llama", "llama4_text"):  # a dense one, and one whose experts see all tokens
-        model: Any = small_model(small_config(family))
-        model.save_pretrained(tmp_path / family)
-        opened = open_checkpoint(tmp_path / family)
-        layouts = opened.layouts
-        assert opened.route(tokens=1) is None
-        assert opened.layouts == layouts
-
-
 def test_commands_that_generate_keep_experts_in_the_memory_that_is_left(tmp_path: Path) -> None:
     at = AtStep(model=str(save_in("qwen3_moe", "bfloat16", tmp_path))).resolved()
     for tokens, is_routed in ((1, True), (64, False), (None, False)):
@@ -370,26 +328,28 @@ def test_commands_that_generate_keep_experts_in_the_memory_that_is_left(tmp_path
                 assert model.experts.capacity == engine.host_plan.spare > 0
 
 
-def test_an_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    path = save_in("qwen3_moe", "bfloat16", tmp_path)
-    save_tokenizer(path)
-    tensors = load_file(path / "model.safetensors")
-    name = next(name for name in tensors if ".experts." in name)
-    broken = {key: torch.full_like(value, torch.nan) if ".experts." in key else value for key, value in tensors.items()}
-    save_file(broken, path / "model.safetensors", {"format": "pt"})
-    assert name.rsplit(".experts.")[0] in refusal("generate", "--model", str(path), "--prompt", "the cat")
-
-
-def test_many_tokens_read_all_experts_ahead(tmp_path: Path) -> None:
+def test_many_tokens_and_models_without_routed_experts_read_all_ahead(tmp_path: Path) -> None:
     path = save_in("qwen3_moe", "bfloat16", tmp_path)  # 2 of 4 experts a token
     assert open_checkpoint(path).route(tokens=1) is not None
     assert open_checkpoint(path).route(tokens=2) is None
     assert expected_share(128, 8, 1) == 8 / 128
     assert 0.98 < expected_share(128, 8, 64) < 0.99
+    for family in ("llama", "llama4_text"):  # a dense one, and one whose experts see all tokens
+        opened = open_checkpoint(save(family, tmp_path / family))
+        layouts = opened.layouts
+        assert opened.route(tokens=1) is None
+        assert opened.layouts == layouts
 
 
-def test_an_expert_that_ends_early_is_named(tmp_path: Path) -> None:
+def test_an_expert_that_is_not_finite_or_ends_early_is_named(tmp_path: Path) -> None:
     path = save_in("qwen3_moe", "bfloat16", tmp_path)
+    broken = Path(shutil.copytree(path, tmp_path / "broken"))
+    save_tokenizer(broken)
+    tensors = load_file(path / "model.safetensors")
+    name = next(name for name in tensors if ".experts." in name)
+    nan = {key: torch.full_like(value, torch.nan) if ".experts." in key else value for key, value in tensors.items()}
+    save_file(nan, broken / "model.safetensors", {"format": "pt"})
+    assert name.rsplit(".experts.")[0] in refusal("generate", "--model", broken, "--prompt", "the cat")
     model = open_checkpoint(path)
     assert model.route(tokens=1) is not None
     with Engine(model) as engine:

@@ -81,11 +81,6 @@ def test_a_run_is_merged_at_any_of_its_steps(run: str, here: Path) -> None:
     assert float(merged.split()[1]) == pytest.approx(float(of_run.split()[1]), abs=1e-4)
 
 
-def test_a_run_of_all_weights_is_merged_as_it_is_exported(here: Path) -> None:
-    done("merge", "--run", "all", "--output", "merged")
-    assert_equal(here / "merged", load_file("all/model/model.safetensors"))
-
-
 def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done("merge", "--run", "first", "--output", "resident")
 
@@ -97,11 +92,12 @@ def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch:
     assert_equal(here / "streamed", load_file("resident/model.safetensors"))
 
 
-def test_the_directory_has_the_tokenizer_and_a_card(here: Path) -> None:
+def test_the_directory_has_the_tokenizer_and_a_card_and_the_base_may_be_the_one_that_the_adapter_names(here: Path) -> None:
+    done("merge", "--run", "all", "--output", "all-merged")
+    assert_equal(here / "all-merged", load_file("all/model/model.safetensors"))
     done("merge", "--model", "base", "--adapter", "first/model", "--output", "merged")
-    assert {"config.json", "tokenizer.json", "README.md", "model.safetensors"} <= {
-        path.name for path in Path("merged").iterdir()
-    }
+    names = {path.name for path in Path("merged").iterdir()}
+    assert {"config.json", "tokenizer.json", "README.md", "model.safetensors"} <= names
     assert "with the adapter `first` merged into them" in Path("merged/README.md").read_text()
     done("merge", "--run", "first", "--output", "of-run")
     card = Path("of-run/README.md").read_text()
@@ -109,12 +105,8 @@ def test_the_directory_has_the_tokenizer_and_a_card(here: Path) -> None:
     assert '"name": "adamw"' in card
     assert "an adapter, which is merged into these weights" in card
     assert "library_name: transformers" in card
-
-
-def test_the_base_is_the_one_that_the_adapter_names(here: Path) -> None:
-    done("merge", "--adapter", "first/model", "--output", "merged")
-    done("merge", "--model", "base", "--adapter", "first/model", "--output", "named")
-    assert_equal(here / "merged", load_file("named/model.safetensors"))
+    done("merge", "--adapter", "first/model", "--output", "named")
+    assert_equal(here / "named", load_file("merged/model.safetensors"))
     config = Path("first/model/adapter_config.json")
     config.write_text(json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": None}))
     assert "--model" in refusal("merge", "--adapter", "first/model", "--output", "other")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_lines import Ended, done, make_place, refusal, write_rows
+from command_lines import Ended, done, refusal, write_rows
 from engines import memory, zeroth_order
 from models import WORDS, make_batch, random_model, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, steps, values_of
@@ -88,21 +88,18 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
             assert list(engine.step(batch).losses) == loop.step(batch, seed)
 
 
-def test_nothing_is_written_back(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    run = tmp_path / "run"
+def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> None:
+    base, run = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), tmp_path / "run"
     run.mkdir()
-    model, policy = open_checkpoint(base, adapter=Adapter(config=lora())), WriteBackPolicy(directory=run)
-    steps(model, journal=run / "journal.jsonl", write_back=policy)
+    steps(
+        open_checkpoint(base, adapter=Adapter(config=lora())),
+        journal=run / "journal.jsonl",
+        write_back=WriteBackPolicy(directory=run),
+    )
     assert {path.name.partition(".")[0] for path in run.iterdir()} == {"journal"}
-
-
-def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4))
-    policy = memory(kept=0)
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
-        model = open_checkpoint(base, adapter=Adapter(config=lora()))
-        with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), device=device, memory=policy) as engine:
+        model, method = open_checkpoint(base, adapter=Adapter(config=lora())), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
+        with Engine(model, method, device=device, memory=memory(kept=0)) as engine:
             # What comes ahead of the second step may count for the first one.
             lanes = [engine.step(make_batch(40, [7, 5])).lanes for _ in range(2)]
     uploaded = sum(own[Lane.UPLOAD].nbytes for own in lanes)
@@ -139,14 +136,12 @@ def test_what_cannot_be_trained_so_is_refused(adapter: dict[str, Any], option: s
         open_checkpoint(base, adapter=Adapter(**adapter))
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, None, 0.5, True])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
-    with pytest.raises(OptionError, match=r"adapter\.seed"):
-        Adapter(config=lora(), seed=seed)
-
-
 @pytest.mark.parametrize("start", [True, False, "gaussian"])
 def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
+    wrong: list[Any] = [-1, 2**64, None, 0.5, True]
+    for seed in wrong:
+        with pytest.raises(OptionError, match=r"adapter\.seed"):
+            Adapter(config=lora(), seed=seed)
     base = save_model(tmp_path / "base", small_config("llama"))
     config = lora(init_lora_weights=start, target_modules=["q_proj"])
     values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7)))
@@ -161,28 +156,6 @@ def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
             assert bool(value.any()) == ("lora_A" in name)
     assert values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7))).keys() == values.keys()
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"precision": Precision(stored=torch.float32, transfer_dtype=torch.bfloat16)},
-        {"transfer_dtype": "bfloat16"},
-        {"export_dtype": "bfloat16"},
-    ],
-)
-def test_what_does_not_go_with_an_adapter_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    with pytest.raises(OptionError, match="with an adapter"):
-        open_checkpoint(base, adapter=Adapter(config=lora()), **options)
-
-
-def test_directions_beside_the_activations_of_a_mixed_adapter_are_refused(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
-    model = open_checkpoint(base, adapter=Adapter(config=lora()), precision="mixed")
-    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
-    with pytest.raises(OptionError, match="exact precision beside the activations"):
-        Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)))
 
 
 @pytest.mark.parametrize("buckets", [None, 1])
@@ -204,16 +177,33 @@ def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp
                 assert torch.equal(value, trained[name]), name
 
 
-@pytest.mark.parametrize("option", ["replay", "write_back.every", "write_back.snapshot_every"])
-def test_what_would_write_a_frozen_base_is_refused(option: str, tmp_path: Path) -> None:
-    model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=lora()))
-    policy = {option.removeprefix("write_back."): 2}
-    asked: Any = {"replay": "host"} if option == "replay" else {"write_back": WriteBackPolicy(directory=tmp_path, **policy)}
-    with pytest.raises(OptionError, match=f"^{option}.*frozen"):
-        zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
+def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refused(tmp_path: Path) -> None:
+    base, adapter = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), Adapter(config=lora())
+    carried = Precision(stored=torch.float32, transfer_dtype=torch.bfloat16)
+    asked: list[dict[str, Any]] = [{"precision": carried}, {"transfer_dtype": "bfloat16"}, {"export_dtype": "bfloat16"}]
+    for options in asked:
+        with pytest.raises(OptionError, match="with an adapter"):
+            open_checkpoint(base, adapter=adapter, **options)
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
+    beside = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))
+    with pytest.raises(OptionError, match="exact precision beside the activations"):
+        Engine(open_checkpoint(base, adapter=adapter, precision="mixed"), beside)
+    writing: dict[str, dict[str, Any]] = {
+        "replay": {"replay": "host"},
+        "write_back.every": {"write_back": WriteBackPolicy(directory=tmp_path, every=2)},
+        "write_back.snapshot_every": {"write_back": WriteBackPolicy(directory=tmp_path, snapshot_every=2)},
+    }
+    for option, given in writing.items():
+        model, noise = open_checkpoint(base, adapter=adapter), PhiloxNoise(Distribution.RADEMACHER)
+        with pytest.raises(OptionError, match=f"^{option}.*frozen"):
+            zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=noise, **given)
 
 
 def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step(tmp_path: Path) -> None:
+    later = tmp_path / "adapter_config.json"  # of a later peft
+    later.write_text(json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None}))
+    with pytest.warns(ZO2Warning, match="of_tomorrow ignored, which the installed peft"):
+        assert peft_config(Adapter(config=later)).config.r == 3
     options = small_run(tmp_path)
     config, run, text = tmp_path / "lora.json", tmp_path / "run", json.dumps({**LORA, "target_modules": ["q_proj"]})
     config.write_text(text)
@@ -228,13 +218,6 @@ def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step
     done(*branch, "--adapter", config, *frozen)
     whole, again = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "branch"))
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-
-
-def test_keys_of_a_later_peft_are_ignored_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None}))
-    with pytest.warns(ZO2Warning, match="of_tomorrow ignored, which the installed peft"):
-        assert peft_config(Adapter(config=path)).config.r == 3
 
 
 # Runs of low rank, written as peft's adapters
@@ -348,12 +331,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  #
 METHODS = {"zeroth-order": (), "low-rank": ("--rank", 2), "adamw": ("--method", "adamw")}
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base and rows."""
-    return make_place(tmp_path_factory.mktemp("lora"))
-
-
 def train(output: str, *more: object) -> Ended:
     common = ("--model", "base", "--data", "rows.jsonl", "--steps", 3, "--lr", 1e-2, "--batch-size", 3)
     return done("train", *common, "--output", output, *more)
@@ -391,25 +368,7 @@ def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here
     assert len(modules) == (14 if config["target_modules"] == "all-linear" else 4)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_run_is_resumed_exported_and_evaluated_without_the_option(method: str, here: Path) -> None:
-    options = (*METHODS[method], "--lora-rank", 2, "--lora-alpha", 3)
-    train("whole", *options, "--steps", 5)
-    train("run", *options)
-    done("train", "--resume", "run", "--steps", 5)
-    assert files("run")[1:] == files("whole")[1:]
-    done("export", "--run", "run", "--output", "exported")
-    assert Path("exported/adapter_model.safetensors").read_bytes() == files("run")[1]
-    of_run = done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
-    assert of_run == done("evaluate", "--adapter", "exported", "--data", "rows.jsonl", "--no-base").out
-    assert "--lora-rank: found 4; expected 2, as in the run" in refusal(
-        "evaluate", "--run", "run", "--data", "rows.jsonl", "--lora-rank", 4
-    )
-    assert "--lora-rank" in refusal("train", "--resume", "run", "--lora-rank", 4)
-
-
-def test_the_recipe_of_a_run_has_what_was_left_out(here: Path) -> None:
+def test_a_run_its_recipe_and_its_adapter_say_what_was_left_out(here: Path) -> None:
     train("run", "--method", "adamw", "--lora-rank", 2)
     recipe = yaml.safe_load(Path("run/recipe.yaml").read_text())
     assert (recipe["lora_rank"], recipe["lora_targets"], recipe["lora_alpha"]) == (2, ["auto"], 4)
@@ -418,10 +377,9 @@ def test_the_recipe_of_a_run_has_what_was_left_out(here: Path) -> None:
     values = {"model": "base", "data": "rows.jsonl", "output": "mapped", "lr": 1e-2, "lora_rank": 2, "method": "adamw"}
     train_recipe({**values, "lora_targets": "all-linear", "steps": 3, "batch_size": 3})
     assert files("mapped") == files("run")
-
-
-def test_an_exported_adapter_names_its_base(here: Path) -> None:
-    train("run", "--lora-rank", 2)
+    told = refusal("evaluate", "--run", "run", "--data", "rows.jsonl", "--lora-rank", 4)
+    assert "--lora-rank: found 4; expected 2, as in the run" in told
+    assert "--lora-rank" in refusal("train", "--resume", "run", "--lora-rank", 4)
     assert files("run")[2]["base_model_name_or_path"] == str((here / "base").resolve())
     model = peft.AutoPeftModelForCausalLM.from_pretrained("run/model")
     assert model.peft_config["default"].r == 2

@@ -12,17 +12,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_lines import done, refusal
+from command_lines import done
 from engines import memory
 from footprints import check
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, plans, storages
-from peft_models import TARGETS as OF_LORA
-from peft_models import lora, steps
+from peft_models import (
+    dora,
+    hra,
+    ia3,
+    in_lora,
+    loha,
+    lokr,
+    miss,
+    modules_to_save,
+    prefix,
+    rslora,
+    steps,
+)
 from profiles import each_choice, examples
-from runs import small_run
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -36,7 +46,7 @@ from zo2core import Engine, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError
 
 peft: Any = pytest.importorskip("peft")
-TARGETS = {model_type: OF_LORA[model_type] for model_type in ("opt", "llama")}
+TARGETS = ("opt", "llama")
 FILES = {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks for it
@@ -53,20 +63,9 @@ class Kind(NamedTuple):
     frozen: str  # a part of some parameters' names, but not of all; empty: there is one parameter
 
 
-def in_lora(model_type: str, **changes: Any) -> Any:
-    return lora(**{"target_modules": OF_LORA[model_type], **changes})
-
-
-dora = partial(in_lora, use_dora=True)
-
-
 def wrapped(whole: nn.Module, config: Any) -> nn.Module:
     model: nn.Module = peft.get_peft_model(whole, config).get_base_model()
     return model
-
-
-def prefix(model_type: str, **changes: Any) -> Any:
-    return peft.PrefixTuningConfig(**{"num_virtual_tokens": 3, "task_type": "CAUSAL_LM", **changes})
 
 
 class PlainNames(nn.Module):
@@ -88,40 +87,14 @@ def around(whole: nn.Module, config: Any) -> nn.Module:
     return PlainNames(peft.get_peft_model(whole, config))
 
 
-def ia3(model_type: str, **changes: Any) -> Any:
-    targets = {"target_modules": TARGETS[model_type], "feedforward_modules": TARGETS[model_type][1:]}
-    return peft.IA3Config(**{**targets, "init_ia3_weights": False, **changes})
-
-
-def loha(model_type: str, **changes: Any) -> Any:
-    return peft.LoHaConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def lokr(model_type: str, **changes: Any) -> Any:
-    return peft.LoKrConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def hra(model_type: str, **changes: Any) -> Any:
-    return peft.HRAConfig(**{"r": 4, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def miss(model_type: str, **changes: Any) -> Any:
-    return peft.MissConfig(**{"r": 2, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def saved(model_type: str, **changes: Any) -> Any:
-    modules = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "input_layernorm", "v_proj"]}[model_type]
-    return in_lora(model_type, **{"modules_to_save": modules, **changes})
-
-
 KINDS = {
     "lora": Kind(in_lora, wrapped, {"lora_alpha": 8}, "lora_A"),
-    "rslora": Kind(partial(in_lora, use_rslora=True, init_lora_weights=False), wrapped, {"r": 2}, "lora_A"),
+    "rslora": Kind(rslora, wrapped, {"r": 2}, "lora_A"),
     "dora": Kind(dora, wrapped, {"lora_alpha": 8}, "lora_A"),
     "prefix": Kind(prefix, around, {"num_virtual_tokens": 4}, ""),
     "ia3": Kind(ia3, wrapped, {"feedforward_modules": []}, "q_proj"),
     "loha": Kind(loha, wrapped, {"alpha": 8}, "hada_w1_a"),
-    "modules_to_save": Kind(saved, wrapped, {"modules_to_save": None}, "lora_A"),
+    "modules_to_save": Kind(modules_to_save, wrapped, {"modules_to_save": None}, "lora_A"),
     "lokr": Kind(lokr, wrapped, {"alpha": 8}, "lokr_w1"),
     "hra": Kind(hra, wrapped, {"apply_GS": True}, "q_proj"),
     "miss": Kind(miss, wrapped, {"r": 1}, "q_proj"),
@@ -328,18 +301,6 @@ def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(name: str
     assert steps(encoded, memory=streamed) == steps(plain)
 
 
-def test_magnitudes_begin_as_pefts(tmp_path: Path) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        base = save_model(tmp_path / str(dtype), small_config("llama"), dtype)
-        values = values_of(open_checkpoint(base, adapter=Adapter(config=dora("llama"))))
-        theirs = dict(whole_model(base, KINDS["dora"], dora("llama")).named_parameters())
-        magnitudes = [name for name in values if "magnitude" in name]
-        assert len(magnitudes) == 4
-        for name in magnitudes:
-            assert theirs[name].dtype == torch.float32
-            assert torch.equal(values[name], theirs[name]), name
-
-
 @pytest.mark.parametrize("kind", ["ia3", "loha", "lokr", "hra", "miss"])
 def test_first_values_of_kinds_without_code_of_their_own_are_pefts(kind: str, tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config("llama"))
@@ -353,22 +314,33 @@ def test_first_values_of_kinds_without_code_of_their_own_are_pefts(kind: str, tm
         assert torch.equal(value, theirs[name]), name
 
 
-def test_magnitudes_are_norms_of_weights_and_matrices_together(tmp_path: Path) -> None:
-    base = save_model(tmp_path, small_config("llama"))
+def test_magnitudes_begin_as_pefts_and_are_norms_of_weights_and_matrices_together(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        base = save_model(tmp_path / str(dtype), small_config("llama"), dtype)
+        values = values_of(open_checkpoint(base, adapter=Adapter(config=dora("llama"))))
+        theirs = dict(whole_model(base, KINDS["dora"], dora("llama")).named_parameters())
+        magnitudes = [name for name in values if "magnitude" in name]
+        assert len(magnitudes) == 4
+        for name in magnitudes:
+            assert theirs[name].dtype == torch.float32
+            assert torch.equal(values[name], theirs[name]), name
+    base = tmp_path / "torch.float32"
     config = dora("llama", init_lora_weights=False, target_modules=["q_proj"])
     values = values_of(open_checkpoint(base, adapter=Adapter(config=config)))
-    whole = AutoModelForCausalLM.from_pretrained(base)
-    for number, layer in enumerate(whole.model.layers):
-        a, b, magnitude = (
-            values[f"model.layers.{number}.self_attn.q_proj.lora_{part}.default.weight"]
-            for part in ("A", "B", "magnitude_vector")
-        )
+    for number, layer in enumerate(AutoModelForCausalLM.from_pretrained(base).model.layers):
+        name = f"model.layers.{number}.self_attn.q_proj.lora_{{}}.default.weight"
+        a, b, magnitude = (values[name.format(part)] for part in ("A", "B", "magnitude_vector"))
         weight = layer.self_attn.q_proj.weight + 16 / 3 * (b @ a)
         torch.testing.assert_close(magnitude, weight.norm(dim=1).detach())
 
 
-def test_a_prefix_begins_as_keys_and_values_of_random_tokens(tmp_path: Path) -> None:
+def test_a_prefix_begins_as_keys_and_values_of_random_tokens_or_zeros(tmp_path: Path) -> None:
     for model_type in TARGETS:
+        base = save_model(tmp_path / model_type, small_config(model_type))
+        config = prefix(model_type, init_weights="zero")
+        [table] = values_of(open_checkpoint(base, adapter=Adapter(config=config))).values()
+        assert table.shape == (3, 2 * 2 * 12)
+        assert not table.any()
         for dtype in (torch.float32, torch.bfloat16):
             base = save_model(tmp_path / f"{model_type} {dtype}", small_config(model_type), dtype)
             model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type), seed=6))
@@ -395,13 +367,6 @@ def test_a_new_prefix_is_random_tokens_before_each_row(tmp_path: Path) -> None:
         before = {key: torch.cat([value, batch[key]], dim=1) for key, value in longer.items()}
         assert replayer.evaluate([before]).loss == pytest.approx(loss, rel=1e-6)
         assert replayer.evaluate([batch]).loss != pytest.approx(loss, rel=1e-3)
-
-
-def test_a_prefix_may_begin_with_zeros(tmp_path: Path) -> None:
-    base = save_model(tmp_path, small_config("llama"))
-    [table] = values_of(open_checkpoint(base, adapter=Adapter(config=prefix("llama", init_weights="zero")))).values()
-    assert table.shape == (3, 2 * 2 * 12)
-    assert not table.any()
 
 
 def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
@@ -466,17 +431,12 @@ def test_branches_recorded_before_a_sweep_are_those_that_it_takes(model_type: st
     assert runs[0] == runs[1]
 
 
-def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    model = open_checkpoint(base, adapter=Adapter(config=prefix("llama")))
-    model.prepared({**make_batch(40, [7, 5])})
-    with pytest.raises(UnsupportedModelError, match="prefix: found several sequences in a row"):
-        model.prepared(pack(make_batch(40, [7, 5])))
-
-
-def test_rows_leave_a_prefix_its_positions(tmp_path: Path) -> None:
+def test_rows_leave_a_prefix_its_positions_and_packed_ones_would_share_it(tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config("opt"))
     model = open_checkpoint(base, adapter=Adapter(config=prefix("opt")))
+    model.prepared({**make_batch(40, [7, 2])})
+    with pytest.raises(UnsupportedModelError, match="prefix: found several sequences in a row"):
+        model.prepared(pack(make_batch(40, [7, 2])))
     with Engine(model) as replayer:
         replayer.evaluate([make_batch(40, [9])])
         with pytest.raises(BatchError, match="at most 9"):
@@ -507,40 +467,3 @@ def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str
     base = save_model(tmp_path, small_config("llama"))
     with pytest.raises(OptionError, match=f"^{option}"):
         open_checkpoint(base, adapter=Adapter(config=config("llama")))
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    options = small_run(tmp_path)
-    run, config = tmp_path / "run", KINDS[kind].config("llama")
-    config.save_pretrained(tmp_path / "kind")
-    adapter = ["--adapter", str(tmp_path / "kind" / "adapter_config.json")]
-    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", *adapter]
-    done(*train, "--output", run, "--steps", "2")
-    done("train", "--resume", run, "--steps", "4")
-    done(*train, "--output", tmp_path / "whole", "--steps", "4")
-    done("export", "--run", run, "--output", tmp_path / "exported")
-    paths = [
-        path / "adapter_model.safetensors" for path in (run / "model", tmp_path / "whole" / "model", tmp_path / "exported")
-    ]
-    resumed, whole, exported = map(load_file, paths)
-    assert resumed.keys() == whole.keys() == exported.keys()
-    assert all(torch.equal(resumed[name], whole[name]) and torch.equal(exported[name], whole[name]) for name in whole)
-    of_run = done("evaluate", "--run", run, "--data", options.data, "--no-base").out
-    assert (
-        done("evaluate", "--model", options.model, "--adapter", run / "model", "--data", options.data, "--no-base").out
-        == of_run
-    )
-    if kind != "prefix" and not request.config.getoption("--long"):
-        return
-    done("export", "--run", run, "--output", tmp_path / "first", "--at", "0")
-    done(*train[:-1], tmp_path / "first", "--output", tmp_path / "again", "--steps", "4")
-    again = load_file(tmp_path / "again" / "model" / "adapter_model.safetensors")
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert done("generate", "--run", run, "--prompt", "the cat", "--max-new-tokens", "3").out.startswith("the cat")
-    if kind in ("lora", "rslora"):  # directions of low rank may train these
-        return
-    train = ["train", "--model", options.model, "--data", str(options.data), *adapter, "--output", str(tmp_path / "beside")]
-    assert refusal(*train, "--rank", 2).startswith("zo2: --adapter: found ")
-    assert not (tmp_path / "beside").exists()

@@ -23,7 +23,7 @@ from zo2adapters.models.architecture import faster_half
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
+from zo2core import Distribution, Engine, Journal, MeZOSGD, ZerothOrder
 from zo2core.errors import OptionError
 from zo2core.kernels import dispatch
 from zo2core.types import Descend, Lane, Perturb, Program
@@ -36,29 +36,23 @@ def base(tmp_path: Path) -> Path:
     return save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("stored", "computed", "transfer_dtype"),
-    [
+def test_dtypes_that_do_not_go_together_are_refused(base: Path) -> None:
+    wrong: list[tuple[Any, Any, Any]] = [
         (torch.int8, None, None),
         (torch.bfloat16, torch.float16, None),
         (torch.float32, torch.float64, None),
         (torch.float64, torch.bfloat16, None),
         (torch.float32, torch.bfloat16, torch.float64),
         (torch.float16, None, torch.bfloat16),
-    ],
-)
-def test_dtypes_that_do_not_go_together_are_refused(stored: Any, computed: Any, transfer_dtype: Any) -> None:
-    with pytest.raises(OptionError, match="precision"):
-        Precision(stored=stored, computed=computed, transfer_dtype=transfer_dtype)
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype", "said"),
-    [("half", "auto", "precision"), ("mixed", "float32", "dtype"), (Precision(stored=torch.float32), "bfloat16", "dtype")],
-)
-def test_a_dtype_beside_a_precision_that_says_another_is_refused(base: Path, precision: Any, dtype: str, said: str) -> None:
-    with pytest.raises(OptionError, match=said):
-        open_checkpoint(base, precision=precision, dtype=dtype)
+    ]
+    for stored, computed, transfer_dtype in wrong:
+        with pytest.raises(OptionError, match="precision"):
+            Precision(stored=stored, computed=computed, transfer_dtype=transfer_dtype)
+    float32 = Precision(stored=torch.float32)
+    others: list[tuple[Any, str, str]] = [("half", "auto", "precision"), ("mixed", "float32", "dtype")]
+    for precision, dtype, said in [*others, (float32, "bfloat16", "dtype")]:
+        with pytest.raises(OptionError, match=said):
+            open_checkpoint(base, precision=precision, dtype=dtype)
 
 
 def test_auto_is_mixed_for_weights_of_16_bits_only(base: Path, tmp_path: Path) -> None:
@@ -67,9 +61,6 @@ def test_auto_is_mixed_for_weights_of_16_bits_only(base: Path, tmp_path: Path) -
     assert open_checkpoint(base, precision="exact").autocast is None
     assert open_checkpoint(wide, precision="auto").autocast is None
     assert open_checkpoint(base, precision=Precision(stored=torch.float32, computed=torch.float16)).autocast is torch.float16
-
-
-def test_the_faster_of_the_16_bit_dtypes_is_computed_with() -> None:
     assert faster_half({torch.bfloat16: 3.0, torch.float16: 1.0}.__getitem__) is torch.float16
     assert faster_half({torch.bfloat16: 1.0, torch.float16: 0.9}.__getitem__) is torch.bfloat16
 
@@ -133,18 +124,27 @@ def options(tmp_path: Path) -> TrainOptions:
     return small_run(tmp_path, layers=2, dtype=torch.float16, steps=4)
 
 
-def test_a_run_writes_down_what_was_chosen_for_its_machine(options: TrainOptions) -> None:
-    with Trainer(options, quiet=True) as trainer:
-        chosen = trainer.engine.journal.header["model"]["autocast"]
-    kept = json.loads((options.output / "options.json").read_text())["options"]
-    assert (kept["precision"], kept["dtype"]) == ("mixed", chosen)
+def test_a_run_writes_down_and_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
+    def notice(name: str, **changes: Any) -> str:
+        with Trainer(replace(options, output=tmp_path / name, **changes), quiet=True) as trainer:
+            assert trainer.options.model_options.precision == ("mixed" if name == "mixed" else "exact")
+            return str(trainer.notices()[0])
+
+    assert notice("mixed").startswith("precision: mixed, weights in float32, computed in ")
+    kept = json.loads((tmp_path / "mixed" / "options.json").read_text())["options"]
+    header = Journal(tmp_path / "mixed" / "journal.jsonl").header
+    assert header is not None
+    assert (kept["precision"], kept["dtype"]) == ("mixed", header["model"]["autocast"])
     assert kept["batching"]["loss_chunk"] >= 1
-
-
-def test_exact_mezo_stays_exact(options: TrainOptions) -> None:
-    exact = replace(options, optimization=Optimization(lr=1e-2, exact_mezo=True))
-    with Trainer(exact, quiet=True) as trainer:
-        assert trainer.options.model_options.precision == "exact"
+    line = notice("exact", model_options=RunModelOptions(precision="exact"))
+    assert line.startswith("precision: exact, all in float16")
+    assert "--precision mixed" in line
+    assert "times as long as in bfloat16" in line
+    notice("exact MeZO", optimization=Optimization(lr=1e-2, exact_mezo=True))
+    line = notice("rank", optimization=replace(options.optimization, rank=8))
+    assert line.startswith("precision: exact, computed in float16; weights are only read, updates add up in float32")
+    assert "rounded away" not in line
+    assert "--precision mixed" not in line
 
 
 def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: TrainOptions, tmp_path: Path) -> None:
@@ -158,19 +158,13 @@ def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: T
     done("train", "--resume", options.output)
     files = [run / "model" / "model.safetensors" for run in (options.output, undisturbed.output)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    done("export", "--run", options.output, "--output", tmp_path / "wide", "--output-dtype", "float32")
+    export = ("export", "--run", options.output, "--output")
+    done(*export, tmp_path / "same", "--precision", "mixed")
+    assert "expected mixed, as in the run" in refusal(*export, tmp_path / "other", "--precision", "exact")
+    assert not (tmp_path / "other").exists()
+    done(*export, tmp_path / "wide", "--output-dtype", "float32")
     with safe_open(tmp_path / "wide" / "model.safetensors", "pt") as wide:
         assert all(wide.get_tensor(name).dtype is torch.float32 for name in wide.keys())  # noqa: SIM118 - no dict
-
-
-def test_commands_on_a_run_keep_its_precision_and_refuse_another(options: TrainOptions, tmp_path: Path) -> None:
-    with Trainer(options, quiet=True) as trainer:
-        trainer.run()
-    export = ["export", "--run", str(options.output), "--output", str(tmp_path / "model")]
-    done(*export, "--precision", "mixed")
-    assert (tmp_path / "model" / "model.safetensors").is_file()
-    assert "expected mixed, as in the run" in refusal(*export[:-1], str(tmp_path / "other"), "--precision", "exact")
-    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("computed", [torch.bfloat16, torch.float16, torch.float32])
@@ -209,26 +203,6 @@ def test_what_is_read_of_the_base_counts_as_it_is_on_disk(tmp_path: Path) -> Non
         read = engine.step({"input_ids": rows, "labels": rows}).lanes[Lane.READ].nbytes
     weights = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(base).parameters())
     assert read == 2 * weights
-
-
-def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
-    with Trainer(options, quiet=True) as trainer:
-        assert trainer.notices()[0].startswith("precision: mixed, weights in float32, computed in ")
-    exact = replace(options, output=tmp_path / "exact", model_options=RunModelOptions(precision="exact"))
-    with Trainer(exact, quiet=True) as trainer:
-        line = trainer.notices()[0]
-    assert line.startswith("precision: exact, all in float16")
-    assert "--precision mixed" in line
-    assert "times as long as in bfloat16" in line
-
-
-def test_a_run_whose_weights_are_only_read_does_not_warn_of_lost_updates(options: TrainOptions, tmp_path: Path) -> None:
-    optimization = replace(options.optimization, rank=8)
-    with Trainer(replace(options, output=tmp_path / "rank", optimization=optimization), quiet=True) as trainer:
-        line = trainer.notices()[0]
-    assert line.startswith("precision: exact, computed in float16; weights are only read, updates add up in float32")
-    assert "rounded away" not in line
-    assert "--precision mixed" not in line
 
 
 @pytest.mark.few(1)

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from command_lines import done, refusal
 from models import WORDS, save_model, save_tokenizer, small_config
 
-from zo2adapters.cli import main
 from zo2adapters.commands.report import page, read_run
 from zo2core import Journal
 
@@ -57,6 +56,9 @@ class Elements(HTMLParser):
 def test_the_page_says_what_is_in_the_runs(here: Path) -> None:
     assert done("report", "a <b> & c", "two", "-o", "page.html").out == "page.html\n"
     text = Path("page.html").read_text()
+    assert "null" not in text
+    assert ">rank<" not in text, "an option that no run has set"
+    assert re.search(r'<td class="key">evaluate_every</td><td>2</td><td>not set</td>', text)
     elements = Elements()
     elements.feed(text)
     assert elements.loaded == []
@@ -74,9 +76,28 @@ def test_the_page_says_what_is_in_the_runs(here: Path) -> None:
     assert re.search(r">training loss, from [\d.]+<", text)
     assert '<td class="key">written to disk, with snapshots</td><td>0, 0 in 1,000 steps</td>' in text  # blocks are in memory
     assert run.minutes == sorted(run.minutes)
+    table = dict(re.findall(r'<td class="key">([^<]*)</td><td>(.*)</td></tr>', text.partition("<h2>Loss")[0]))
+    first, last = (Journal("a <b> & c/journal.jsonl").evaluations[step]["loss"] for step in (0, 6))
+    assert table["evaluation loss, first and last"] == f"{first:.4f}, {last:.4f} at step 0 and 6</td><td>none"
+    assert table["method"] == "zeroth-order (mezo)</td><td>zeroth-order (mezo)"
+    assert table["data"] == "rows.jsonl</td><td>rows.jsonl"
+    assert "steps rejected by the guard" not in table
+    done("report", "two", "-o", "page.html")
+    assert Path("page.html").read_text() != text
+    for path in ("own.html", "rows.jsonl", "nowhere/page.html"):
+        if path == "own.html":
+            Path(path).write_text("<!doctype html>\n<html></html>\n")
+        assert f"{path}: found" in refusal("report", "two", "-o", path)
+    assert Path("own.html").read_text() == "<!doctype html>\n<html></html>\n"
+    options = json.loads(Path("two/options.json").read_bytes())
+    Path("two/options.json").write_text(json.dumps({**options, "options": {**options["options"], "storage": "odd"}}))
+    done("report", "two", "-o", "page.html")
+    assert "<td>&quot;odd&quot;</td>" in Path("page.html").read_text()
+    Path("two/options.json").write_text("[]")
+    assert "two/options.json: found" in refusal("report", "two", "-o", "page.html")
 
 
-def test_a_rate_has_its_tick_and_trials_are_apart_from_the_run(here: Path) -> None:
+def test_a_rate_has_its_tick_trials_are_apart_from_the_run_and_lanes_are_shown_where_there_are_several(here: Path) -> None:
     rates = (3e-5, 1e-4, 3e-4)
     trials = [
         {"lr": lr, "steps": 2, "loss": 1 + lr, "losses": [2.0, 1 + lr], "forwards": 4, "seconds": 60.0} for lr in rates
@@ -87,22 +108,9 @@ def test_a_rate_has_its_tick_and_trials_are_apart_from_the_run(here: Path) -> No
     assert "forwards of trials before</td><td>12<" in text
     assert run.minutes[-1] < 1
     assert ">mean loss of the last steps, from 1<" in text
-
-
-def test_lanes_are_shown_where_there_are_several(here: Path) -> None:
-    run = read_run(Path("two"))
     assert "<h2>Lanes</h2>" not in page([run._replace(steps=[{**row, "lanes": {}} for row in run.steps])])
     lanes = {lane: {"busy": 0.5, "bytes": 8} for lane in ("read", "evaluate")}
     assert "<h2>Lanes</h2>" in page([run._replace(steps=[{**row, "lanes": lanes} for row in run.steps])])
-
-
-def test_options_that_no_run_has_set_are_left_out(here: Path) -> None:
-    done("report", "a <b> & c", "two", "-o", "page.html")
-    text = Path("page.html").read_text()
-    assert "null" not in text
-    assert ">rank<" not in text
-    row = r'<td class="key">evaluate_every</td><td>2</td><td>not set</td>'
-    assert re.search(row, text)
 
 
 def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
@@ -117,28 +125,6 @@ def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
     assert [row["loss"] for row in read_run(Path("two")).steps] == losses
 
 
-def test_a_page_replaces_an_earlier_one_and_no_other_file(here: Path) -> None:
-    main(["report", "two", "-o", "page.html"])
-    alone = Path("page.html").read_text()
-    main(["report", "a <b> & c", "two", "-o", "page.html"])
-    assert Path("page.html").read_text() != alone
-    other = "<!doctype html>\n<html></html>\n"
-    Path("own.html").write_text(other)
-    with pytest.raises(SystemExit):
-        main(["report", "two", "-o", "own.html"])
-    assert Path("own.html").read_text() == other
-
-
-@pytest.mark.parametrize("path", ["rows.jsonl", "nowhere/page.html"])
-def test_what_is_wrong_is_one_line(here: Path, path: str) -> None:
-    assert f"{path}: found" in refusal("report", "two", "-o", path)
-
-
-def test_damaged_options_are_one_line(here: Path) -> None:
-    Path("two/options.json").write_text("[]")
-    assert "two/options.json: found" in refusal("report", "two", "-o", "page.html")
-
-
 def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
     """Change each row of a run's metrics."""
     rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
@@ -149,16 +135,6 @@ def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
 
 WITHOUT = object()
 NO_NUMBERS: tuple[Any, ...] = ("0.1", None, [1.0], True)
-
-
-def test_the_table_says_what_was_trained_and_what_evaluations_found(here: Path) -> None:
-    text = page([read_run(here / "two"), read_run(here / "a <b> & c")]).partition("<h2>Loss")[0]
-    rows = dict(re.findall(r'<td class="key">([^<]*)</td><td>(.*)</td></tr>', text))
-    first, last = (Journal(here / "a <b> & c" / "journal.jsonl").evaluations[step]["loss"] for step in (0, 6))
-    assert rows["evaluation loss, first and last"] == f"none</td><td>{first:.4f}, {last:.4f} at step 0 and 6"
-    assert rows["method"] == "zeroth-order (mezo)</td><td>zeroth-order (mezo)"
-    assert rows["data"] == "rows.jsonl</td><td>rows.jsonl"
-    assert "steps rejected by the guard" not in rows
 
 
 NO_LANES: tuple[Any, ...] = ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
@@ -196,13 +172,6 @@ def test_numbers_of_an_evaluation_that_are_none_are_left_out(here: Path, name: s
     changed_rows("a <b> & c", lambda row: row.update({name: value} if row["step"] == 2 else {name: 0.5}))
     done("report", "a <b> & c", "-o", "page.html")
     assert [name in row for row in read_run(Path("a <b> & c")).evaluations] == [True, False, True, True]
-
-
-def test_options_of_another_kind_are_shown_as_they_are(here: Path) -> None:
-    options = json.loads(Path("two/options.json").read_bytes())
-    Path("two/options.json").write_text(json.dumps({**options, "options": {**options["options"], "storage": "odd"}}))
-    done("report", "two", "-o", "page.html")
-    assert "<td>&quot;odd&quot;</td>" in Path("page.html").read_text()
 
 
 @pytest.mark.few(1)
@@ -248,65 +217,28 @@ def test_a_browser_draws_the_page(here: Path) -> None:
     assert dom.count("<svg") == 3
 
 
-class FakeWriter:
-    """What TensorBoard's package offers."""
-
-    made: ClassVar[list[FakeWriter]] = []
-
-    def __init__(self, log_dir: str) -> None:
-        self.log_dir, self.scalars, self.closed = log_dir, list[tuple[str, float, int]](), False
-        self.made.append(self)
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, value, step))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class FakeRun:
-    """What a run of Weights & Biases offers."""
-
-    def __init__(self) -> None:
-        self.rows, self.finished = list[dict[str, float]](), False
-
-    def log(self, row: dict[str, float]) -> None:
-        self.rows.append(row)
-
-    def finish(self) -> None:
-        self.finished = True
-
-
 def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=FakeWriter))
-    run, begun = FakeRun(), list[dict[str, object]]()
-
-    def init(**options: Any) -> FakeRun:
-        begun.append(options)
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    tensorboard, wandb = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     common = ["train", "--model", "model", "--data", "rows.jsonl", "--steps", "2", "--lr", "1e-3", "--batch-size", "2"]
     done(*common, "--output", "tb", "--report-to", "tensorboard", "--evaluation", "rows.jsonl")
-    [writer] = FakeWriter.made
     rows = [json.loads(line) for line in Path("tb/metrics.jsonl").read_text().splitlines()]
-    assert writer.closed
-    assert writer.log_dir == "tb/tensorboard"
+    tensorboard.SummaryWriter.assert_called_once_with(log_dir="tb/tensorboard")
+    writer = tensorboard.SummaryWriter.return_value
+    writer.close.assert_called_once_with()
+    scalars = [call.args for call in writer.add_scalar.call_args_list]
     for key in ("loss", "evaluation_loss", "seconds"):
-        assert [(step, value) for name, value, step in writer.scalars if name == key] == [
-            (row["step"], row[key]) for row in rows if key in row
-        ]
+        expected = [(key, row[key], row["step"]) for row in rows if key in row]
+        assert [scalar for scalar in scalars if scalar[0] == key] == expected != []
     done(*common, "--output", "wb", "--report-to", "wandb")
-    assert run.finished
-    assert begun[0]["name"] == "wb"
-    assert [row["step"] for row in run.rows] == [0, 1]
+    run = wandb.init.return_value
+    run.finish.assert_called_once_with()
+    assert wandb.init.call_args.kwargs["name"] == "wb"
+    assert [call.args[0]["step"] for call in run.log.call_args_list] == [0, 1]
     done("train", "--resume", "wb", "--steps", "3", "--report-to", "none")
-    assert len(run.rows) == 2
-
-
-def test_a_tracker_that_is_not_there_is_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.log.call_count == 2
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "wandb: found no such package; expected it installed. What to do: pip install 'wandb'." in refusal(
-        "train", "--model", "model", "--data", "rows.jsonl", "--output", "wb", "--report-to", "wandb"
-    )
-    assert not Path("wb").exists()
+    told = refusal(*common, "--output", "none", "--report-to", "wandb")
+    assert "wandb: found no such package; expected it installed. What to do: pip install 'wandb'." in told
+    assert not Path("none").exists()

@@ -42,30 +42,18 @@ ROWS = [
 FUNCTIONS = """
 import ctypes, os, signal, subprocess, sys, time
 
-def cats(prompt, completion, row):
-    return row["weight"] * completion.split().count("cat") + len(prompt) / 100
-
-def divides(prompt, completion, row):
-    return 1 / (row["weight"] - 3)
-
-def infinite(prompt, completion, row):
-    return float("inf")
-
-def text(prompt, completion, row):
-    return "good"
-
-def sleeps(prompt, completion, row):
-    time.sleep(row["weight"] == 3 and 60)
-    return True
-
-def computes(prompt, completion, row):
-    return sum(range(10**12)) if row["weight"] == 3 else 0.5
-
-def allocates(prompt, completion, row):
-    return len(bytearray(10**10)) if row["weight"] == 3 else 0.5
-
-def number(prompt, completion, row):
-    return {"0": 0.5, "1": float("nan"), "2": None, "3": "0.5", "4": [1]}[completion]
+cats = lambda prompt, completion, row: row["weight"] * completion.split().count("cat") + len(prompt) / 100
+divides = lambda prompt, completion, row: 1 / (row["weight"] - 3)
+infinite = lambda prompt, completion, row: float("inf")
+huge = lambda prompt, completion, row: 1e308
+text = lambda prompt, completion, row: "good"
+sleeps = lambda prompt, completion, row: time.sleep(row["weight"] == 3 and 60) is None
+computes = lambda prompt, completion, row: sum(range(10**12)) if row["weight"] == 3 else 0.5
+allocates = lambda prompt, completion, row: len(bytearray(10**10)) if row["weight"] == 3 else 0.5
+leaves = lambda prompt, completion, row: sys.exit(3) if row["weight"] == 3 else 0.5
+kills = lambda prompt, completion, row: os.kill(os.getpid(), signal.SIGKILL) if row["weight"] == 3 else 0.5
+loops = lambda prompt, completion, row: Endless() if row["weight"] == 3 else 0.5
+number = lambda prompt, completion, row: [0.5, float("nan"), None, "0.5", [1]][int(completion)]
 
 def prints(prompt, completion, row):
     if os.fork() == 0:
@@ -75,18 +63,12 @@ def prints(prompt, completion, row):
     os.write(1, b'{"answer": [7.0]}\\n')
     return float(sys.stdin.read() == "")
 
-def leaves(prompt, completion, row):
-    return sys.exit(3) if row["weight"] == 3 else 0.5
-
 def exits(prompt, completion, row):
     if row["weight"] == 3:
         if os.fork() == 0:
             time.sleep(600)
         os._exit(3)
     return 0.5
-
-def kills(prompt, completion, row):
-    return os.kill(os.getpid(), signal.SIGKILL) if row["weight"] == 3 else 0.5
 
 def goes_on(prompt, completion, row):
     while row["weight"] == 3:
@@ -109,16 +91,10 @@ class Endless:
 class Unreadable(Exception):
     __str__ = Endless.__float__
 
-def loops(prompt, completion, row):
-    return Endless() if row["weight"] == 3 else 0.5
-
 def raises(prompt, completion, row):
     if row["weight"] == 3:
         raise Unreadable
     return 0.5
-
-def huge(prompt, completion, row):
-    return 1e308
 
 def starts(prompt, completion, row):
     started = subprocess.Popen(["sleep", "600"])
@@ -181,11 +157,25 @@ def test_ready_rewards(name: str, fields: dict[str, Any], texts: list[str], valu
         assert judge.of(completions(*texts, **fields)) == [values]
 
 
-def test_rewards_are_added_by_their_weights(functions: Path) -> None:
+def test_rewards_are_numbers_that_are_added_by_their_weights(functions: Path) -> None:
     with closing(rewards(f"{functions}:cats=0.5", "length=2", seconds=1e7)) as judge:  # a third of a year
         each = judge.of(completions("cat cat", "no", weight=3))
         assert each == [[6.08, 0.08], [-0.07, -0.02]]
         assert judge.total(each) == [6.08 / 2 - 0.14, 0.08 / 2 - 0.04]
+    found = {
+        "1": "nan, for the completion",
+        "2": "NoneType 'None'",
+        "3": "str '0.5'",
+        "4": "list '[1]', which is not a number",
+    }
+    with closing(rewards(f"{functions}:number")) as judge:
+        assert judge.of(completions("0")) == [[0.5]]
+        for text, why in found.items():
+            with pytest.raises(DataError, match=f"line 2 of --evaluation: found {re.escape(why)}"):
+                judge.of(completions("0", text), option="evaluation")
+    told = r"line 2 of .* -1 with a weight of 1e\+31"
+    with closing(rewards("length=1e31")) as judge, pytest.raises(DataError, match=told):
+        judge.of(completions("", "x" * 100))
 
 
 @pytest.mark.few(4)
@@ -218,25 +208,6 @@ def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functio
             judge.of(rows)
         if line == 5 and function != "divides":
             assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
-
-
-def test_a_reward_is_a_number_and_no_text(functions: Path) -> None:
-    found = {
-        "1": "nan, for the completion",
-        "2": "NoneType 'None'",
-        "3": "str '0.5'",
-        "4": "list '[1]', which is not a number",
-    }
-    with closing(rewards(f"{functions}:number")) as judge:
-        assert judge.of(completions("0")) == [[0.5]]
-        for text, why in found.items():
-            with pytest.raises(DataError, match=f"line 2 of --evaluation: found {re.escape(why)}"):
-                judge.of(completions("0", text), option="evaluation")
-    with (
-        closing(rewards("length=1e31")) as judge,
-        pytest.raises(DataError, match=r"line 2 of .* -1 with a weight of 1e\+31"),
-    ):
-        judge.of(completions("", "x" * 100))
 
 
 def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no_request(
@@ -320,13 +291,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("text", ["exact", "exact-match=", "exact-match=nan", "f.py", "f.py:", "f.txt:g", "f.py:a-b", ""])
-def test_what_names_no_reward_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"reward: found .*expected one of exact-match, arithmetic"):
-        RewardName.parsed(text)
-
-
-def test_names_are_written_as_they_are_read(functions: Path) -> None:
+def test_names_are_written_as_they_are_read_and_what_names_no_reward_is_refused(functions: Path) -> None:
+    for text in ("exact", "exact-match=", "exact-match=nan", "f.py", "f.py:", "f.txt:g", "f.py:a-b", ""):
+        with pytest.raises(OptionError, match=r"reward: found .*expected one of exact-match, arithmetic"):
+            RewardName.parsed(text)
     for text in ("exact-match", "regex=0.5", f"{functions}:cats", f"{functions}:cats=-2"):
         assert str(RewardName.parsed(text)) == text
     with pytest.raises(OptionError, match="readable file"):
@@ -536,15 +504,10 @@ def test_a_rewards_process_that_dies_once_costs_nothing(here: Path) -> None:
     assert journal_of("run") == journal_of("whole")
 
 
-def test_a_reward_that_fails_in_an_evaluation_is_told_by_its_row(here: Path) -> None:
-    for name, weight in (("rows", 1), ("eval", 3)):
-        write_rows(Path(f"{name}.jsonl"), [{"prompt": "cat", "weight": weight}])
-    told = refusal(*asked("functions.py:divides", "--batch-size", 1, "--evaluation", "eval.jsonl"))
-    assert "divides, row on line 1 of --evaluation: found ZeroDivisionError" in told
-
-
 @pytest.mark.parametrize(("tokens", "option"), [(40, "--data"), (30, "--data"), (30, "--evaluation")])
-def test_prompts_that_leave_no_room_are_told_by_their_row(tokens: int, option: str, here: Path) -> None:
+def test_prompts_without_room_and_rewards_that_fail_in_an_evaluation_are_told_by_their_row(
+    tokens: int, option: str, here: Path
+) -> None:
     write_rows(Path("long.jsonl"), [*ROWS, {"prompt": "cat " * tokens}])
     told = refusal(*asked("length", "--evaluation", "rows.jsonl", option, "long.jsonl"))
     if tokens == 40:
@@ -554,3 +517,7 @@ def test_prompts_that_leave_no_room_are_told_by_their_row(tokens: int, option: s
         assert f"line 5 of {option}" in told
         assert "expected at most 2" in told
     assert not Path("run").exists()
+    for name, weight in (("rows", 1), ("eval", 3)):
+        write_rows(Path(f"{name}.jsonl"), [{"prompt": "cat", "weight": weight}])
+    told = refusal(*asked("functions.py:divides", "--batch-size", 1, "--evaluation", "eval.jsonl"))
+    assert "divides, row on line 1 of --evaluation: found ZeroDivisionError" in told

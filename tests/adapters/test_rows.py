@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import run_here
+from command_lines import run_here, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WORDS, save_model, small_config
+from models import WORDS, small_config
 from runs import finish, outcome, small_run
 from tokenized_rows import ANSWER, ASK, TEMPLATE, TOKENIZER, make_tokenizer, text_of
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -31,7 +31,6 @@ from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
 from zo2adapters.tasks.rows import Rows, TokenizedRow, collate, file_batches, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
@@ -53,7 +52,7 @@ def data_file(tmp_path: Path) -> Path:
 
 
 def read(path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> Rows:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(path, rows)
     return RowReader(tokenizer, length).read(path)
 
 
@@ -101,21 +100,11 @@ def test_what_a_row_becomes_and_what_of_it_is_learned(
     row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt: str, learned: str, data_file: Path
 ) -> None:
     [tokenized] = read(data_file, row, tokenizer=tokenizer)
+    assert tokenized.input_ids.itemsize == 4
     assert text_of(tokenized, tokenizer=tokenizer) == prompt + learned
     assert text_of(tokenized, tokenized.prompt_length, tokenizer) == learned
     if "messages" in row:
         assert list(tokenized.input_ids) == tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
-
-
-def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
-    dataset = read(
-        data_file,
-        {"text": "The sky", "id": 7, "messages": None},
-        {"prompt": "The", "completion": " sky", "source": {"url": "x"}},
-        {"messages": [ASK, ANSWER], "tools": []},
-    )
-    assert [text_of(row) for row in dataset] == ["The sky</s>", "The sky</s>", text_of(dataset[2])]
-    assert [row.prompt_length for row in dataset] == [0, 1, 10]
 
 
 # The file
@@ -132,11 +121,11 @@ def test_blank_lines_and_byte_order_marks_are_skipped_and_lines_count_from_one(d
     assert rows == [*first, (3, "café</s>"), (5, "a\u2028b</s>")]
 
 
-def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
-    assert read(data_file, {"text": "The sky"})[0].input_ids.itemsize == 4
-
-
-def test_long_rows_lose_their_end_and_are_counted(data_file: Path) -> None:
+def test_kinds_are_recognised_row_by_row_and_long_rows_lose_their_end_and_are_counted(data_file: Path) -> None:
+    text, completion = {"text": "The sky", "id": 7, "messages": None}, {"prompt": "The", "completion": " sky"}
+    dataset = read(data_file, text, {**completion, "source": {"url": "x"}}, {"messages": [ASK, ANSWER], "tools": []})
+    assert [text_of(row) for row in dataset] == ["The sky</s>", "The sky</s>", text_of(dataset[2])]
+    assert [row.prompt_length for row in dataset] == [0, 1, 10]
     rows = [{"text": "The sky is blue."}, {"text": "The sky"}, {"prompt": "The sky", "completion": " is blue."}]
     dataset = read(data_file, *rows, length=3)
     assert [text_of(row) for row in dataset] == ["The sky is", "The sky</s>", "The sky is"]
@@ -187,15 +176,12 @@ def test_a_malformed_row_is_refused_with_its_line(data_file: Path, content: byte
     assert error.remedy
 
 
-def test_a_tokenizer_without_chat_template_refuses_messages_and_takes_strings(data_file: Path) -> None:
+def test_what_a_tokenizer_or_a_length_cannot_take_is_told_with_what_would_fit(data_file: Path) -> None:
     assert len(read(data_file, {"text": "The sky"}, tokenizer=WITHOUT_TEMPLATE)) == 1
-    for row in ({"messages": [ASK]}, {"prompt": [ASK], "completion": [ANSWER]}):
-        error = refusal(data_file, json.dumps(row).encode(), tokenizer=WITHOUT_TEMPLATE)
+    for asked in ({"messages": [ASK]}, {"prompt": [ASK], "completion": [ANSWER]}):
+        error = refusal(data_file, json.dumps(asked).encode(), tokenizer=WITHOUT_TEMPLATE)
         assert "with a tokenizer that has no chat template" in str(error)
         assert error.where == f"{data_file}, line 1"
-
-
-def test_a_prompt_that_leaves_its_completion_no_room_is_named_with_what_would_fit(data_file: Path) -> None:
     row = {"prompt": "The sky", "completion": " is blue."}
     assert read(data_file, row, length=3).truncated == 1
     error = refusal(data_file, b'{"text": "The sky is"}\n' + json.dumps(row).encode(), length=2)
@@ -203,14 +189,10 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_named_with_what_would_fi
     assert error.found == "a prompt of 2 tokens, which leaves no token of the row's 2 for the completion"
     assert error.expected == "a prompt of at most 1 tokens"
     assert error.remedy == "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
-
-
-def test_a_completion_without_tokens_and_a_text_of_one_are_told_as_such(data_file: Path) -> None:
     words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))  # spaces are no tokens
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
-    row = {"prompt": "The sky", "completion": " "}
-    error = refusal(data_file, json.dumps(row).encode(), tokenizer=fast(tokenizer_object=words))
+    error = refusal(data_file, json.dumps({**row, "completion": " "}).encode(), tokenizer=fast(tokenizer_object=words))
     assert error.found == "a prompt of 2 tokens, and no token of a completion"
     assert "completion" in error.remedy
     error = refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS)
@@ -218,13 +200,10 @@ def test_a_completion_without_tokens_and_a_text_of_one_are_told_as_such(data_fil
     assert len(read(data_file, {"text": "The"}, tokenizer=TOKENIZER)) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \r\n\t\n", b"\xef\xbb\xbf"], ids=["empty", "blank", "byte order mark"])
-def test_a_file_without_rows_is_refused(data_file: Path, content: bytes) -> None:
-    error = refusal(data_file, content)
-    assert (error.where, error.found) == (str(data_file), "no rows")
-
-
-def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+def test_a_file_without_rows_a_missing_one_and_a_directory_are_refused(tmp_path: Path) -> None:
+    for content in (b"", b"\n \r\n\t\n", MARK):
+        error = refusal(tmp_path / "rows.jsonl", content)
+        assert (error.where, error.found) == (str(tmp_path / "rows.jsonl"), "no rows")
     for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "datasets has not saved")):
         with pytest.raises(DataError) as caught:
             RowReader(TOKENIZER, 8).read(path)
@@ -242,73 +221,42 @@ def test_collate_pads_right_and_hides_prompts_and_padding_from_the_loss() -> Non
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 7, 8], [9, 2, -100, -100]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-
-
-def test_padding_token_is_pad_then_eos_then_zero() -> None:
     assert pad_token_id(make_tokenizer(pad_token="<s>")) == 1
     assert pad_token_id(TOKENIZER) == 0
     assert pad_token_id(make_tokenizer(pad_token=None)) == EOS
     assert pad_token_id(make_tokenizer(pad_token=None, eos_token=None)) == 0
 
 
-def test_evaluation_goes_through_the_file_in_order_once() -> None:
-    assert [lines(batch) for batch in file_batches(numbered(5), 2)] == [[1, 2], [3, 4], [5]]
-
-
 @settings(deadline=None)
 @given(count=st.integers(1, 9), batch_size=st.integers(1, 12), seed=st.integers(), step=st.integers(0, 30))
-def test_a_restart_gives_what_a_continuation_gives(count: int, batch_size: int, seed: int, step: int) -> None:
-    dataset = numbered(count)
-    continued = itertools.islice(training_batches(dataset, batch_size=batch_size, seed=seed), step, step + 5)
-    restarted = training_batches(dataset, batch_size=batch_size, seed=seed, first_step=step)
-    assert list(continued) == list(itertools.islice(restarted, 5))
-
-
-@settings(deadline=None)
-@given(count=st.integers(1, 9), batch_size=st.integers(1, 12), seed=st.integers())
-def test_every_epoch_visits_every_row_once_in_full_batches(count: int, batch_size: int, seed: int) -> None:
-    batches = itertools.islice(training_batches(numbered(count), batch_size=batch_size, seed=seed), 3 * count)
-    visited = []
-    for batch in batches:
-        assert len(batch) == batch_size
-        visited += lines(batch)
+def test_every_epoch_has_every_row_once_in_full_batches_also_after_a_restart(
+    count: int, batch_size: int, seed: int, step: int
+) -> None:
+    given: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
+    batches = list(itertools.islice(training_batches(numbered(count), **given), max(3 * count, step + 5)))
+    assert {len(batch) for batch in batches} == {batch_size}
+    visited = [line for batch in batches[: 3 * count] for line in lines(batch)]
     for start in range(0, len(visited), count):  # count * batch_size rows are whole epochs
         assert Counter(visited[start : start + count]) == Counter(range(1, count + 1))
+    restarted = itertools.islice(training_batches(numbered(count), **given, first_step=step), 5)
+    assert batches[step : step + 5] == list(restarted)
+    far = next(training_batches(numbered(count), **given, first_step=10**15))  # without walking there
+    assert len(far) == batch_size
 
 
-def test_a_far_restart_does_not_walk_there() -> None:
-    batch = next(training_batches(numbered(5), batch_size=2, seed=0, first_step=10**15))
-    assert len(batch) == 2
+def test_order_follows_from_seed_and_epoch_alone_in_every_release(data_file: Path) -> None:
+    def order(seed: int, count: int = 20) -> list[list[int]]:
+        return [
+            lines(batch) for batch in itertools.islice(training_batches(numbered(count), batch_size=count, seed=seed), 2)
+        ]
 
-
-def test_order_depends_on_seed_and_epoch() -> None:
-    def epochs(seed: int) -> list[list[int]]:
-        return [lines(batch) for batch in itertools.islice(training_batches(numbered(20), batch_size=20, seed=seed), 2)]
-
-    orders = [tuple(order) for seed in (0, 1, -1) for order in epochs(seed)]
-    assert len(set(orders)) == 6
-
-
-def test_order_of_a_seed_is_the_same_in_every_release() -> None:
-    batches = itertools.islice(training_batches(numbered(6), batch_size=6, seed=17), 2)
-    assert [lines(batch) for batch in batches] == [[1, 5, 6, 2, 3, 4], [3, 1, 2, 6, 5, 4]]
-
-
-def test_global_random_state_is_neither_read_nor_written() -> None:
-    def order() -> list[list[int]]:
-        batches = training_batches(numbered(9), batch_size=4, seed=3)
-        return [lines(batch) for batch in itertools.islice(batches, 6)]
-
+    assert len({tuple(epoch) for seed in (0, 1, -1) for epoch in order(seed)}) == 6
     random.seed(1)
     before = (random.getstate(), torch.get_rng_state())
-    first = order()
+    assert order(17, 6) == [[1, 5, 6, 2, 3, 4], [3, 1, 2, 6, 5, 4]]
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    random.seed(2)
-    assert order() == first
-
-
-def test_batches_and_rows_refuse_sizes_out_of_range(data_file: Path) -> None:
+    assert [lines(batch) for batch in file_batches(numbered(5), 2)] == [[1, 2], [3, 4], [5]]
     with pytest.raises(OptionError, match="batch_size"):
         file_batches(numbered(3), 0)
     with pytest.raises(OptionError, match="batch_size"):
@@ -412,7 +360,7 @@ ROWS = [{"text": "The sky", "kind": "good", "n": 1}, {"text": 'a "b", c\nd', "ki
 
 
 def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return path
 
 
@@ -453,36 +401,23 @@ KINDS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], Path]] = {
     "saved": save_dataset,
     "splits": save_splits,
 }
-every_kind = pytest.mark.parametrize("name", KINDS)
 
 
-@every_kind
-def test_every_kind_of_file_has_the_same_rows(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_path: Path) -> None:
+    for folder in ("again", "other"):
+        (tmp_path / folder).mkdir()
     path = KINDS[name](tmp_path / name, ROWS)
     expected = [{**row, "n": str(row["n"])} for row in ROWS] if name.endswith("csv") else ROWS
     assert list(parsed_rows(path)) == list(enumerate(expected, 1))
     template = RowOptions(prompt_template="{n}. {text}\\nKind:", completion_column="kind")
     dataset = RowReader(TOKENIZER, 99, template).read(path)
     assert [text_of(row) for row in dataset] == ["1. The sky\nKind: good</s>", '2. a "b", c\nd\nKind: bad</s>']
-
-
-@every_kind
-def test_a_digest_changes_with_the_rows_and_with_nothing_else(name: str, tmp_path: Path) -> None:
-    for folder in ("first", "again", "other"):
-        (tmp_path / folder).mkdir()
-    paths = [KINDS[name](tmp_path / folder / name, ROWS) for folder in ("first", "other")]
-    other = KINDS[name](tmp_path / "again" / name, ROWS[:1])
-    assert data_sha256(paths[0]) == data_sha256(paths[1] if name.startswith("rows") else paths[0])
-    assert data_sha256(paths[0]) != data_sha256(other)
-
-
-@every_kind
-def test_an_error_names_file_row_column_and_the_nearest_name(name: str, tmp_path: Path) -> None:
-    path = KINDS[name](tmp_path / name, ROWS)
+    again, other = KINDS[name](tmp_path / "again" / name, ROWS), KINDS[name](tmp_path / "other" / name, ROWS[:1])
+    assert data_sha256(path) == data_sha256(again if name.startswith("rows") else path) != data_sha256(other)
     with pytest.raises(DataError) as caught:
         RowReader(TOKENIZER, 99, RowOptions(text_column="txt")).read(path)
-    unit = "line" if name.endswith("jsonl") else "row"
-    assert caught.value.where == f"{path}, {unit} 1"
+    assert caught.value.where == f"{path}, {'line' if name.endswith('jsonl') else 'row'} 1"
     assert "'txt'" in caught.value.found
     assert "--columns text" in caught.value.expected
     assert "'text'" in caught.value.remedy
@@ -525,23 +460,17 @@ MALFORMED_FILES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED_FILES)
-def test_a_malformed_file_is_refused(name: str, tmp_path: Path) -> None:
-    file, content, named = MALFORMED_FILES[name]
+@pytest.mark.parametrize(("file", "content", "named"), MALFORMED_FILES.values(), ids=MALFORMED_FILES)
+def test_a_malformed_file_is_refused(file: str, content: str, named: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(DataError) as caught:
         list(parsed_rows(tmp_path / file))
     assert named in str(caught.value)
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_parquet(tmp_path / "rows.parquet", ROWS)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingPackageError, match="pip install 'pyarrow'"):
-        list(parsed_rows(path))
-
-
-def test_a_split_that_is_missing_lists_the_others(tmp_path: Path) -> None:
+def test_a_split_that_is_missing_lists_the_others_and_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_splits(tmp_path / "splits", ROWS)
     for wrong in (path.with_name("splits"), path.with_name("splits:dev")):
         with pytest.raises(DataError, match="train, test"):
@@ -549,6 +478,10 @@ def test_a_split_that_is_missing_lists_the_others(tmp_path: Path) -> None:
     saved = save_dataset(tmp_path / "saved", ROWS)
     with pytest.raises(DataError, match="without the split"):
         list(parsed_rows(saved.with_name("saved:train")))
+    path = write_parquet(tmp_path / "rows.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingPackageError, match="pip install 'pyarrow'"):
+        list(parsed_rows(path))
 
 
 def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,12 +501,10 @@ def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.M
     assert saved_path(Path("user/tweets:train")) == "user/tweets:train"
     assert data_sha256(Path("user/tweets:train")) == data_sha256(Path("user/other:train"))
 
-
-def test_a_hub_that_cannot_be_reached_is_one_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object, **__: object) -> None:
+    def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route\nto the hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(DataError, match="ConnectionError: no route"):
         list(parsed_rows(Path("tweets:train")))
 
@@ -582,38 +513,26 @@ def test_a_hub_that_cannot_be_reached_is_one_typed_error(monkeypatch: pytest.Mon
 
 
 GREAT = {"prompt_template": "{text} It was", "labels": ("terrible", "great")}
-LABELLED: list[tuple[Sequence[dict[str, Any]], dict[str, Any], list[tuple[list[str], int]]]] = [
-    (
-        ROWS,
-        {"prompt_template": "{text}\\nKind:", "label_column": "kind"},
-        [([" bad", " good"], 1), ([" bad", " good"], 0)],
-    ),
-    (
-        [{"text": "a", "label": 1}, {"text": "b", "label": 0}],
-        GREAT,
-        [([" terrible", " great"], 1), ([" terrible", " great"], 0)],
-    ),
-    (
-        [{"text": "a", "label": 10}, {"text": "b", "label": 9}],
-        {"prompt_template": "{text}:"},
-        [([" 9", " 10"], 1), ([" 9", " 10"], 0)],
-    ),
-    (
+LABELLED: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any], list[str]]] = {  # rows, options, and their labels
+    "words": (ROWS, {"prompt_template": "{text}\\nKind:", "label_column": "kind"}, [" bad", " good"]),
+    "numbers": ([{"text": "a", "label": 1}, {"text": "b", "label": 0}], GREAT, [" terrible", " great"]),
+    "their order": ([{"text": "a", "label": 10}, {"text": "b", "label": 9}], {"prompt_template": "{text}:"}, [" 9", " 10"]),
+    "completions": (
         [{"prompt": "a", "completion": " good"}, {"prompt": "b", "completion": " bad"}],
         {"label_column": "completion"},
-        [([" bad", " good"], 1), ([" bad", " good"], 0)],
+        [" bad", " good"],
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("rows", "options", "expected"), LABELLED, ids=["words", "numbers", "their order", "completions"])
+@pytest.mark.parametrize(("rows", "options", "labels"), LABELLED.values(), ids=LABELLED)
 def test_a_prompt_with_a_label_is_compared_with_all_labels(
-    rows: Sequence[dict[str, Any]], options: dict[str, Any], expected: object, tmp_path: Path
+    rows: Sequence[dict[str, Any]], options: dict[str, Any], labels: list[str], tmp_path: Path
 ) -> None:
     read = RowReader(TOKENIZER, 99, RowOptions(**options)).read(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert read.format is RowFormat.CANDIDATES
     text: Any = lambda ids: TOKENIZER.decode(list(ids))  # noqa: E731
-    assert [([text(candidate) for candidate in row.candidates], row.answer) for row in read] == expected
+    assert [([text(candidate) for candidate in row.candidates], row.answer) for row in read] == [(labels, 1), (labels, 0)]
     if "completion" in rows[0]:
         assert [text(row.prompt) for row in read] == ["a", "b"]
 
@@ -678,13 +597,6 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
     assert "'good'" in caught.value.remedy
 
 
-@pytest.mark.parametrize("template", ["no column", "{}", "{text", "{text!r}", "{text:>9}", "{text.upper}", "{text[0]}"])
-def test_a_template_without_plain_columns_is_refused(template: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        RowOptions(prompt_template=template).require_valid()
-    assert caught.value.where == "prompt_template"
-
-
 # Messages
 
 
@@ -702,13 +614,17 @@ def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> 
     assert Rows((row,)).digest() != Rows((replace(row, later_prompts=()),)).digest()
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> None:
+def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_refused(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
     )
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
     with pytest.raises(DataError, match="changes an answer"):
         RowReader(make_tokenizer(template=template), 99).read(path)
+    for template in ("no column", "{}", "{text", "{text!r}", "{text:>9}", "{text.upper}", "{text[0]}"):
+        with pytest.raises(OptionError) as caught:
+            RowOptions(prompt_template=template).require_valid()
+        assert caught.value.where == "prompt_template"
 
 
 # What holds for rows of each format
@@ -755,7 +671,9 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_
 
 
 @every_format
-def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(form: RowFormat, tmp_path: Path) -> None:
+def test_a_token_beyond_the_embedding_is_refused_and_a_digest_tells_rows_and_their_order_apart(
+    form: RowFormat, tmp_path: Path
+) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<new>"])
     size = len(tokenizer) - 1
@@ -763,46 +681,38 @@ def test_a_token_beyond_the_embedding_is_refused_with_file_and_line(form: RowFor
     reader(form, 64, tokenizer, vocabulary=size + 1).read(path)
     with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
         reader(form, 64, tokenizer, vocabulary=size).read(path)
-
-
-@every_format
-def test_a_digest_of_tokens_tells_rows_and_their_order_apart(form: RowFormat, tmp_path: Path) -> None:
     rows = [FORMATS[form], changed(form, "What")]
     files = [rows, rows[::-1], rows[:1], [rows[0], rows[0]]]
-    digests = [reader(form, 64).read(write_jsonl(tmp_path / "rows.jsonl", file)).digest() for file in [*files, rows]]
+    digests = [reader(form, 64).read(write_jsonl(path, file)).digest() for file in [*files, rows]]
     assert len(set(digests)) == len(files)
     assert digests[-1] == digests[0]
 
 
-def test_the_number_of_rows_left_out_is_printed(tmp_path: Path) -> None:
+def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokenizer_told_as_such(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     write_jsonl(options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}])
     arguments = ("--model", options.model, "--data", options.data, "--too-long", "drop", "--sequence-length", 3)
-    ended = run_here("train", *arguments, "--output", tmp_path / "out", "--steps", 1)
-    assert "left out, since longer: 1 row\n" in ended.err
-    assert "left out, since longer: 1 row\n" in run_here("evaluate", *arguments).err
+    for command in (("train", *arguments, "--output", tmp_path / "out", "--steps", 1), ("evaluate", *arguments)):
+        assert "left out, since longer: 1 row\n" in run_here(*command).err
+    for path in Path(options.model).glob("token*"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"no usable tokenizer \(none of its files has one\)"):
+        load_tokenizer(Path(options.model))
 
 
 # Rows to evaluate on that are taken from the training file
 
 
-def with_split(tmp_path: Path, **changes: Any) -> TrainOptions:
-    return small_run(tmp_path, eval_split=0.25, evaluate_every=2, **changes)
-
-
-def test_a_split_takes_rows_out_of_the_training_file(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
+def test_a_split_takes_rows_out_of_the_training_file_and_a_run_evaluates_on_them(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "eight.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
     rows = RowReader(TOKENIZER, 9).read(path)
     train, evaluation = rows.split(0.25)
-    lines = [[row.line for row in part] for part in (train, evaluation)]
-    assert sorted(lines[0] + lines[1]) == list(range(1, 9))
-    assert len(lines[1]) == 2
-    assert lines == [sorted(part) for part in lines]
+    numbers = [[row.line for row in part] for part in (train, evaluation)]
+    assert sorted(numbers[0] + numbers[1]) == list(range(1, 9))
+    assert len(numbers[1]) == 2
+    assert numbers == [sorted(part) for part in numbers]
     assert [part.digest() for part in rows.split(0.25)] == [train.digest(), evaluation.digest()]
-
-
-def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> None:
-    options = with_split(tmp_path)
+    options = small_run(tmp_path, eval_split=0.25, evaluate_every=2)
     finish(options)
     whole = outcome(options.output)
     assert [row["step"] for row in whole["metrics"] if "evaluation_loss" in row] == [0, 2, 3]
@@ -836,6 +746,10 @@ def test_cells_are_texts_where_a_format_has_texts(tmp_path: Path) -> None:
     rows = RowReader(TOKENIZER, 64).read(candidates)
     assert rows.format is RowFormat.CANDIDATES
     assert [row.answer for row in rows] == [0, 1]
+    path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")  # an index is a column without a name
+    assert next(parsed_rows(path))[1] == {"Unnamed: 0": "0", "prompt": "name a fox", "completion": "red"}
+    rows = RowReader(TOKENIZER, 64).read(path)
+    assert (rows.format, bool(rows[0].prompt_length)) == (RowFormat.TEXT, True)
 
 
 @pytest.mark.parametrize(("cells", "labels"), [("0 1", ("0", "1")), ("0.0 1.0", ("0", "1")), ("4.5 -1.0", ("-1", "4.5"))])
@@ -867,14 +781,6 @@ def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(tmp_path: Pat
         RowReader(TOKENIZER, 64, RowOptions(text_column="prompt"), labelled_for=numbers).read(path)
 
 
-def test_a_column_without_a_name_is_an_index(tmp_path: Path) -> None:
-    path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")
-    assert next(parsed_rows(path))[1] == {"Unnamed: 0": "0", "prompt": "name a fox", "completion": "red"}
-    rows = RowReader(TOKENIZER, 64).read(path)
-    assert rows.format is RowFormat.TEXT
-    assert rows[0].prompt_length
-
-
 @pytest.mark.parametrize("column", ["conversations", "messages", "talk"])
 def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str) -> None:
     turns = [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat"}]
@@ -884,12 +790,6 @@ def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str
     options = RowOptions(messages_column="talk" if column == "talk" else None)
     rows = [RowReader(TOKENIZER, 64, options).read(given), RowReader(TOKENIZER, 64).read(same)]
     assert rows[0].digest() == rows[1].digest()
-
-
-def test_a_directory_without_a_tokenizer_is_told_as_such(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
-    with pytest.raises(DataError, match=r"no usable tokenizer \(none of its files has one\)"):
-        load_tokenizer(base)
 
 
 @pytest.mark.parametrize("kind", ["messages", "preferences"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import ROWS, Ended, done, make_place, refusal, run_here, write_rows
+from command_lines import ROWS, done, make_place, refusal, run_here, write_rows
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from runs import STEPS, finish, interrupt_after, outcome, resumable_run, small_run
 from safetensors.torch import load_file, save_file
@@ -42,27 +42,23 @@ def options(tmp_path: Path) -> TrainOptions:
     return resumable_run(tmp_path)
 
 
-def test_the_command_resumes_and_exports_any_past_step(options: TrainOptions, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed_and_exported_at_any_past_step(options: TrainOptions, tmp_path: Path) -> None:
     interrupt_after(options, 4)
-    run = str(options.output)
+    run, weights = options.output, "model.safetensors"
     done("export", "--run", run, "--at", "2", "--output", tmp_path / "two")
     done("train", "--resume", run)
-    done("export", "--run", run, "--output", tmp_path / "last")
     printed = done("journal", run, "--last", "2").out
-    assert f"{STEPS} steps" in printed
     method, *identity = printed.partition(f"\n{STEPS} steps")[0].splitlines()
     assert re.fullmatch(r"method +zeroth-order steps, [a-z-]+, lr [0-9.e-]+, zo_eps 0.001, .*", method)
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in identity)
-    header = Journal(options.output / "journal.jsonl").header
+    header = Journal(run / "journal.jsonl").header
     assert header is not None
     assert told["base fingerprint"] == header["base"]
     assert told["data sha256"] == data_sha256(options.data)
     assert (told["seed"], told["batch size"]) == (str(options.seed), str(options.batching.batch_size))
     assert "{" not in printed
     assert printed.splitlines()[-1].split()[0] == str(STEPS - 1)
-    weights = "model.safetensors"
-    assert (tmp_path / "last" / weights).read_bytes() == (options.output / "model" / weights).read_bytes()
-    shutil.rmtree(options.output)
+    shutil.rmtree(run)
     interrupt_after(options, 2)
     done("export", "--run", run, "--output", tmp_path / "two again")
     assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "two again" / weights).read_bytes()
@@ -100,19 +96,6 @@ def test_names_are_durable_before_anything_is_built_on_them(options: TrainOption
     assert made >= {"run", "deep", "options.json", "metrics.jsonl", "scratch.jsonl"}
 
 
-def test_two_processes_cannot_share_a_run(options: TrainOptions) -> None:
-    with Trainer(options, quiet=True), pytest.raises(OutputError, match="another process"):
-        Trainer(options, resume=True, quiet=True)
-
-
-def test_changed_data_is_refused(options: TrainOptions) -> None:
-    interrupt_after(options, 1)
-    with options.data.open("a") as file:
-        file.write('{"text": "the dog"}\n')
-    with pytest.raises(DataError, match=f"^data: found {options.data}, which has the sha256 .*began with: {options.data}, "):
-        Trainer(options, resume=True, quiet=True)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
 def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions, change: str) -> None:
@@ -132,11 +115,18 @@ def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions,
     finish(options, resume=True)
 
 
-def test_another_base_or_other_options_are_refused_with_the_difference(options: TrainOptions) -> None:
+def test_another_base_other_data_or_options_are_refused_with_the_difference(options: TrainOptions) -> None:
     interrupt_after(options, 1)
     other = replace(options, optimization=Optimization(lr=1e-2, zo_eps=0.5))
     with pytest.raises(JournalError, match=r"estimator\.zo_eps 0\.001.*estimator\.zo_eps 0\.5"):
         Trainer(other, resume=True, quiet=True)
+    with Trainer(options, resume=True, quiet=True), pytest.raises(OutputError, match="another process"):
+        Trainer(options, resume=True, quiet=True)
+    rows = options.data.read_text()
+    options.data.write_text(rows + '{"text": "the dog"}\n')
+    with pytest.raises(DataError, match=f"^data: found {options.data}, which has the sha256 .*began with: {options.data}, "):
+        Trainer(options, resume=True, quiet=True)
+    options.data.write_text(rows)
     weights = load_file(Path(options.model) / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, Path(options.model) / "model.safetensors", metadata={"format": "pt"})
@@ -144,38 +134,31 @@ def test_another_base_or_other_options_are_refused_with_the_difference(options: 
         Trainer(options, resume=True, quiet=True)
 
 
-@pytest.mark.parametrize(
-    "lost",
-    ["checksums", "tokens", "options.steps", "options.seed", "options.optimization.warmup_steps", "options.storage.memory"],
-)
-def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions, lost: str) -> None:
+def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> None:
     interrupt_after(options, 1)
-    path = options.output / "options.json"
-    record = json.loads(path.read_bytes())
-    *groups, name = lost.split(".")
-    place = record
-    for group in groups:
-        place = place[group]
-    del place[name]
-    path.write_text(json.dumps(record))
-    with pytest.raises(OptionError, match=r"options\.json"):
-        Trainer(RunDirectory.options(options.output) if groups else options, resume=True, quiet=True)
+    path, lost = options.output / "options.json", ["checksums", "tokens", "options.steps", "options.seed"]
+    written = path.read_text()
+    for place in [*lost, "options.optimization.warmup_steps", "options.storage.memory"]:
+        record = group = json.loads(written)
+        *groups, name = place.split(".")
+        for key in groups:
+            group = group[key]
+        del group[name]
+        path.write_text(json.dumps(record))
+        with pytest.raises(OptionError, match=r"options\.json"):
+            Trainer(RunDirectory.options(options.output) if groups else options, resume=True, quiet=True)
 
 
-def test_what_a_killed_export_has_left_behind_its_model_is_cleared_away(options: TrainOptions) -> None:
-    with Trainer(options, quiet=True) as trainer:
-        trainer.run()
-    (options.output / ".model.partial-abc").mkdir()  # killed between the renaming and the end
-    with Trainer(options, resume=True, quiet=True) as trainer:
-        trainer.run()
-    assert not (options.output / ".model.partial-abc").exists()
-
-
-def test_a_run_that_could_not_begin_leaves_nothing(options: TrainOptions) -> None:
-    tiny = replace(options, storage=Storage(memory="1MB"))
+def test_what_a_killed_export_has_left_is_cleared_away_and_a_run_that_could_not_begin_leaves_nothing(
+    options: TrainOptions,
+) -> None:
     with pytest.raises(Exception, match="smallest plan"):
-        Trainer(tiny, quiet=True)
+        Trainer(replace(options, storage=Storage(memory="1MB")), quiet=True)
     assert not options.output.exists()
+    finish(options)
+    (options.output / ".model.partial-abc").mkdir()  # killed between the renaming and the end
+    finish(options, resume=True)
+    assert not (options.output / ".model.partial-abc").exists()
 
 
 @pytest.fixture
@@ -317,34 +300,24 @@ def best_of(values: dict[int, float]) -> int:
     return min(values, key=lambda step: (values[step], step))
 
 
-def without_metrics(run: Path) -> None:
-    (run / "metrics.jsonl").unlink()
-
-
-def with_another_best(run: Path) -> None:
+def with_another_best(rows: str) -> str:
     """The last evaluation's loss becomes the smallest."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows[-1]["evaluation_loss"] = 0.5
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *others, last = rows.splitlines()
+    return "\n".join([*others, json.dumps({**json.loads(last), "evaluation_loss": 0.5}), ""])
 
 
-def resumed(finished: Path, run: Path, *damage: Callable[[Path], None]) -> Ended:
-    shutil.copytree(finished, run)
-    for damaged in damage:
-        damaged(run)
-    ended = run_here("train", "--resume", run)
-    assert ended.status == 0, ended
-    name = "model.safetensors"
-    assert (run / "model" / name).read_bytes() == (finished.parent / "best" / name).read_bytes()
-    return ended
-
-
-@pytest.mark.parametrize("damage", [without_metrics, with_another_best])
+@pytest.mark.parametrize("damage", [None, with_another_best])
 def test_damaged_metrics_do_not_change_which_step_is_exported(
-    finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+    finished: Path, tmp_path: Path, damage: Callable[[str], str] | None
 ) -> None:
-    resumed(finished, tmp_path / "run", damage)
-    assert losses(tmp_path / "run") == losses(finished)
+    run, name = Path(shutil.copytree(finished, tmp_path / "run")), "model.safetensors"
+    rows = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").unlink()
+    if damage is not None:
+        (run / "metrics.jsonl").write_text(damage(rows))
+    done("train", "--resume", run)
+    assert (run / "model" / name).read_bytes() == (finished.parent / "best" / name).read_bytes()
+    assert losses(run) == losses(finished)
 
 
 def test_commands_take_the_best_step_unless_another_is_asked_for(finished: Path, tmp_path: Path) -> None:
@@ -380,19 +353,12 @@ def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Pa
     assert again.evaluations[0]["loss"] == 1 / 3
     assert math.isnan(again.evaluations[0]["accuracy"])
     assert (again.checksum, list(again.updates)) == (checksum, [])
-
-
-@pytest.mark.parametrize(
-    "record", [{"step": 1, "loss": 1.0}, {"loss": 1.0}, {"step": 0, "loss": "1"}, {"step": True, "loss": 1.0}, [0, 1.0]]
-)
-def test_a_result_that_no_run_has_written_is_refused(tmp_path: Path, record: object) -> None:
-    path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
-    journal.begin({"noise": "z"})
-    journal.close()
-    path.write_bytes(path.read_bytes() + to_line({"evaluation": record}))
-    with pytest.raises(JournalError, match="line 2: found"):
-        Journal(path)
+    written = path.read_bytes()
+    others: list[object] = [{"step": 1, "loss": 1.0}, {"loss": 1.0}, {"step": 0, "loss": "1"}, {"step": True, "loss": 1.0}]
+    for record in [*others, [0, 1.0]]:  # that no run has written
+        path.write_bytes(written + to_line({"evaluation": record}))
+        with pytest.raises(JournalError, match="line 4: found"):
+            Journal(path)
 
 
 # What a run's journal says of its data and options
@@ -414,55 +380,35 @@ def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[
     return provenance(facts, data_sha256=data_sha256(told_options.data), devices=devices)
 
 
-def test_whatever_shapes_the_result_is_told(told_options: TrainOptions) -> None:
+def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: TrainOptions) -> None:
     before = told(told_options)
     assert json.loads(json.dumps(before)) == before
-    others = [
-        told(told_options, tokens=8),
-        told(told_options, length=11),
-        told(replace(told_options, seed=1)),
-        told(replace(told_options, model_options=RunModelOptions(dtype="bfloat16"))),
-        told(replace(told_options, batching=Batching(batch_size=4))),
-        told(replace(told_options, batching=Batching(batch_size=3, micro_batch_size=2))),
-        told(replace(told_options, batching=Batching(batch_size=3, loss_chunk=2))),
-        told(replace(told_options, optimization=Optimization(lr=1e-3, decay=Decay.LINEAR))),
-        told(replace(told_options, storage=Storage(device="cuda"))),
-        told(replace(told_options, evaluation=told_options.data, evaluate_every=1)),
-        told(replace(told_options, first_order=FirstOrder(method="adamw"))),
+    batching = Batching(batch_size=3)
+    changes: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"model_options": RunModelOptions(dtype="bfloat16")},
+        {"batching": Batching(batch_size=4)},
+        {"batching": replace(batching, micro_batch_size=2)},
+        {"batching": replace(batching, loss_chunk=2)},
+        {"optimization": Optimization(lr=1e-3, decay=Decay.LINEAR)},
+        {"storage": Storage(device="cuda")},
+        {"evaluation": told_options.data, "evaluate_every": 1},
+        {"first_order": FirstOrder(method="adamw")},
     ]
+    others = [told(told_options, tokens=8), told(told_options, length=11)]
+    others += [told(replace(told_options, **change)) for change in changes]
     write_rows(told_options.data, ROWS[1:])
     others.append(told(told_options))
     write_rows(told_options.data, ROWS)
     assert told(told_options) == before
+    storage = Storage(memory="4GiB", write_back_every=3, snapshot_every=5, activation_memory="1MB")
+    free: list[dict[str, Any]] = [{"storage": storage}, {"keep_best": True, "report_to": "wandb", "samples": 2}]
+    assert [told(replace(told_options, **change)) for change in [*free, {"output": Path("elsewhere")}]] == [before] * 3
+    assert told(told_options.with_steps(5)) == before
     tokenizer = Path(told_options.model) / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     others.append(told(told_options))
     assert all(other != before for other in others)
-
-
-def test_nothing_else_is_told(told_options: TrainOptions) -> None:
-    before = told(told_options)
-    for other in (
-        replace(told_options, storage=Storage(memory="4GiB", write_back_every=3, snapshot_every=5, activation_memory="1MB")),
-        replace(told_options, keep_best=True, report_to="wandb", samples=2),
-        replace(told_options, output=Path("elsewhere")),
-        told_options.with_steps(5),
-    ):
-        assert told(other) == before
-
-
-@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "sequence_length"])
-def test_options_that_were_changed_on_disk_are_refused(told_options: TrainOptions, name: str) -> None:
-    with Trainer(told_options, quiet=True) as trainer:
-        trainer.run()
-    path = told_options.output / "options.json"
-    record = json.loads(path.read_text())
-    record["options"]["batching"][name] = 2
-    path.write_text(json.dumps(record))
-    changed = replace(told_options, batching=Batching(**record["options"]["batching"]))
-    with pytest.raises(ZO2Error) as info:
-        Trainer(changed, resume=True, quiet=True)
-    assert isinstance(info.value, JournalError) or name == "sequence_length"
 
 
 @pytest.mark.few(3)
@@ -476,6 +422,7 @@ def test_options_that_were_changed_on_disk_are_refused(told_options: TrainOption
         ("sgd", "lr", 2e-3),
         (None, "lr", 2e-3),
         (None, "evaluate_every", 2),
+        *((None, name, 2) for name in ("batch_size", "micro_batch_size", "sequence_length")),
     ],
 )
 def test_what_decides_the_weights_and_was_edited_is_refused(
@@ -486,11 +433,12 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
         trainer.run()
     path = told_options.output / "options.json"
     record = json.loads(path.read_text())
-    groups = (record["options"], record["options"]["optimization"], record["options"]["first_order"])
+    groups = [record["options"], *(record["options"][part] for part in ("optimization", "first_order", "batching"))]
     [group] = [group for group in groups if name in group]
     group[name] = value
     path.write_text(json.dumps(record))
-    with pytest.raises(JournalError, match=name if name != "evaluate_every" else "evaluated every"):
+    told = {"evaluate_every": "evaluated every", "batch_size": "batch size", "micro_batch_size": "micro"}.get(name, name)
+    with pytest.raises(ZO2Error if name == "sequence_length" else JournalError, match=told.replace("_", ".")):
         Trainer(RunDirectory.options(told_options.output).with_steps(3), resume=True, quiet=True)
 
 
@@ -498,12 +446,6 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
 
 
 BATCH = make_batch(40, [9, 5])
-
-
-def records(path: Path) -> list[dict[str, object]]:
-    """The journal's records without their checksums."""
-    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-    return [{key: value for key, value in line.items() if key != "crc32"} for line in lines]
 
 
 @pytest.fixture
@@ -553,16 +495,11 @@ def test_the_header_says_what_was_taken_over_from_where(parent: Path, tmp_path: 
     assert begun.header is not None
     assert branch.header is not None
     assert branch_of_it.header is not None
+    assert branch.chain(3) != begun.chain(3), "what was written back for the one does not count for the other"
     told = {"step": 4, "checksum": f"{begun.chain(4):08x}", "estimator": begun.header["estimator"]}
     assert branch.header == {**begun.header, "estimator": slower, "provenance": {"data": "again"}, "branched": [told]}
     then = {"step": 3, "checksum": f"{branch.chain(3):08x}", "estimator": slower}
     assert branch_of_it.header == {**branch.header, "branched": [told, then]}
-
-
-def test_a_branch_is_another_run(base: Path, parent: Path, tmp_path: Path) -> None:
-    """What was written back for the one does not count for the other."""
-    branch_journal(parent, tmp_path / "branch.jsonl", 5)
-    assert Journal(tmp_path / "branch.jsonl").chain(3) != Journal(parent).chain(3)
 
 
 def test_what_cannot_be_branched_is_refused_and_nothing_is_written(parent: Path, tmp_path: Path) -> None:
@@ -622,13 +559,11 @@ def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(opti
     new = tmp_path / "new"
     anew = ["--lr", 1e-3, "--decay", "constant", "--warmup-steps", 0, "--steps", 9, "--clip", "projected=0.5"]
     done("train", "--resume", options.output, "--from-step", 2, "--output", new, *anew)
-    then, now = records(options.output / "journal.jsonl"), records(new / "journal.jsonl")
-    updates = [record for record in now if "step" in record and "losses" in record]
-    assert updates[:2] == [record for record in then if "losses" in record][:2]
-    assert [update["lr"] for update in updates[2:]] == [1e-3] * 7
-    branched = now[0]["branched"]
-    assert isinstance(branched, list)
-    assert [entry["step"] for entry in branched] == [2]
+    then, now = (Journal(run / "journal.jsonl") for run in (options.output, new))
+    assert now.updates[:2] == then.updates[:2]
+    assert [update.lr for update in now.updates[2:]] == [1e-3] * 7
+    assert now.header is not None
+    assert [entry["step"] for entry in now.header["branched"]] == [2]
     told = RunDirectory.options(new)
     assert (told.steps, told.schedule_steps, told.optimization.clip_grad) == (9, None, 0.5)
     expected = outcome(new)
@@ -648,24 +583,31 @@ def test_a_branch_of_a_run_without_a_guard_may_have_one(options: TrainOptions, t
     interrupt_after(plain, 3)
     done("train", "--resume", options.output, "--from-step", 2, "--output", tmp_path / "guarded", "--guard")
     done("train", "--resume", options.output)
-    begun, branch = (records(path / "journal.jsonl")[0]["estimator"] for path in (options.output, tmp_path / "guarded"))
-    assert isinstance(begun, dict)
-    assert branch == {**begun, "guard": {"window": 50, "factor": 5.0, "refusals": 5}}
+    begun, branch = (Journal(path / "journal.jsonl").header for path in (options.output, tmp_path / "guarded"))
+    assert begun is not None
+    assert branch is not None
+    assert branch["estimator"] == {**begun["estimator"], "guard": {"window": 50, "factor": 5.0, "refusals": 5}}
 
 
+BRANCH_AT_2 = ["--from-step", "2", "--output", "{new}"]
 REFUSED = [
     (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected at most {STEPS}, the steps of the run"),
     (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
+    (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
     (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
     (["--from-step", "2", "--output", "{run}"], "found a run that has already started"),
-    (["--from-step", "2", "--output", "{new}", "--batch-size", "2"], "--batch-size: found 2; expected 3"),
-    (["--from-step", "2", "--output", "{new}", "--seed", "4"], "--seed: found 4; expected 3"),
-    (["--from-step", "2", "--output", "{new}", "--noise", "mezo"], '--noise: found "mezo"'),
-    (["--from-step", "2", "--output", "{new}", "--estimator", "mezo:exact"], "exact of --estimator: found true"),
-    (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
-    (["--from-step", "2", "--output", "{new}", "--clip", "median=0.5"], "median of --clip: found 0.5"),
-    (["--from-step", "2", "--output", "{new}", "--memory", "1MiB"], "--memory"),
     (["--from-step", "2", "--output", "{new}/below", "--memory", "1MiB"], "--memory"),
+    *(
+        ([*BRANCH_AT_2, *more.split()], told)
+        for more, told in (
+            ("--batch-size 2", "--batch-size: found 2; expected 3"),
+            ("--seed 4", "--seed: found 4; expected 3"),
+            ("--noise mezo", '--noise: found "mezo"'),
+            ("--estimator mezo:exact", "exact of --estimator: found true"),
+            ("--clip median=0.5", "median of --clip: found 0.5"),
+            ("--memory 1MiB", "--memory"),
+        )
+    ),
 ]
 
 
@@ -712,30 +654,24 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     dtype: str, precision: str, warns: bool, options: TrainOptions
 ) -> None:
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
-    assert (
-        done(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6).err.count(
-            "others rounded back to their old values"
-        )
-        == warns
-    )
+    said = done(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6).err
+    assert said.count("others rounded back to their old values") == warns
 
 
 @pytest.mark.parametrize(
     ("chosen", "remedy"),
     [
-        (["--precision", "exact"], "(--precision mixed, or --dtype float32)"),
-        (["--precision", "mixed:transfer=float16-back"], "(--precision mixed:transfer=float16)"),
+        ("exact", "(--precision mixed, or --dtype float32)"),
+        ("mixed:transfer=float16-back", "(--precision mixed:transfer=float16)"),
     ],
 )
 def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(
-    chosen: list[str], remedy: str, options: TrainOptions
+    chosen: str, remedy: str, options: TrainOptions
 ) -> None:
     """A run whose weights come back from a device in 16 bits is in mixed precision already."""
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
-    assert (
-        f"keep them in float32 {remedy}"
-        in done(*arguments, *chosen, "--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9).err
-    )
+    arguments += ["--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9, "--precision", chosen]
+    assert f"keep them in float32 {remedy}" in done(*arguments).err
 
 
 def test_a_copy_is_the_journal_as_it_is(parent: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_lines import done, make_place, run_here
+from command_lines import done
 from make_checkpoint import geometries, make_checkpoint
 from models import WORDS, save_model, small_config
 from runs import small_run
@@ -47,6 +47,7 @@ CONFIGURATIONS = {
     "exact MeZO": ["--estimator", "mezo:exact"],
     "packed": ["--pack"],
     "micro-batches": ["--micro-batch-size", "1"],
+    "one-sided": ["--estimator", "fzoo", "--queries", "4"],
 }
 
 
@@ -137,54 +138,45 @@ SLOW = RunPlan(
 )
 
 
-def test_the_lines_on_disk_writes_and_time_are_those_of_all_steps() -> None:
-    plan = replace(SLOW, spilled_bytes=7_000_000)
-    assert plan.summary() == [
+def test_the_lines_and_the_table_count_disk_writes_and_time_of_all_steps() -> None:
+    durations = {0.0123: "12.3 ms", 0.5: "500 ms", 99.4: "99.4 s", 119: "2 min", 5000: "83 min", 7300: "2 h 2 min"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
+    assert replace(SLOW, spilled_bytes=7_000_000).summary() == [
         "Memory: it fits, with 1.00 kB of 2.00 kB; blocks are streamed from disk, 3 at a time.",
         "Time: about 70 s in all, 2 s a step.",
         "Disk writes: 60.0 MB in all, those of a temporary file of 7.00 MB included.",
     ]
-
-
-def test_lines_and_table_have_one_count_of_disk_writes() -> None:
     long = replace(SLOW, steps=1000)
     assert long.disk_writes() == "Disk writes: 2.00 GB in all."
     assert re.findall(r"written per .*", long.table()) == ["written per 1,000 steps    2.00 GB"]
     assert json.loads(long.to_json())["terabytes_per_1000_steps"] == 0.002
-    three = Together(
-        runs=3, most_runs=3, memory_a_run=1, seconds_a_run=1.0, decoding_seconds=0, seconds_apart=3, free_runs=0
-    )
+    runs: dict[str, Any] = {"runs": 3, "most_runs": 3, "memory_a_run": 1, "seconds_a_run": 1.0, "decoding_seconds": 0}
+    three = Together(**runs, seconds_apart=3, free_runs=0)
     assert replace(long, together=three).disk_writes() == "Disk writes: 6.00 GB in all."
-
-
-@pytest.mark.parametrize(("steps", "told"), [(1, "1.00 GB"), (20, "2.00 GB"), (3000, "6.00 GB")])
-def test_the_first_and_the_last_step_have_a_snapshot_in_a_short_run_too(steps: int, told: str) -> None:
-    plan = replace(SLOW, steps=steps, snapshot_bytes=1_000_000_000)
-    assert plan.disk_writes() == f"Disk writes: {told} in all, in snapshots of 1.00 GB each."
-
-
-@pytest.mark.parametrize("more", [(), ("--rank", "2")])
-def test_a_zeroth_order_plan_counts_the_pages_that_a_step_writes(options: TrainOptions, more: tuple[str, ...]) -> None:
-    plan = planned(options, *more)
-    assert plan["written_bytes"] > 0
-    assert plan["terabytes_per_1000_steps"] == pytest.approx(plan["written_bytes"] / 1e9)
+    for steps, told in ((1, "1.00 GB"), (20, "2.00 GB"), (3000, "6.00 GB")):  # the first and the last step have a snapshot
+        plan = replace(SLOW, steps=steps, snapshot_bytes=1_000_000_000)
+        assert plan.disk_writes() == f"Disk writes: {told} in all, in snapshots of 1.00 GB each."
 
 
 def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions) -> None:
     def reserved(plan: dict[str, Any]) -> int:
         return next(int(part["nbytes"]) for part in plan["host_plan"]["parts"] if part["name"] == "activations, reserved")
 
+    for more in ((), ("--rank", "2")):
+        plan = planned(options, *more)
+        assert plan["written_bytes"] > 0
+        assert plan["terabytes_per_1000_steps"] == pytest.approx(plan["written_bytes"] / 1e9)
     short, long = planned(options), planned(options, data=False)
     assert reserved(short) < reserved(long)
     assert reserved(planned(options, "--sequence-length", "6", data=False)) == reserved(short)  # with the end of text
 
 
-def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions) -> None:
     plan = planned(options, "--steps", "50", "--evaluate-every", "20")
     assert (plan["steps"], plan["evaluations"]) == (50, 4)  # before the first step, after 20, 40 and 50
     assert plan["run_seconds"] == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"] > 50 * plan["seconds"]
-    main(["plan", "--model", options.model, "--data", str(options.data), "--steps", "7"])
-    assert "expected in total" in (printed := capsys.readouterr().out)
+    printed = done("plan", "--model", options.model, "--data", options.data, "--steps", 7).out
+    assert "expected in total" in printed
     assert "(7 steps)" in printed
 
 
@@ -236,10 +228,13 @@ def test_forwards_are_counted_as_they_run(
     options: TrainOptions,
     tmp_path: Path,
 ) -> None:
-    plan = planned_with(options, optimization, tmp_path)
+    plan = planned_with(options, optimization, tmp_path / "new")
     [(shape, at_a_time)] = measured
     assert (shape.rows, shape.tokens, at_a_time) == (rows, 7, running)
     assert plan.forward_seconds == seconds
+    if optimization.rank is not None:
+        assert (plan.write_back_every, plan.scratch_bytes) == (None, 0)
+    assert not (tmp_path / "new").exists()
 
 
 def planned_with(options: TrainOptions, optimization: Optimization, output: Path) -> RunPlan:
@@ -248,12 +243,6 @@ def planned_with(options: TrainOptions, optimization: Optimization, output: Path
     options = replace(options, evaluation=None, optimization=optimization, batching=batching, output=output)
     model = open_checkpoint(options.model, precision="exact")
     return run_plan.plan_run(options, model, RowShapes.of_length(batching, 7))
-
-
-def test_a_low_rank_writes_no_weights_and_draws_factors_alone(options: TrainOptions, tmp_path: Path) -> None:
-    plan = planned_with(options, Optimization(rank=1), tmp_path / "new")
-    assert (plan.write_back_every, plan.scratch_bytes) == (None, 0)
-    assert not (tmp_path / "new").exists()
 
 
 def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
@@ -287,14 +276,6 @@ def test_batches_have_the_shapes_that_their_rows_make(options: TrainOptions) -> 
     assert two.evaluation_batches == 2
     packed = shapes_of(options, rows, batch_size=4, pack=True)
     assert packed.step == BatchShape(1, 20.0, 12)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0.0123, "12.3 ms"), (0.5, "500 ms"), (99.4, "99.4 s"), (119, "2 min"), (5000, "83 min"), (7300, "2 h 2 min")],
-)
-def test_durations_are_said_in_the_unit_that_fits(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
 
 
 def test_losses_are_kept_apart_from_the_memory_that_they_were_made_in() -> None:
@@ -357,12 +338,6 @@ def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
     assert kept == {0, 1, BLOCKS}, "one block less than all takes two slots: only a second one makes room"
 
 
-def test_noise_that_is_not_kept_leaves_room(base: Path) -> None:
-    model = open_checkpoint(base)
-    mezo, counted = (planned_for_gpu(model, Optimization(noise=noise)) for noise in (Noise.MEZO, Noise.RADEMACHER))
-    assert counted.device_plan.nbytes < mezo.device_plan.nbytes
-
-
 @pytest.mark.long_profile
 def test_opt_175b_on_24_gb(tmp_path: Path) -> None:
     make_checkpoint(geometries()["opt-175b"], tmp_path / "opt", dtype=torch.float16, sparse=True)
@@ -383,7 +358,14 @@ def test_opt_175b_on_24_gb(tmp_path: Path) -> None:
 
 
 def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
+    """And one side of each takes fewer, and noise that is not kept leaves room."""
     model = open_checkpoint(base)
+    running, held = forward_bytes(model.config, 8, 8), expected_held_bytes(model.config, 8, 8)
+    for estimator, streams in ((EstimatorName.MEZO, 8), (EstimatorName.FZOO, 5)):
+        planned = planned_for_gpu(model, Optimization(estimator=estimator, queries=4), rows=8)
+        assert planned.device_plan.activation_bytes - running == streams * held
+    mezo, counted = (planned_for_gpu(model, Optimization(noise=noise)) for noise in (Noise.MEZO, Noise.RADEMACHER))
+    assert counted.device_plan.nbytes < mezo.device_plan.nbytes
     one, four = (planned_for_gpu(model, replace(MEZO, queries=q), rows=8) for q in (1, 4))
     assert (one.transfers.waiting_bytes, four.transfers.waiting_bytes) == (0, 0)
     more = four.device_plan.activation_bytes - one.device_plan.activation_bytes
@@ -396,17 +378,6 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
     assert (
         tight.transfers.transfer_seconds * BUS == tight.transfers.moved_bytes + (BLOCKS + 1) * tight.transfers.waiting_bytes
     )
-
-
-def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
-    model = open_checkpoint(base)
-    two_sided, one_sided = (
-        planned_for_gpu(model, Optimization(estimator=estimator, queries=4), rows=8)
-        for estimator in (EstimatorName.MEZO, EstimatorName.FZOO)
-    )
-    running, held = forward_bytes(model.config, 8, 8), expected_held_bytes(model.config, 8, 8)
-    assert two_sided.device_plan.activation_bytes - running == 8 * held
-    assert one_sided.device_plan.activation_bytes - running == 5 * held
 
 
 @pytest.mark.parametrize(
@@ -459,36 +430,40 @@ TIME = r"[0-9.e-]+ m?s"
 FIRST_ORDER = ["--method", "adamw", "--lora-rank", 2, "--lr", 1e-3]
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base and rows."""
-    return make_place(tmp_path_factory.mktemp("outlook"))
-
-
 def lines(*more: object) -> list[str]:
     """What a run prints about itself."""
     where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2, "--batch-size", 3]
-    ended = run_here(*where, *more)
-    assert ended.status == 0, ended.err
-    return ended.err.splitlines()
+    return done(*where, *more).err.splitlines()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("more", "begins"),
     [
-        (["--lr", 1e-3], "Zeroth-order steps train all parameters: 2 steps of 3 rows, about "),
+        (["--lr", 1e-3, "--memory", "8GB"], "Zeroth-order steps train all parameters: 2 steps of 3 rows, about "),
         (["--lr", 1e-3, "--lora-rank", 2], "Zeroth-order steps train LoRA of rank 2: 2 steps of 3 rows, about "),
         (FIRST_ORDER, "AdamW trains LoRA of rank 2: 2 steps of 3 rows, about "),
         ([*FIRST_ORDER, "--evaluation", 0.3], "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about "),
     ],
     ids=str,
 )
-def test_the_first_line_has_method_time_memory_and_disk(here: Path, more: list[object], begins: str) -> None:
+def test_the_first_line_has_method_time_memory_and_disk(
+    here: Path, more: list[object], begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[HostPlan] = []
+    storage = GradientRun.storage
+
+    def noted(self: GradientRun, model: Any, host: HostPlan, *rest: Any) -> str:
+        told.append(host)
+        return storage(self, model, host, *rest)
+
+    monkeypatch.setattr(GradientRun, "storage", noted)
     [first, *_] = lines(*more)
     assert first.startswith(begins)
     writes = f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute" if "--method" in more else "negligible"
-    assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} free[.] Disk writes: {writes}", first)
+    kind = "allowed" if "--memory" in more else "free"
+    assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} {kind}[.] Disk writes: {writes}", first)
+    assert all(any(part.name.startswith("graphs of") for part in plan.parts) for plan in told)
 
 
 @pytest.mark.few(2)
@@ -510,23 +485,6 @@ def test_measured_steps_correct_the_plan_of_a_long_run(here: Path, monkeypatch: 
         "measured in 3 steps: 20 s a step (planned: 50 s), about 60 s left; peak memory 100 bytes (planned: 100 bytes)"
     )
     assert corrections == ([expected] if is_wrong else [])
-
-
-def test_memory_that_is_limited_is_called_so(here: Path) -> None:
-    assert re.search(f"Memory: {SIZE} of 8.00 GB allowed", lines("--lr", 1e-3, "--memory", "8GB")[0])
-
-
-def test_the_first_line_counts_graphs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[HostPlan] = []
-    storage = GradientRun.storage
-
-    def noted(self: GradientRun, model: Any, host: HostPlan, *rest: Any) -> str:
-        told.append(host)
-        return storage(self, model, host, *rest)
-
-    monkeypatch.setattr(GradientRun, "storage", noted)
-    lines(*FIRST_ORDER)
-    assert any(part.name.startswith("graphs of") for part in told[0].parts)
 
 
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:

@@ -88,6 +88,7 @@ def test_runs_of_one_command_are_the_runs_apart(
     with counting:
         ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
     assert ran.status == 0, ran.err
+    assert all(f"{name}: step 2: evaluation " in ran.err for name in RUNS)
     assert sweeps[:7] == [4] * 7, "three evaluations and four steps of all; then one run goes on alone"
     assert set(sweeps[7:]) <= {1}
     table = ran.out.splitlines()
@@ -203,11 +204,6 @@ def test_trials_that_do_not_fit_together_run_one_after_the_other(
     assert (best.lr, best.loss) == (expected.lr, expected.loss)
 
 
-def test_a_trainer_says_whose_line_it_prints(options: TrainOptions, tmp_path: Path) -> None:
-    ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, {"a": RUNS["low-rank"]})))
-    assert "a: step 2: evaluation " in ran.err
-
-
 def plan_of(options: TrainOptions, *more: object) -> Any:
     given = ["plan", "--model", options.model, "--data", options.data, "--batch-size", 400, "--json"]
     planned = run_here(*given, *more)
@@ -279,8 +275,8 @@ def counted_sweeps() -> tuple[list[int], Any]:
     return sweeps, patch.object(SharedBase, "_sweep", counted)
 
 
-def test_several_models_are_evaluated_in_one_pass(
-    options: TrainOptions, tmp_path: Path, trained: Mapping[str, Path]
+def test_several_models_are_evaluated_and_continue_prompts_in_one_pass(
+    options: TrainOptions, trained: Mapping[str, Path]
 ) -> None:
     first, *others = trained.values()
     sweeps, counting = counted_sweeps()
@@ -298,19 +294,13 @@ def test_several_models_are_evaluated_in_one_pass(
         given = ("--run", path) if name != "model" else ("--model", options.model, "--adapter", path)
         alone = run_here("evaluate", *given, "--data", options.data, "--no-base")
         assert f"loss {shown[name]}" in alone.out, name
-
-
-def test_several_models_continue_prompts_in_one_pass_a_token(
-    options: TrainOptions, tmp_path: Path, trained: Mapping[str, Path]
-) -> None:
-    first, *others = trained.values()
     ask = ("--prompt", "the cat", "--max-new-tokens", 3)
     sweeps, counting = counted_sweeps()
     with counting:
         together = run_here("generate", "--run", first, *ask, "--others", *others)
     assert together.status == 0, together.err
     assert sweeps[0] == 4
-    assert len(sweeps) <= 3
+    assert len(sweeps) <= 3, "one pass a token"
     said = [run_here("generate", "--run", path, *ask).out.strip() for path in list(trained.values())[:3]]
     assert [part.partition(":\n")[2].strip() or part.strip() for part in together.out.split("\n\n")][:3] == said
 

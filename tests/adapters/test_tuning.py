@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_lines import Ended, done, make_place, refusal, run_here
+from command_lines import Ended, done, refusal, run_here
 from profiles import short_first
 from runs import small_run
 
@@ -48,9 +48,6 @@ def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_ro
         forwards += (steps - taken) * left * evaluations
         left, taken = -(-left // 2), steps
     assert budget / 2 < forwards <= budget
-
-
-def test_a_budget_in_which_a_trial_says_nothing_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(OptionError, match="at least 224") as refused:
         Schedule.of(7, 100, 2)
     assert "7 trials" in str(refused.value)
@@ -81,9 +78,12 @@ def test_what_all_trials_take_is_told_before_the_first_one_and_holds(options: Tr
 
 @pytest.mark.filterwarnings("ignore:step")  # that are not applied
 def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_run(options: TrainOptions) -> None:
+    with pytest.raises(DivergenceError, match="every learning rate"):
+        tune(replace(options, output=options.output.parent / "hot"), forwards=200, learning_rates=(0.9, 1.0))
     told: list[list[Trial]] = []
     best = tune(options, forwards=240, learning_rates=RATES, after_round=lambda trials: told.append(list(trials)))
     assert best.lr != 0.9
+    assert not math.isfinite(told[0][-1].loss), "a trial that diverges is last"
     taken = [{trial.lr: trial.steps for trial in trials} for trials in told]
     assert taken[0][1e-7] == taken[0][1e-3] > 0
     assert best.steps == max(taken[-1].values()) > taken[0][best.lr]
@@ -97,15 +97,6 @@ def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_ru
         trainer.run()
     files = [run / "model" / "model.safetensors" for run in (best.directory, alone.output)]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-@pytest.mark.filterwarnings("ignore:step")
-def test_a_trial_that_diverges_is_last_and_one_line_says_when_all_do(options: TrainOptions) -> None:
-    told: list[list[Trial]] = []
-    tune(options, forwards=200, learning_rates=(1e-4, 1.0), after_round=lambda trials: told.append(list(trials)))
-    assert [math.isfinite(trial.loss) for trial in told[0]] == [True, False]
-    with pytest.raises(DivergenceError, match="every learning rate"):
-        tune(replace(options, output=options.output.parent / "hot"), forwards=200, learning_rates=(0.9, 1.0))
 
 
 @pytest.mark.long_profile
@@ -128,16 +119,11 @@ def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOpt
         tune(options, forwards=240, learning_rates=RATES[:2])
 
 
-def test_a_schedule_that_ends_cannot_be_tuned(options: TrainOptions) -> None:
-    falling = replace(options, optimization=Optimization(decay=Decay.LINEAR))
-    with pytest.raises(OptionError, match="decay"):
-        tune(falling, forwards=400)
-    assert not options.output.exists()
-
-
 def test_trials_that_are_refused_leave_nothing(options: TrainOptions) -> None:
     with pytest.raises(CheckpointError):
         tune(replace(options, model=str(options.data.parent / "nowhere")), forwards=400, learning_rates=RATES[:2])
+    with pytest.raises(OptionError, match="decay"):  # a schedule that ends
+        tune(replace(options, optimization=Optimization(decay=Decay.LINEAR)), forwards=400)
     assert not options.output.exists()
 
 
@@ -182,12 +168,6 @@ DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--evaluation", 0.3, "--kee
 STEPS = 12
 
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base and rows."""
-    return make_place(tmp_path_factory.mktemp("automatic"))
 
 
 def train(output: str, *more: object, lr: object = "auto") -> list[object]:
@@ -266,6 +246,8 @@ def test_what_the_trials_cost_is_told_before_and_counted(finished: Callable[...,
     told = re.search(r"Learning rate: (\d+) rates are tried first, .*: (\d+) steps, (\d+) forward passes of 3 rows", said)
     assert told is not None
     assert said.index("rates are tried first") < said.index("round 1 of 2")
+    assert said.count("Memory: ") == 1
+    assert "precision: " in said, "the other lines are printed"
     assert ("share the model and run together" in said) is ("--lora-rank" in method), "runs of all parameters cannot"
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     of_trials = [row for row in rows if "trial_lr" in row]
@@ -277,12 +259,6 @@ def test_what_the_trials_cost_is_told_before_and_counted(finished: Callable[...,
     assert run.forwards[-1] == STEPS * per_step
     assert run.minutes[-1] * 60 == pytest.approx(sum(row["seconds"] for row in run.steps))
     assert sum(trial["forwards"] for trial in run.trials) == sums[2]
-
-
-def test_memory_is_told_once(here: Path) -> None:
-    said = done(*train("run")).err
-    assert said.count("Memory: ") == 1
-    assert "precision: " in said, "the other lines are printed"
 
 
 @pytest.mark.long_profile
@@ -356,10 +332,20 @@ def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Pa
     assert not left.exists()
 
 
-def test_a_longer_run_tries_more_rates(here: Path) -> None:
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_longer_run_tries_more_rates_and_one_line_says_if_all_diverge_or_nothing_chooses(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for steps, rates in ((STEPS, ZerothOrderRun.few_learning_rates), (2000, ZerothOrderRun.learning_rates)):
         said = refused_by_stopping(*train("run", "--steps", steps))
         assert f"Learning rate: {len(rates)} rates are tried first" in said
+    done(*train("plain", lr=1e-3))
+    resumed = ("train", "--resume", "plain", "--lr", "auto")
+    assert "auto with --from-step" in refusal(*resumed, "--from-step", 2, "--output", "branch")
+    assert 'found "auto"' in refusal(*resumed)
+    assert not Path("branch").exists()
+    monkeypatch.setattr(ZerothOrderRun, "few_learning_rates", (0.9, 1.0))
+    assert "pass a smaller --lr" in refusal(*train("run"))
 
 
 def refused_by_stopping(*arguments: object) -> str:
@@ -375,12 +361,6 @@ def refused_by_stopping(*arguments: object) -> str:
     return ended.err
 
 
-@pytest.mark.filterwarnings("ignore:step")
-def test_one_line_says_if_every_rate_diverges(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ZerothOrderRun, "few_learning_rates", (0.9, 1.0))
-    assert "pass a smaller --lr" in refusal(*train("run"))
-
-
 @pytest.mark.usefixtures("here")
 def test_a_damaged_choice_stops_nothing(finished: Callable[..., Ended]) -> None:
     finished("run")
@@ -391,12 +371,3 @@ def test_a_damaged_choice_stops_nothing(finished: Callable[..., Ended]) -> None:
         done("train", "--resume", "run")
         assert read_run(Path("run")).trials == []
         assert outcome("run")["weights"] == weights
-
-
-def test_auto_is_refused_where_nothing_chooses(here: Path) -> None:
-    done(*train("run", lr=1e-3))
-    assert "auto with --from-step" in refusal(
-        "train", "--resume", "run", "--from-step", 2, "--output", "branch", "--lr", "auto"
-    )
-    assert 'found "auto"' in refusal("train", "--resume", "run", "--lr", "auto")
-    assert not Path("branch").exists()

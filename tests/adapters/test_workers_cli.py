@@ -109,19 +109,21 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
 # --- what workers agree on before they begin
 
 
-def test_the_kinds_of_all_devices_are_in_the_journal() -> None:
+def test_workers_agree_on_kinds_of_devices_steps_and_files_of_traces() -> None:
     kinds = worked(3, lambda workers: device_kinds(["cpu", "cuda:1", "cuda"][workers.rank], workers))
     assert kinds == ["cpu+cuda"] * 3
     assert device_kinds("cuda:1", None) == "cuda"
-
-
-def test_another_number_of_steps_than_the_first_workers_is_refused() -> None:
     outcomes = attempted(3, lambda workers: require_same_steps([4, 4, 5][workers.rank], workers))
     assert outcomes[:2] == [None, None]
     assert isinstance(outcomes[2], OptionError)
     assert "found 5" in str(outcomes[2])
     assert "4" in str(outcomes[2])
     require_same_steps(7, None)
+    trace = Path("runs/trace.json")
+    names = worked(3, lambda workers: worker_trace(trace, workers))
+    assert names == [trace, Path("runs/trace.worker-1.json"), Path("runs/trace.worker-2.json")]
+    assert worker_trace(trace, None) == trace
+    assert worked(2, lambda workers: worker_trace(None, workers)) == [None, None]
 
 
 def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,14 +203,6 @@ def test_workers_that_try_other_trials_are_refused(tmp_path: Path) -> None:
         assert isinstance(error, WorkerError)
         assert "other trials" in str(error)
     assert not (tmp_path / "0").exists()
-
-
-def test_every_worker_traces_into_a_file_of_its_own() -> None:
-    trace = Path("runs/trace.json")
-    names = worked(3, lambda workers: worker_trace(trace, workers))
-    assert names == [trace, Path("runs/trace.worker-1.json"), Path("runs/trace.worker-2.json")]
-    assert worker_trace(trace, None) == trace
-    assert worked(2, lambda workers: worker_trace(None, workers)) == [None, None]
 
 
 # First-order runs, whatever kills a worker

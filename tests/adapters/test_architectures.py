@@ -1,8 +1,10 @@
-"""An architecture that nobody declared: its parts are learned from a dry run, or it is refused by name."""
+"""How models are cut, which checkpoints are taken and which are refused, and architectures that nobody declared."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,20 +15,195 @@ import torch
 from command_lines import make_place, refusal, run_here
 from engines import memory, zeroth_order
 from families import compare, small_config, small_model, stock_scores, stock_tokens
-from models import CONFIGS, WORDS, make_batch, save_tokenizer
+from models import BLOOM, BLOOM_CONFIG, CONFIGS, WORDS, make_batch, random_model, save_model, save_tokenizer
 from models import small_config as known_config
 from parity import assert_same_bits, assert_steps_alike
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
-from zo2adapters.models.architecture import ARCHITECTURES, derive_architecture
+from zo2adapters import Adapter, Architecture, MonolithicMeZO, open_checkpoint
+from zo2adapters.models.architecture import ARCHITECTURES, derive_architecture, segment_layouts
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import score
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, ZerothOrder
-from zo2core.errors import OptionError, UnsupportedModelError
+from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, ZerothOrder, ZO2Error
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
+
+MODEL = "model.safetensors"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", known_config("opt"))
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(directory / MODEL)), directory / MODEL)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_parameter_is_in_one_segment_and_a_skeleton_holds_real_buffers_alone(model_type: str) -> None:
+    skeleton = build_skeleton(known_config(model_type), torch.float32)
+    layouts = segment_layouts(skeleton, ARCHITECTURES[model_type])
+    specs = [spec for layout in layouts for spec in layout.parameters]
+    assert sorted(spec.name for spec in specs) == sorted(name for name, _ in skeleton.named_parameters())
+    assert [name for name, _ in skeleton.named_parameters()] == [s.name for s in sorted(specs, key=lambda s: s.index)]
+    assert [layout.kind.value for layout in layouts] == ["embedding", "block", "block", "head"]
+    skeleton = build_skeleton(known_config(model_type, hidden_size=1200, num_attention_heads=3), torch.float32)
+    assert all(p.is_meta for p in skeleton.parameters() if p.dim() > 1)
+    assert not any(buffer.is_meta for buffer in skeleton.buffers())
+    whole = random_model(skeleton.config)
+    for ours, theirs in zip(skeleton.buffers(), whole.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_tied_weight_is_the_embeddings_and_borrowed_by_the_head() -> None:
+    for tied in (True, False):
+        layouts = segment_layouts(
+            build_skeleton(known_config("opt", tie_word_embeddings=tied), torch.float32), ARCHITECTURES["opt"]
+        )
+        assert [spec.name for spec in layouts[-1].borrowed] == (["model.decoder.embed_tokens.weight"] if tied else [])
+        assert ("lm_head.weight" in [spec.name for spec in layouts[-1].parameters]) == (not tied)
+
+
+def test_decay_goes_by_mezos_rule() -> None:
+    layouts = segment_layouts(build_skeleton(known_config("qwen3"), torch.float32), ARCHITECTURES["qwen3"])
+    decays = {spec.name: spec.decays for layout in layouts for spec in layout.parameters}
+    assert decays["model.norm.weight"]
+    assert decays["model.layers.0.self_attn.q_norm.weight"]
+    assert not decays["model.layers.0.input_layernorm.weight"]
+    layouts = segment_layouts(build_skeleton(known_config("opt"), torch.float32), ARCHITECTURES["opt"])
+    assert not any(spec.decays for spec in layouts[1].parameters if "bias" in spec.name or "layer_norm" in spec.name)
+
+
+def test_opt_checkpoints_load_with_either_prefix_and_with_a_copy_of_the_tied_head(base: Path, tmp_path: Path) -> None:
+    def first_loss(directory: Path) -> float:
+        with Engine(open_checkpoint(directory), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
+            return engine.step(make_batch(40, [6]), seed=1).loss
+
+    expected = first_loss(base)
+    short = shutil.copytree(base, tmp_path / "short")
+    rewrite(short, lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()})
+    assert "decoder.embed_tokens.weight" in load_file(short / MODEL)
+    assert first_loss(short) == expected
+    table = "model.decoder.embed_tokens.weight"
+    double = shutil.copytree(base, tmp_path / "double")
+    rewrite(double, lambda tensors: {**tensors, "lm_head.weight": tensors[table].clone()})
+    assert first_loss(double) == expected
+    rewrite(double, lambda tensors: {**tensors, "lm_head.weight": tensors[table] + 1})
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        open_checkpoint(double)
+    llama = save_model(tmp_path / "llama", known_config("llama"))  # a name that only old checkpoints carry is left out
+    rewrite(llama, lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    open_checkpoint(llama)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], type[ZO2Error], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), CheckpointError, "config.json"),
+    "config not JSON": (lambda d: (d / "config.json").write_text("{"), CheckpointError, "config"),
+    "another architecture": (lambda d: edit_config(d, model_type="gpt2"), CheckpointError, "does not have"),
+    "no causal language model": (lambda d: edit_config(d, model_type="t5"), UnsupportedModelError, "causal"),
+    "layers that cannot be cut apart": (lambda d: edit_config(d, model_type="rwkv"), UnsupportedModelError, "Architecture"),
+    "unknown to transformers": (lambda d: edit_config(d, model_type="nobody"), UnsupportedModelError, "remote code"),
+    "quantised by config": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "quip", "bits": 2}),
+        UnsupportedModelError,
+        "unquantised",
+    ),
+    "quantised tensor": (
+        lambda d: rewrite(d, lambda t: {**t, "model.decoder.layers.0.fc1.weight": torch.zeros(20, 12, dtype=torch.int8)}),
+        CheckpointError,
+        "unquantised",
+    ),
+    "pickled": (lambda d: (d / MODEL).rename(d / "pytorch_model.bin"), UnsupportedModelError, "zo2 convert"),
+    "no weights": (lambda d: (d / MODEL).unlink(), CheckpointError, "no safetensors"),
+    "truncated": (lambda d: (d / MODEL).write_bytes((d / MODEL).read_bytes()[:-1]), CheckpointError, "not fully covered"),
+    "tensor missing": (
+        lambda d: rewrite(d, lambda t: {k: v for k, v in t.items() if not k.endswith("fc2.bias")}),
+        CheckpointError,
+        "no tensor model.decoder.layers.0.fc2.bias",
+    ),
+    "tensor unexpected": (
+        lambda d: rewrite(d, lambda t: {**t, "model.decoder.layers.2.fc2.bias": torch.ones(12)}),
+        CheckpointError,
+        r"layers\.2\.fc2\.bias",
+    ),
+    "shape": (lambda d: edit_config(d, ffn_dim=24), CheckpointError, r"found shape \[20"),
+    "dtype": (
+        lambda d: rewrite(d, lambda t: {**t, "model.decoder.layers.0.fc1.bias": torch.ones(20, dtype=torch.float16)}),
+        CheckpointError,
+        "dtype F16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "kind", "words"), REFUSED.values(), ids=REFUSED)
+def test_checkpoints_that_cannot_be_trained_are_refused(
+    base: Path, damage: Callable[[Path], object], kind: type[ZO2Error], words: str
+) -> None:
+    damage(base)
+    with pytest.raises(kind, match=words):
+        open_checkpoint(base)
+
+
+def test_unknown_dtypes_and_paths_that_are_nothing_are_refused(base: Path) -> None:
+    dtypes: list[str | torch.dtype] = ["int8", "half", torch.int32, torch.float8_e4m3fn]
+    for dtype in dtypes:
+        with pytest.raises(OptionError, match="dtype"):
+            open_checkpoint(base, dtype=dtype)
+    for path in ("./nowhere", "/nowhere/at/all", "a/b/c", "no-such/model"):
+        with pytest.raises(CheckpointError, match="directory"):
+            open_checkpoint(path)
+
+
+def test_remote_code_is_never_run(base: Path, tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    (base / "evil.py").write_text(f"open({str(witness)!r}, 'w')\nclass Evil: ...\n")
+    edit_config(base, auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    with pytest.warns(ZO2Warning, match="auto_map"):
+        open_checkpoint(base)
+    edit_config(base, model_type="evil")
+    with pytest.raises(UnsupportedModelError):
+        open_checkpoint(base)
+    assert not witness.exists()
+
+
+def test_an_incomplete_declaration_is_refused_and_layers_that_return_tuples_need_only_say_so(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", MistralConfig(**known_config("llama").to_diff_dict() | {"model_type": "mistral"}))
+    forgot_norm = Architecture(
+        model_type="mistral", embedding=("model.embed_tokens",), blocks="model.layers", head=("lm_head",)
+    )
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight"):
+        open_checkpoint(base, architecture=forgot_norm)
+    base, batch = save_model(tmp_path / "bloom", BLOOM_CONFIG), make_batch(40, [7, 4])
+    with Engine(open_checkpoint(base, architecture=BLOOM), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
+        assert engine.evaluate([batch]).loss == AutoModelForCausalLM.from_pretrained(base)(**batch).loss.item()
+
+
+def test_exports_keep_config_and_companions(base: Path, tmp_path: Path) -> None:
+    edit_config(base, torch_dtype="float32", extra_key=7)
+    (base / "tokenizer_config.json").write_text('{"mine": 1}')
+    (base / "notes.md").write_text("not part of a model")
+    with Engine(open_checkpoint(base, dtype="bfloat16"), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
+        engine.export(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["extra_key"] == 7
+    assert config["architectures"] == ["OPTForCausalLM"]
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"mine": 1}'
+    assert not (tmp_path / "out" / "notes.md").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype is torch.bfloat16
+
+
+# An architecture that nobody declared: its parts are learned from a dry run, or it is refused by name
+
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
 UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma3n_text", "gemma4_text", "zamba2"]
@@ -78,11 +255,18 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("model_type", ["codegen", "gpt_neo"])
-def test_monolithic_mezo_caches_no_keys_and_values(model_type: str, tmp_path: Path) -> None:
+def test_tables_that_no_checkpoint_holds_are_from_pretraineds_and_no_keys_are_cached(
+    model_type: str, tmp_path: Path
+) -> None:
     """CodeGen rounds the keys that it caches; neither the engine nor the loop that it is held against caches any."""
-    made: Any = small_model(small_config(model_type))
+    config = small_config(model_type)
+    made: Any = small_model(config)
     made.to(torch.bfloat16).save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours, tables = dict(build_skeleton(config, torch.bfloat16).named_buffers()), dict(whole.named_buffers())
+    assert tables or model_type != "codegen"
+    for name, table in tables.items():
+        assert_same_bits(name, ours[name], table)
     assert whole.config.use_cache
     literal = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2)
     batch = random_batch(40, 2, 6, seed=0)
@@ -91,25 +275,7 @@ def test_monolithic_mezo_caches_no_keys_and_values(model_type: str, tmp_path: Pa
     assert whole.config.use_cache, "the config is the caller's"
 
 
-def test_tables_that_no_checkpoint_holds_are_those_of_from_pretrained(tmp_path: Path) -> None:
-    config = small_config("codegen")
-    model: torch.nn.Module = small_model(config)
-    model.to(torch.bfloat16)
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ours = dict(build_skeleton(config, torch.bfloat16).named_buffers())
-    tables = [name for name, _ in loaded.named_buffers()]
-    assert tables
-    for name, table in loaded.named_buffers():
-        assert_same_bits(name, ours[name], table)
-
-
-def test_weights_that_transformers_writes_over_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens: .*overwrites.*zero_"):
-        build_skeleton(small_config("youtu"), torch.float32)
-
-
-def test_a_dry_run_leaves_the_model_as_it_was() -> None:
+def test_a_dry_run_leaves_the_model_as_it_was_and_weights_that_transformers_writes_over_are_refused() -> None:
     skeleton = build_skeleton(known_config("llama"), torch.float32)
 
     def state(model: PreTrainedModel) -> list[Any]:
@@ -117,8 +283,10 @@ def test_a_dry_run_leaves_the_model_as_it_was() -> None:
         return [tensors, [(name, id(module), len(module._forward_pre_hooks)) for name, module in model.named_modules()]]
 
     before = state(skeleton)
-    derive_architecture(skeleton)
+    assert derive_architecture(skeleton).axes == ARCHITECTURES["llama"].axes == (0, 1), "rows and tokens come first"
     assert state(skeleton) == before
+    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens: .*overwrites.*zero_"):
+        build_skeleton(small_config("youtu"), torch.float32)
 
 
 class _Odd(nn.Module):
@@ -189,11 +357,6 @@ def test_what_cannot_be_told_apart_is_refused_by_name(how: str, said: str) -> No
         derive_architecture(model)
 
 
-def test_tensors_that_are_passed_on_as_they_are_may_be_asked_for_a_dtype() -> None:
-    model: Any = _Odd("kept as it is")
-    assert derive_architecture(model).embedding == ("table",)
-
-
 # Hidden states with an axis beside rows, tokens and hidden size: before them in Gemma 3n, behind tokens in DeepSeek-V4
 
 
@@ -205,70 +368,69 @@ SQUARE = make_batch(40, [COPIES] * COPIES)
 
 
 @pytest.fixture(params=AXES)
-def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A checkpoint of each model."""
     small_model(small_config(request.param)).save_pretrained(tmp_path / request.param)
     return tmp_path / str(request.param)
 
 
-def whole_model(base: Path) -> Any:
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+def whole_model(checkpoint: Path) -> Any:
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     whole.config.use_cache = False
     return whole
 
 
-@pytest.mark.parametrize("model_type", AXES)
-def test_the_axes_of_rows_and_tokens_are_learned(model_type: str) -> None:
-    assert derive_architecture(build_skeleton(small_config(model_type), torch.float32)).axes == AXES[model_type]
+def test_the_axes_of_rows_and_tokens_are_learned_and_tensors_passed_on_may_be_asked_for_a_dtype() -> None:
+    for model_type, axes in AXES.items():
+        assert derive_architecture(build_skeleton(small_config(model_type), torch.float32)).axes == axes
+    model: Any = _Odd("kept as it is")
+    assert derive_architecture(model).embedding == ("table",)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("prompts", [[[7, 3, 11, 20]], [[7, 3, 11, 20], [5, 9]], [[3, 4, 5, 6]] * COPIES], ids=len)
-def test_greedy_tokens_are_hugging_faces(base: Path, prompts: list[list[int]]) -> None:
-    model = open_checkpoint(base)
+def test_greedy_tokens_are_hugging_faces(checkpoint: Path, prompts: list[list[int]]) -> None:
+    model = open_checkpoint(checkpoint)
     with Engine(model) as replayer:
         steps = list(generate(replayer, model, prompts, max_new_tokens=12))
-    assert [list(row) for row in zip(*steps, strict=True)] == stock_tokens(whole_model(base), prompts)
+    assert [list(row) for row in zip(*steps, strict=True)] == stock_tokens(whole_model(checkpoint), prompts)
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_log_likelihoods_are_the_whole_models(base: Path, chunk: int | None) -> None:
+def test_log_likelihoods_are_the_whole_models(checkpoint: Path, chunk: int | None) -> None:
     prompts, candidates = [[7, 3, 11, 20], [5, 9]], [[[4], [6, 8]], [[10, 12, 13], [14]]]
-    model = open_checkpoint(base, loss_chunk=chunk)
+    model = open_checkpoint(checkpoint, loss_chunk=chunk)
     with Engine(model) as replayer:
         scored = score(replayer, model, prompts, candidates).log_likelihoods
-    assert sum(scored, ()) == pytest.approx(stock_scores(whole_model(base)), rel=1e-5)
+    assert sum(scored, ()) == pytest.approx(stock_scores(whole_model(checkpoint)), rel=1e-5)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [None, 1])
-def test_losses_in_chunks_and_micro_batches_are_the_whole_models(base: Path, rows: int | None) -> None:
-    whole = whole_model(base)
+def test_losses_in_chunks_and_micro_batches_are_the_whole_models(checkpoint: Path, rows: int | None) -> None:
+    """And a direction of each row takes them along their axis."""
+    whole = whole_model(checkpoint)
     for batch in (SQUARE, make_batch(40, [9, 4])):
         with torch.inference_mode():
             expected = float(whole(**batch).loss)
-        with Engine(open_checkpoint(base, loss_chunk=3), micro_batch_size=rows) as replayer:
+        with Engine(open_checkpoint(checkpoint, loss_chunk=3), micro_batch_size=rows) as replayer:
             assert replayer.evaluate([batch]).loss == pytest.approx(expected, rel=1e-5)
+    losses, method = [], ZerothOrder(PerRowRGE(lr=1e-2, zo_eps=1e-2, q=COPIES))
+    for chunk in (None, 3):
+        with Engine(open_checkpoint(checkpoint, loss_chunk=chunk), method) as engine:
+            losses.append(engine.step(SQUARE, seed=0).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_mixed_precision_is_monolithic_mezo_under_autocast(base: Path) -> None:
-    model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
-    literal = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
+def test_mixed_precision_is_monolithic_mezo_under_autocast(checkpoint: Path) -> None:
+    model = open_checkpoint(checkpoint, precision="mixed", dtype="bfloat16", loss_chunk=None)
+    literal = MonolithicMeZO(whole_model(checkpoint), lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
     with Engine(model, ZerothOrder(MEZO)) as engine:
         assert_steps_alike(engine, literal, [SQUARE] * 2)
         first = engine.journal.updates[0]
-    with Engine(open_checkpoint(base, precision="mixed", dtype="bfloat16"), ZerothOrder(MEZO)) as engine:
+    with Engine(open_checkpoint(checkpoint, precision="mixed", dtype="bfloat16"), ZerothOrder(MEZO)) as engine:
         # In chunks, as a run has it.
         assert engine.step(SQUARE, seed=first.seeds[0]).losses == pytest.approx(first.losses, rel=1e-2)
-
-
-def test_a_direction_of_each_row_takes_them_along_their_axis(base: Path) -> None:
-    estimator = PerRowRGE(lr=1e-2, zo_eps=1e-2, q=COPIES)
-    losses = []
-    for chunk in (None, 3):
-        with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(estimator)) as engine:
-            losses.append(engine.step(SQUARE, seed=0).losses)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_directions_of_low_rank_are_right_or_refused_by_name(tmp_path: Path) -> None:
@@ -293,6 +455,10 @@ def test_directions_of_low_rank_are_right_or_refused_by_name(tmp_path: Path) -> 
 def test_a_prefix_is_pefts_and_its_first_values_are_refused_where_layers_share_keys(tmp_path: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     small_model(small_config("gemma3n_text")).save_pretrained(tmp_path / "base")
+    learned = derive_architecture(build_skeleton(small_config("gemma3n_text"), torch.float32))
+    wrong = open_checkpoint(tmp_path / "base", architecture=replace(learned, axes=(0, 1)))
+    with Engine(wrong) as replayer, pytest.raises(UnsupportedModelError, match="gemma3n_text: found hidden states"):
+        replayer.evaluate([make_batch(40, [9, 4])])  # declared with the wrong axes
     options = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
     zeros = peft.PrefixTuningConfig(**options, init_weights="zero")
     whole = peft.get_peft_model(whole_model(tmp_path / "base"), zeros).eval()
@@ -304,22 +470,6 @@ def test_a_prefix_is_pefts_and_its_first_values_are_refused_where_layers_share_k
     real = open_checkpoint(tmp_path / "base", adapter=Adapter(config=peft.PrefixTuningConfig(**options)))
     with pytest.raises(UnsupportedModelError, match="keys and values of 2 layers"), Engine(real) as replayer:
         replayer.evaluate([SQUARE])
-
-
-def test_a_declaration_with_the_wrong_axes_is_refused_by_name(tmp_path: Path) -> None:
-    small_model(small_config("gemma3n_text")).save_pretrained(tmp_path / "base")
-    learned = derive_architecture(build_skeleton(small_config("gemma3n_text"), torch.float32))
-    wrong = open_checkpoint(tmp_path / "base", architecture=replace(learned, axes=(0, 1)))
-    with Engine(wrong) as replayer, pytest.raises(UnsupportedModelError, match="gemma3n_text: found hidden states"):
-        replayer.evaluate([make_batch(40, [9, 4])])
-
-
-def test_declared_models_have_rows_and_tokens_first() -> None:
-    assert (
-        derive_architecture(build_skeleton(known_config("llama"), torch.float32)).axes
-        == ARCHITECTURES["llama"].axes
-        == (0, 1)
-    )
 
 
 # A declaration in a file: what every command that opens a model makes of it
@@ -345,15 +495,21 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_declaration_in_a_file_is_what_is_derived(place: Path) -> None:
+def test_a_declaration_in_a_file_is_what_is_derived_and_other_files_are_refused(place: Path) -> None:
     declared = open_checkpoint(place / "mistral", architecture=place / "mistral.json").layouts
     assert declared == open_checkpoint(place / "mistral").layouts
     derived = derive_architecture(build_skeleton(small_config("mistral"), declared[0].parameters[0].dtype))
     (place / "derived.json").write_text(json.dumps(asdict(derived)))
     assert open_checkpoint(place / "mistral", architecture=place / "derived.json").layouts == declared
+    for content in (b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000):
+        (place / "wrong.json").write_bytes(content)
+        with pytest.raises(OptionError, match=r"wrong\.json"):
+            open_checkpoint(place / "mistral", architecture=place / "wrong.json")
+    with pytest.raises(OptionError, match="readable"):
+        open_checkpoint(place / "mistral", architecture=place / "nowhere.json")
 
 
-def test_every_command_that_opens_a_model_takes_a_declaration(place: Path) -> None:
+def test_every_command_that_opens_a_model_takes_a_declaration_and_a_run_keeps_it(place: Path) -> None:
     model, data = ("--model", place / "mistral", "--architecture", place / "mistral.json"), ("--data", place / "rows.jsonl")
     for command in (
         ("plan", *model, "--batch-size", 1, "--sequence-length", 8),
@@ -367,17 +523,11 @@ def test_every_command_that_opens_a_model_takes_a_declaration(place: Path) -> No
     ):
         ended = run_here(*command)
         assert ended.status == 0, (command, ended)
-
-
-def test_a_run_keeps_its_declaration(place: Path) -> None:
-    model = ("--model", place / "mistral", "--architecture", place / "mistral.json")
-    data = ("--data", place / "rows.jsonl")
-    assert run_here("train", *model, *data, "--output", place / "run", "--steps", 2).status == 0
     assert "architecture: " in refusal("evaluate", "--run", place / "run", "--architecture", place / "rows.jsonl", *data)
     (place / "mistral.json").write_text(json.dumps({**DECLARED, "ignored": ["nothing"]}))
     assert "mistral.json, with sha256" in refusal("train", "--resume", place / "run", "--steps", 3)
     (place / "mistral.json").unlink()
-    assert "mistral.json" in refusal("export", "--run", place / "run", "--output", place / "out")
+    assert "mistral.json" in refusal("export", "--run", place / "run", "--output", place / "none")
 
 
 @pytest.mark.parametrize(
@@ -403,12 +553,3 @@ def test_a_declaration_that_is_none_is_refused(changes: dict[str, Any], said: st
     (place / "wrong.json").write_text(json.dumps(values))
     model = ("--model", place / "mistral", "--architecture", place / "wrong.json")
     assert said in refusal("generate", *model, "--prompt", "the cat", "--max-new-tokens", 1)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000])
-def test_files_that_hold_no_declaration_are_refused(content: bytes, place: Path) -> None:
-    (place / "wrong.json").write_bytes(content)
-    with pytest.raises(OptionError, match=r"wrong\.json"):
-        open_checkpoint(place / "mistral", architecture=place / "wrong.json")
-    with pytest.raises(OptionError, match="readable"):
-        open_checkpoint(place / "mistral", architecture=place / "nowhere.json")
