@@ -122,7 +122,7 @@ def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path, bf16: bo
 
 
 def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path) -> None:
-    given, asked = (trl.DPOConfig, PREFERENCES), {"precompute_ref_log_probs": True}
+    given, asked = (trl.DPOConfig, PREFERENCES), dict[str, Any](precompute_ref_log_probs=True)
     ours = of_trl(mixed_in(trl.DPOTrainer), *given, opened(base), tmp_path / "run", **asked)
     resident = AutoModelForCausalLM.from_pretrained(base)
     stock = of_trl(trl.DPOTrainer, *given, resident, tmp_path / "stock", peft_config=lora(), **asked)

@@ -282,8 +282,11 @@ def test_whole_tokens_come_before_merges_where_llama_cpp_takes_them(tmp_path: Pa
         found[name] = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))(" whole").input_ids
     assert found["llama-bpe"] == [tokens.index("Ġwhole")]
     assert len(found["qwen2"]) == len(" whole")
-    further = {"tokenizer.ggml.tokens": [*TOKENS[:-2], "<|begin▁of|>", "<|end▁of|>"], "tokenizer.ggml.add_bos_token": True}
-    tokenizer = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))
+    special: dict[str, Any] = {
+        "tokenizer.ggml.tokens": [*TOKENS[:-2], "<|begin▁of|>", "<|end▁of|>"],
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tokenizer = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=special))
     assert tokenizer("the<|end▁of|>cat").input_ids == [BOS, TOKENS.index("the"), EOS, TOKENS.index("cat")]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS), "special ones may have other characters"
 

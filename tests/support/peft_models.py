@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def modules_to_save(model_type: str, **changes: Any) -> Any:
     return in_lora(model_type, **{"modules_to_save": modules, **changes})
 
 
-KIND_CONFIGS = {
+KIND_CONFIGS: dict[str, Callable[..., Any]] = {
     "lora": in_lora,
     "rslora": rslora,
     "dora": dora,
