@@ -19,23 +19,13 @@ from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.programs import seeds_of
-from zo2core.methods.first_order import (
-    TRAINED_COPIES,
-    AdapterSteps,
-    AtSnapshot,
-    CommittedSteps,
-    FirstOrder,
-    FusedSteps,
-    require_trainable,
-    trained_bytes,
-)
+from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, FirstOrder, require_trainable, steps_of, trained_bytes
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
 from zo2core.perturbation import (
     DensePerturbation,
     FactorStore,
     LowRankPerturbation,
-    Perturbation,
     choose_perturbation,
     require_perturbation,
 )
@@ -188,7 +178,8 @@ def _choose_directions(runner: Runner, method: Method) -> None:
             noise = PhiloxNoise(estimator.distribution)
     if noise is None:
         noise = choose_noise(journal.noise, model.layouts, device)
-    _require_changing(model, perturbation, runner.options)
+    runner.estimator, runner.perturbation, runner.noise = estimator, perturbation, noise
+    _require_changing(runner)
     require_perturbation(perturbation, model, estimator, noise)
     if isinstance(perturbation, LowRankPerturbation):
         assert isinstance(noise, CounterNoise), "other noise was refused"
@@ -197,14 +188,14 @@ def _choose_directions(runner: Runner, method: Method) -> None:
         runner.factors = FactorStore(perturbation, noise.distribution, seed, device)
     if estimator is not None:
         require_distribution(estimator, noise)
-    runner.estimator, runner.perturbation, runner.noise = estimator, perturbation, noise
     runner.update_loss = UpdateLoss(noise)
 
 
-def _require_changing(model: BlockModel, perturbation: Perturbation, options: RunOptions) -> None:
+def _require_changing(runner: Runner) -> None:
     """Refuse options of weights that change where no weight does, before anything is read."""
-    frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
-    if not isinstance(perturbation, DensePerturbation):
+    options = runner.options
+    frozen = [spec for layout in runner.model.layouts for spec in layout.parameters if spec.frozen]
+    if not isinstance(runner.perturbation, DensePerturbation):
         where = "beside the activations, where no weight changes"
     elif frozen:
         where = f"beside frozen weights such as {frozen[0].name}, which never change"
@@ -366,11 +357,7 @@ def _steps(runner: Runner, method: Method) -> Steps:
         if method.parameters is not None:
             at_snapshot.load(method.parameters)
         return at_snapshot
-    fused = FusedSteps if runner.options.commit_every is None else CommittedSteps
-    steps = (AdapterSteps if isinstance(runner.trained, TrainedParameters) else fused)(runner, method)
-    if runner.options.run is not None:
-        steps.resume(Path(runner.options.run))
-    return steps
+    return steps_of(runner, method)
 
 
 def _header(runner: Runner, method: Method) -> Mapping[str, Any]:

@@ -775,3 +775,12 @@ def _require_state(state: Mapping[str, Any]) -> None:
         raise optimizers.unusable_state(f"a state without {', '.join(sorted(missing))}")
     if type(state["steps"]) is not int or state["steps"] < 0:
         raise optimizers.unusable_state(f"{state['steps']!r:.40} as the number of steps")
+
+
+def steps_of(runner: Runner, method: FirstOrder) -> GradientSteps:
+    """Choose the kind of steps by where trained parameters are, and go on from what a run has kept."""
+    fused = FusedSteps if runner.options.commit_every is None else CommittedSteps
+    steps = (AdapterSteps if isinstance(runner.trained, TrainedParameters) else fused)(runner, method)
+    if runner.options.run is not None:
+        steps.resume(Path(runner.options.run))
+    return steps
