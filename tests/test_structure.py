@@ -17,23 +17,36 @@ from profiles import each_choice
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
-CORE = SOURCE / "zo2core"
+
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Rooms, and modules of the root, from the ground up. One level may import all levels below it, and nothing beside it.
-LEVELS = (
-    {"errors", "io", "exports", "encodings"},
-    {"types", "ranges"},
-    {"protocols", "profiling", "journal", "checkpoint", "kernels"},
-    {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
-    {"sweep", "planning"},
-    {"shared"},
-    {"runner"},
-    {"methods"},
-    {"build"},
-    {"engine"},
-)
-LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+LEVELS: dict[str, tuple[set[str], ...]] = {
+    "zo2core": (
+        {"errors", "io", "exports", "encodings"},
+        {"types", "ranges"},
+        {"protocols", "profiling", "journal", "checkpoint", "kernels"},
+        {"sources", "devices", "schedulers", "noise", "estimators", "optimizers", "perturbation", "workers"},
+        {"sweep", "planning"},
+        {"shared"},
+        {"runner"},
+        {"methods"},
+        {"build"},
+        {"engine"},
+    ),
+    "zo2adapters": (
+        {"optional_package", "limited_process"},
+        {"models"},
+        {"edge"},
+        {"tasks"},
+        {"frameworks"},
+        {"trainers"},
+        {"commands"},
+        {"cli"},
+        {"__main__"},
+    ),
+}
+LEVEL_OF = {(package, room): at for package, levels in LEVELS.items() for at, rooms in enumerate(levels) for room in rooms}
 
 
 def imports(path: Path) -> set[str]:
@@ -47,54 +60,30 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(CORE).parts[0].removesuffix(".py")
+def room_of(path: Path) -> tuple[str, str]:
+    package, room, *_ = path.relative_to(SOURCE).parts
+    return package, room.removesuffix(".py")
 
 
-def test_every_room_of_the_core_has_its_level() -> None:
-    rooms = {room_of(path) for path in MODULES if path.is_relative_to(CORE)} - {"__init__"}
-    assert rooms == set(LEVEL_OF)
+def test_every_room_has_its_level() -> None:
+    assert {room_of(path) for path in MODULES} - {(package, "__init__") for package in LEVELS} == set(LEVEL_OF)
 
 
-@pytest.mark.parametrize("path", [m for m in MODULES if m.is_relative_to(CORE)], ids=lambda p: str(p.relative_to(SOURCE)))
-def test_core_modules_import_downwards_only(path: Path) -> None:
-    room = room_of(path)
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_modules_import_downwards_only(path: Path) -> None:
+    package, room = room_of(path)
     optional = {"triton"} if path.name == "triton_kernels.py" else set()
     for module in imports(path):
         top, *rest = module.split(".")
         libraries = {"torch", "psutil", "filelock", "safetensors", "xxhash", *optional, *sys.stdlib_module_names}
-        assert top == "zo2core" or top in libraries, module
-        if top == "zo2core" and room != "__init__" and rest[0] != room:
-            assert LEVEL_OF[rest[0]] < LEVEL_OF[room], f"{room} imports {module}"
+        assert package != "zo2core" or top == "zo2core" or top in libraries, module
+        if top == package and room != "__init__" and rest[0] != room:
+            assert LEVEL_OF[top, rest[0]] < LEVEL_OF[package, room], f"{room} imports {module}"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.joinpath("tests").rglob("*.py")), ids=lambda p: p.name)
 def test_no_test_imports_another_one(path: Path) -> None:
     assert not [module for module in imports(path) if module.startswith(("test_", "tests"))], "helpers are in support/"
-
-
-ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapters")]
-ADAPTER_ROOMS = (
-    "optional_package",
-    "limited_process",
-    "models",
-    "edge",
-    "tasks",
-    "frameworks",
-    "trainers",
-    "commands",
-    "cli",
-    "__main__",
-)  # each may import those before
-
-
-@pytest.mark.parametrize("path", ADAPTERS, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_adapters_import_downwards(path: Path) -> None:
-    room = path.relative_to(SOURCE / "zo2adapters").parts[0].removesuffix(".py")
-    for module in imports(path):
-        top, *rest = module.split(".")
-        if top == "zo2adapters" and room != "__init__":
-            assert ADAPTER_ROOMS.index(rest[0]) <= ADAPTER_ROOMS.index(room), f"{room} imports {module}"
 
 
 def test_examples_need_no_name_that_is_not_exported() -> None:

@@ -1,4 +1,4 @@
-"""Safetensors files: what is read, what is refused, what is written."""
+"""Files of a checkpoint: which bytes are read and written, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from zo2core import ParameterSpec
+from zo2core import HostDevice, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, new_directory, parse_header, write_checkpoint
 from zo2core.errors import CheckpointError, OutputError
+from zo2core.io import direct_file as ranged
+from zo2core.io.direct_file import PAGE, RangedFile, byte_view
+
+
+def raw(header: object, data: bytes = b"\0" * 8) -> bytes:
+    """A file of safetensors."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
+
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-def write_raw(path: Path, header: object, data: bytes = b"\0" * 8) -> Path:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
-    return path
 
 
 MALFORMED: dict[str, tuple[Any, bytes]] = {
@@ -51,34 +56,18 @@ MALFORMED: dict[str, tuple[Any, bytes]] = {
 }
 
 
-@pytest.mark.parametrize(("header", "data"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_headers_are_refused(header: object, data: bytes, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as info:
-        parse_header(write_raw(tmp_path / "x.safetensors", header, data))
-    assert "x.safetensors" in info.value.where
+TRUNCATED = [b"", b"1234567", *(struct.pack("<Q", length) + b"{}" for length in (0, 1, 9, 2**31, 2**63, 2**64 - 1))]
+CONTENTS = {name: raw(*parts) for name, parts in MALFORMED.items()}
+CONTENTS |= {f"truncated to {content!r}": content for content in TRUNCATED}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"1234567",
-        struct.pack("<Q", 9) + b"{}",
-        *(struct.pack("<Q", length) + b"{}" for length in (0, 1, 2**31, 2**63, 2**64 - 1)),
-    ],
-)
-def test_truncated_files_are_refused(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_malformed_headers_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError) as info:
         parse_header(path)
-
-
-def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError):
-        parse_header(tmp_path / "missing.safetensors")
-    with pytest.raises(CheckpointError):
-        parse_header(tmp_path)
+    assert "x.safetensors" in info.value.where
 
 
 def test_tensors_are_read_bit_for_bit_and_converted_on_request(tmp_path: Path) -> None:
@@ -129,11 +118,6 @@ def write_index(folder: Path, index: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
-    write_index(tmp_path, {"weight_map": sharded(tmp_path)})
-    assert {name: entry.path.name for name, entry in find_tensors(tmp_path).items()} == sharded(tmp_path)
-
-
 @pytest.mark.parametrize("shard", ["../two.safetensors", "/etc/passwd", "sub/two.safetensors", "..", "", 3, None, "a\0b"])
 def test_an_index_that_leaves_its_directory_is_refused(shard: object, tmp_path: Path) -> None:
     write_index(tmp_path, {"weight_map": {**sharded(tmp_path), "b": shard}})
@@ -141,26 +125,30 @@ def test_an_index_that_leaves_its_directory_is_refused(shard: object, tmp_path: 
         find_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("index", [[], {}, {"weight_map": 3}, {"weight_map": []}, "x"])
-def test_a_malformed_index_is_refused(index: object, tmp_path: Path) -> None:
-    write_index(tmp_path, index)
-    with pytest.raises(CheckpointError):
+def test_what_is_missing_or_malformed_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.safetensors", tmp_path):
+        with pytest.raises(CheckpointError):
+            parse_header(path)
+    with pytest.raises(CheckpointError, match="no safetensors"):
         find_tensors(tmp_path)
-
-
-def test_missing_shards_and_tensors_are_refused(tmp_path: Path) -> None:
     weight_map = sharded(tmp_path)
-    write_index(tmp_path, {"weight_map": {**weight_map, "c": "two.safetensors"}})
-    with pytest.raises(CheckpointError, match="no tensor c"):
-        find_tensors(tmp_path)
+    malformed: list[Any] = [[], {}, {"weight_map": 3}, {"weight_map": []}, "x"]
+    named = [
+        ({"weight_map": {**weight_map, "c": "two.safetensors"}}, "no tensor c"),
+        *((index, "index") for index in malformed),
+    ]
+    for index, told in named:
+        write_index(tmp_path, index)
+        with pytest.raises(CheckpointError, match=told):
+            find_tensors(tmp_path)
     write_index(tmp_path, {"weight_map": weight_map})
+    assert {name: entry.path.name for name, entry in find_tensors(tmp_path).items()} == weight_map
     (tmp_path / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"two\.safetensors"):
         find_tensors(tmp_path)
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no safetensors"):
+    with (tmp_path / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match="more than"):
         find_tensors(tmp_path)
 
 
@@ -188,24 +176,23 @@ def test_written_checkpoints_load(max_shard: int, tmp_path: Path) -> None:
     assert len(shards) == {10**9: 1, 40: 3, 1: 4}[max_shard]
 
 
-def test_nothing_stays_of_a_failed_write(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_nothing_and_what_is_there(tmp_path: Path) -> None:
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield "p0", torch.zeros(1, 3)
         raise ZeroDivisionError
 
+    out = tmp_path / "out"
     with pytest.raises(ZeroDivisionError):
-        write_checkpoint(tmp_path / "out", SPECS, failing(), {})
+        write_checkpoint(out, SPECS, failing(), {})
+    with pytest.raises(CheckpointError, match=r"base/tokenizer\.json: found No such file"):
+        write_checkpoint(out, SPECS, values(), {"tokenizer.json": tmp_path / "base" / "tokenizer.json"})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").write_text("mine")
-    with pytest.raises(OutputError):
-        write_checkpoint(tmp_path / "out", SPECS, values(), {})
-    assert (tmp_path / "out" / "file").read_text() == "mine"
-    with pytest.raises(OutputError):
-        write_checkpoint(tmp_path / "out" / "file", SPECS, values(), {})
+    out.mkdir()
+    (out / "file").write_text("mine")
+    for taken in (out, out / "file"):
+        with pytest.raises(OutputError):
+            write_checkpoint(taken, SPECS, values(), {})
+        assert (out / "file").read_text() == "mine"
 
 
 def test_a_link_planted_while_shards_are_written_is_not_followed(tmp_path: Path) -> None:
@@ -234,12 +221,6 @@ def test_what_stands_beside_an_output_is_neither_used_nor_removed(tmp_path: Path
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE(planted.stat().st_mode), "the usual rights"
 
 
-def test_a_companion_that_has_gone_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"base/tokenizer\.json: found No such file"):
-        write_checkpoint(tmp_path / "out", SPECS, values(), {"tokenizer.json": tmp_path / "base" / "tokenizer.json"})
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_fifo_or_a_device_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
@@ -248,13 +229,6 @@ def test_a_fifo_or_a_device_is_refused_without_waiting(name: str, tmp_path: Path
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(CheckpointError, match="a link to /dev/zero"):
-        find_tensors(tmp_path)
-
-
-def test_an_index_of_absurd_size_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "model.safetensors.index.json").open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(CheckpointError, match="more than"):
         find_tensors(tmp_path)
 
 
@@ -271,3 +245,68 @@ def test_the_later_one_of_two_that_write_a_directory_is_told_what_happened(tmp_p
     assert "space" not in str(info.value)
     assert (tmp_path / "out" / "file").read_text() == "earlier"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+SIZE = 9 * PAGE + 123
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return os.urandom(SIZE)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> Path:
+    path = tmp_path_factory.mktemp("ranged") / "file"
+    path.write_bytes(content)
+    return path
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("least", [PAGE, 1 << 20], ids=["in place", "by way of the buffer"])
+def test_ranges_arrive_whole_and_nothing_beside_them_changes(
+    path: Path, content: bytes, least: int, data: st.DataObject
+) -> None:
+    offset = data.draw(st.integers(0, SIZE))
+    length = data.draw(st.integers(0, SIZE - offset))
+    askew = data.draw(st.sampled_from([0, 0, 1, 64]))  # of the address against the offset
+    memory = HostDevice().host_memory(SIZE + 3 * PAGE)
+    memory.fill_(7)
+    at = PAGE + offset % PAGE + askew
+    file = RangedFile(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranged, "IN_PLACE", least)
+        file.read_into(offset, byte_view(memory[at : at + length]))
+    file.close()
+    assert memory[at : at + length].numpy().tobytes() == content[offset : offset + length]
+    assert torch.all(memory[:at] == 7)
+    assert torch.all(memory[at + length :] == 7)
+
+
+def test_only_broken_pages_are_copied(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[int] = []
+    read_staged = ranged._read_staged
+
+    def counted(descriptor: int, offset: int, out: memoryview) -> int:
+        staged.append(len(out))
+        return read_staged(descriptor, offset, out)
+
+    monkeypatch.setattr(ranged, "_read_staged", counted)
+    monkeypatch.setattr(ranged, "IN_PLACE", 4 * PAGE)
+    memory = HostDevice().host_memory(8 * PAGE)
+    file = RangedFile(path)
+    if file._direct is None:
+        pytest.skip("this file system takes no direct I/O")
+    file.read_into(100, byte_view(memory[100 : 6 * PAGE + 50]))
+    file.close()
+    assert staged == [PAGE - 100, 50]
+
+
+@pytest.mark.parametrize("offset", [0, 100, PAGE])
+def test_a_file_that_ends_early_is_told(path: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranged, "IN_PLACE", PAGE)
+    memory = HostDevice().host_memory(SIZE + 3 * PAGE)
+    file = RangedFile(path)
+    with pytest.raises(EOFError, match=str(SIZE)):
+        file.read_into(offset, byte_view(memory[offset : SIZE + PAGE]))
+    file.close()

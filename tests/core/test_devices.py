@@ -7,6 +7,7 @@ import gc
 import mmap
 import time
 from collections.abc import Iterator
+from itertools import cycle
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ class FakeEvent:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is queued, in order."""
     lines: list[str] = []
-    names = iter(["upload", "offload", "activations in", "activations out"])
+    names = cycle(["upload", "offload", "activations in", "activations out"])
     compute = FakeStream("compute", lines)
     monkeypatch.setattr(FakeEvent, "log", lines, raising=False)
     monkeypatch.setattr(FakeEvent, "recorded", 0)
@@ -118,14 +119,21 @@ def test_host_memory_is_page_aligned_and_of_exact_size() -> None:
         assert arena.data_ptr() % mmap.PAGESIZE == 0 or nbytes == 0
 
 
-def test_cuda_locks_exactly_the_arena_and_lets_go_of_it(runtime: FakeRuntime) -> None:
+def test_cuda_locks_exactly_the_arena_and_lets_go_of_it_once_all_work_is_done(runtime: FakeRuntime, log: list[str]) -> None:
     device = CudaDevice()
     first, second = device.host_memory(3 * 2**20 + 5), device.host_memory(64)
     assert runtime.locked == {first.data_ptr(): 3 * 2**20 + 5, second.data_ptr(): 64}
     assert first.data_ptr() % mmap.PAGESIZE == 0
     device.close()
+    assert log[-1] == "host waits for all"
     device.close()
     assert runtime.locked == {}
+    device = CudaDevice()
+    memory = device.host_memory(4096)
+    assert list(runtime.locked) == [memory.data_ptr()]
+    del device  # which nobody closed
+    gc.collect()
+    assert not runtime.locked
 
 
 def test_cuda_copies_in_the_lanes_stream_between_two_events_after_what_it_waits_for(
@@ -158,29 +166,12 @@ def test_cuda_copies_all_of_what_is_issued_in_turns(nbytes: int, monkeypatch: py
     assert torch.equal(target, source)
 
 
-def test_cuda_waits_for_all_work_before_memory_goes(runtime: FakeRuntime, log: list[str]) -> None:
-    device = CudaDevice()
-    device.host_memory(64)
-    device.close()
-    assert log[-1] == "host waits for all"
-    assert runtime.locked == {}
-
-
 def test_memory_that_cannot_be_locked_is_a_typed_error(runtime: FakeRuntime) -> None:
     device = CudaDevice()
     runtime.code = 2
     with pytest.raises(DeviceError, match=r"code 2 for 4096 bytes.*ulimit -l"):
         device.host_memory(4096)
     assert runtime.forgotten == 1
-
-
-def test_a_device_that_nobody_closed_unlocks_its_memory(runtime: FakeRuntime) -> None:
-    device = CudaDevice()
-    memory = device.host_memory(4096)
-    assert list(runtime.locked) == [memory.data_ptr()]
-    del device
-    gc.collect()
-    assert not runtime.locked
 
 
 def test_a_missing_gpu_is_a_typed_error(runtime: FakeRuntime, tmp_path_factory: pytest.TempPathFactory) -> None:

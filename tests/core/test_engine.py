@@ -1,4 +1,4 @@
-"""The engine: what a step leaves, what it refuses, what it never touches."""
+"""The engine: what a step leaves, what it refuses, what it never touches, how batches are cut, and what sweeps report."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from engines import Proxy, assert_equal, behind_copies, weights
-from models import make_batch, save_model, small_config
+from engines import Proxy, assert_equal, behind_copies, fails_at, first_order, weights, zeroth_order
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CONFIGS, make_batch, save_model, small_config
+from profiles import each_choice
 from toy import ToyBlockModel
 from transformers import AutoModelForCausalLM
 
 import zo2core.kernels
 import zo2core.sweep.perturbers
-from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
+from zo2adapters import Adapter, HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2core import (
     Distribution,
     Engine,
     HostDevice,
     Journal,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
@@ -40,6 +46,7 @@ from zo2core import (
 )
 from zo2core.errors import BatchError, BusyError, ClosedError, JournalError, NonFiniteLossError, OptionError, OutputError
 from zo2core.sources.slot_file import Scratch
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -79,29 +86,13 @@ def test_runs_of_one_seed_are_equal_and_of_two_are_not(base: Path) -> None:
     for run_seed in (0, 0, 1):
         with Engine(open_checkpoint(base), ZerothOrder(MEZO, seed=run_seed)) as engine:
             seeds.append([engine.step(BATCH).seeds for _ in range(4)])
+            assert engine.step(BATCH, seed=0).seeds == (0,)
+            for seed in (-1, 2**63):
+                with pytest.raises(OptionError, match="seed"):
+                    engine.step(BATCH, seed=seed)
+            assert engine.version == 5
     assert seeds[0] == seeds[1] != seeds[2]
     assert len(set(seeds[0])) == 4
-
-
-def test_seeds_are_from_0_on_and_have_63_bits(engine: Engine) -> None:
-    assert engine.step(BATCH, seed=0).seeds == (0,)
-    for seed in (-1, 2**63):
-        with pytest.raises(OptionError, match="seed"):
-            engine.step(BATCH, seed=seed)
-    assert engine.version == 1
-
-
-def test_a_journal_on_disk_continues_bit_for_bit(base: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run" / "journal.jsonl"
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as whole:
-        results = [whole.step(BATCH) for _ in range(6)]
-        expected = weights(whole)
-    for stop in (2, 3, 6):
-        with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as part:
-            continued = [part.step(BATCH) for _ in range(part.version, stop)]
-            assert [r.losses for r in continued] == [r.losses for r in results[part.version - len(continued) : stop]]
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path) as replayed:
-        assert_equal(weights(replayed), expected)
 
 
 def test_a_journal_of_another_base_seed_or_noise_is_refused(base: Path, tmp_path: Path) -> None:
@@ -197,14 +188,17 @@ def test_bad_batches_are_refused_and_nothing_changes(base: Path, changes: dict[s
         assert_equal(weights(engine), before)
 
 
-def test_learning_rate_may_be_a_function_of_the_step(base: Path) -> None:
-    rates = [1e-2, 5e-3, -1e-3]
-    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3))) as engine:
+def test_learning_rate_may_be_a_function_of_the_step_and_numbers_of_another_library(base: Path, tmp_path: Path) -> None:
+    rates, path = [1e-2, 5e-3, -1e-3], tmp_path / "journal.jsonl"
+    options = {"zo_eps": np.float64(1e-3), "weight_decay": np.float64(0.1)}
+    estimator = MeZOSGD(lr=lambda step: np.float64(rates[step]), **options)  # type: ignore[arg-type]
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=path) as engine:
         assert [engine.step(BATCH).lr for _ in range(2)] == rates[:2]
         assert [update.lr for update in engine.journal.updates] == rates[:2]
         with pytest.raises(OptionError, match="lr at step 2"):
             engine.step(BATCH)
         assert engine.version == 2
+    assert len(Journal(path).updates) == 2, "as Python reads them"
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -252,12 +246,7 @@ def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
     assert together.loss == pytest.approx(sum(r.loss * r.tokens for r in alone) / together.tokens, rel=1e-12)
 
 
-def test_evaluating_nothing_is_refused(engine: Engine) -> None:
-    with pytest.raises(BatchError, match="batches"):
-        engine.evaluate([])
-
-
-def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_replay_loses_nothing(base: Path) -> None:
     with (
         Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine,
         Engine(open_checkpoint(base), ZerothOrder(MEZO)) as undisturbed,
@@ -265,29 +254,29 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
         for each in (engine, undisturbed):
             for seed in range(3):
                 each.step(BATCH, seed=seed)
-        calls = 0
-        apply = zo2core.kernels.apply
-
-        def interrupted(*args: Any, **kwargs: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 17:
-                raise KeyboardInterrupt
-            apply(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(zo2core.sweep.perturbers, "apply", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.flush()
+        interrupted = fails_at(zo2core.kernels.apply, 17, KeyboardInterrupt())
+        with patch.object(zo2core.sweep.perturbers, "apply", interrupted), pytest.raises(KeyboardInterrupt):
+            engine.flush()
         assert_equal(weights(engine), weights(undisturbed))
         assert engine.step(BATCH, seed=9).losses == undisturbed.step(BATCH, seed=9).losses
 
 
-def test_closing_twice_is_fine_and_use_after_it_is_refused(base: Path, tmp_path: Path) -> None:
-    engine = Engine(open_checkpoint(base), ZerothOrder(MEZO))
-    engine.step(BATCH)
+def test_a_closed_engine_leaves_nothing_open_and_use_of_it_is_refused(base: Path, tmp_path: Path) -> None:
+    def open_files() -> set[str]:
+        return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+
+    threads, files = set(threading.enumerate()), open_files()
+    model: HFBlockModel = open_checkpoint(base)
+    engine = Engine(model, ZerothOrder(MEZO))
+    views = {id(p): p.data_ptr() for p in model.skeleton.parameters()}
+    for _ in range(3):
+        engine.step(BATCH)
+    assert {id(p): p.data_ptr() for p in model.skeleton.parameters()} == views, "the work buffer is allocated once"
+    assert any(str(base) in file for file in open_files())
     engine.close()
     engine.close()
+    assert set(threading.enumerate()) == threads
+    assert open_files() <= files
     for use in (
         lambda: engine.step(BATCH),
         lambda: engine.evaluate([BATCH]),
@@ -297,18 +286,6 @@ def test_closing_twice_is_fine_and_use_after_it_is_refused(base: Path, tmp_path:
     ):
         with pytest.raises(ClosedError):
             use()
-
-
-def test_no_thread_and_no_descriptor_stays(base: Path) -> None:
-    def open_files() -> set[str]:
-        return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
-
-    threads, files = set(threading.enumerate()), open_files()
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine:
-        engine.step(BATCH)
-        assert any(str(base) in file for file in open_files())
-    assert set(threading.enumerate()) == threads
-    assert open_files() <= files
 
 
 @pytest.mark.parametrize("wrong", [MeZOSGD, 1e-6], ids=repr)
@@ -321,23 +298,15 @@ def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, t
         pass  # the model can be used
 
 
-def test_the_work_buffer_is_allocated_once_and_views_stay(base: Path) -> None:
-    model: HFBlockModel = open_checkpoint(base)
-    with Engine(model, ZerothOrder(MEZO)) as engine:
-        before = {id(p): p.data_ptr() for p in model.skeleton.parameters()}
-        for _ in range(3):
-            engine.step(BATCH)
-        assert {id(p): p.data_ptr() for p in model.skeleton.parameters()} == before
-
-
 def test_a_batch_without_labels_does_not_count(base: Path, tmp_path: Path) -> None:
     model = ToyBlockModel(9, 4, 2, tied=False, dtype=torch.float32, file=tmp_path / "toy.safetensors")
     batch = {key: value for key, value in make_batch(9, [5]).items() if key != "attention_mask"}
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
     with Engine(model, ZerothOrder(MEZO)) as engine:
         assert engine.evaluate([batch, empty]).loss == engine.evaluate([batch]).loss
-        with pytest.raises(BatchError, match="no labelled token"):
-            engine.evaluate([empty])
+        for batches, told in (([empty], "no labelled token"), ([], "batches")):
+            with pytest.raises(BatchError, match=told):
+                engine.evaluate(batches)
 
 
 def test_the_engine_is_used_once_at_a_time(engine: Engine) -> None:
@@ -351,27 +320,14 @@ def test_the_engine_is_used_once_at_a_time(engine: Engine) -> None:
     assert engine.step(BATCH).step == 1
 
 
-def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Path) -> None:
     engine.step(BATCH)
     before = weights(engine)
     with pytest.raises(OutputError):
         engine.export(tmp_path)  # where something is
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", broken)
-        with pytest.raises(OutputError):
-            engine.export(tmp_path / "out")
+    with patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")), pytest.raises(OutputError):
+        engine.export(tmp_path / "out")
     assert_equal(weights(engine), before)
-
-
-def broken(descriptor: int) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_numbers_of_other_libraries_are_journalled_as_python_reads_them(base: Path, tmp_path: Path) -> None:
-    estimator = MeZOSGD(lr=lambda step: np.float64(1e-2), zo_eps=np.float64(1e-3), weight_decay=np.float64(0.1))
-    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
-        engine.step(BATCH)
-    assert len(Journal(tmp_path / "journal.jsonl").updates) == 1
 
 
 @pytest.mark.parametrize("kept", [0, 2])
@@ -434,14 +390,175 @@ def test_groups_at_one_evaluation_have_their_own_outputs(base: Path) -> None:
 def test_forwards_at_an_evaluation_pass_no_other_where_weights_are_not_perturbed_in_place(base: Path) -> None:
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-3, q=4, perturb_in_place=False)
     with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
-        batch, asked, swept = make_batch(40, [7]), engine.ask(), []
-        sweep = engine._runner.sweep
+        batch, asked = make_batch(40, [7]), engine.ask()
+        with patch.object(engine._runner, "sweep", wraps=engine._runner.sweep) as sweep:
+            for at in asked:
+                list(engine.forwards([batch], at=at))
+    assert [len(call.args[1]) for call in sweep.mock_calls] == [1] * len(asked)
 
-        def counted(version: int, groups: Any, forward: Any) -> Any:
-            swept.append(len(groups))
-            return sweep(version, groups, forward)
 
-        engine._runner.sweep = counted  # type: ignore[method-assign]
-        for at in asked:
-            list(engine.forwards([batch], at=at))
-    assert swept == [1] * len(asked)
+SEGMENTS = 4  # embedding, two blocks, head
+
+
+def of_forwards(base: Path, **options: Any) -> Engine:
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
+    return zeroth_order(open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), **options)
+
+
+def of_gradients(base: Path, **options: Any) -> Engine:
+    config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"])
+    model = open_checkpoint(base, adapter=Adapter(config=config))
+    return first_order(model, partial(torch.optim.SGD, lr=1e-2), **options)
+
+
+ENGINES: dict[str, Any] = {
+    "zeroth-order": of_forwards,
+    "serial": partial(of_forwards, overlap=False),
+    "low-rank": partial(of_forwards, perturbation=LowRankPerturbation(rank=2)),
+    "first-order": of_gradients,
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_each_visit_of_a_sweep_is_reported_once(kind: str, base: Path) -> None:
+    losses = []
+    for is_watched in (True, False):
+        seen: list[tuple[int, int]] = []
+        with ENGINES[kind](base) as engine:
+            engine.watch((lambda done, total, seen=seen: seen.append((done, total))) if is_watched else None)
+            losses.append([engine.step(BATCH).loss, engine.step(BATCH).loss, engine.evaluate([BATCH]).loss])
+        if is_watched:
+            sweeps = [[visit] for visit in seen if visit[0] == 1]
+            assert len(sweeps) == 3
+            assert seen == [(done, total) for [(_, total)] in sweeps for done in range(1, total + 1)]
+            assert {total for _, total in seen} >= {SEGMENTS}
+        else:
+            assert seen == []
+    assert losses[0] == losses[1]
+
+
+def test_a_sweep_after_one_that_failed_counts_from_its_start(base: Path) -> None:
+    seen: list[int] = []
+
+    def visited(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with of_forwards(base) as engine:
+        engine.watch(visited)
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate([BATCH])
+        engine.evaluate([BATCH])
+    assert seen == [1, 2, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def precise_base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("opt"), torch.float64)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=6),
+    rows=st.integers(1, 6),
+    left=st.booleans(),
+    unlabelled=st.sets(st.integers(0, 5)),
+)
+def test_pieces_hold_every_labelled_row_once_and_no_empty_column(
+    lengths: list[int], rows: int, left: bool, unlabelled: set[int]
+) -> None:
+    batch = make_batch(40, lengths, left=left)
+    for row in unlabelled & set(range(len(lengths))):
+        batch["labels"][row] = -100
+    pieces = split_rows(batch, rows)
+    if len(lengths) <= rows or labelled_tokens(batch) == 0:
+        assert pieces == [batch]
+        return
+    assert sum(labelled_tokens(piece) for piece in pieces) == labelled_tokens(batch)
+    assert all(labelled_tokens(piece) for piece in pieces)
+    for piece in pieces:
+        assert len({value.shape for value in piece.values()}) == 1
+        assert len(piece["labels"]) <= rows
+        assert piece["attention_mask"][:, -1].any()
+    kept = [row[mask == 1].tolist() for p in pieces for row, mask in zip(p["input_ids"], p["attention_mask"], strict=True)]
+    whole = [row[mask == 1].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    assert kept == [
+        row
+        for i, row in enumerate(whole)
+        if not set(range(i - i % rows, i - i % rows + rows)) <= (unlabelled | set(range(len(lengths), 99)))
+    ]
+
+
+def test_columns_are_cut_where_all_rows_of_a_piece_are_padded() -> None:
+    """Not those of patches of images, of positions that all rows share, and of a label on padding."""
+    batch = {
+        "input_ids": torch.ones(4, 5, dtype=torch.int64),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0]] * 4),
+        "labels": torch.tensor([[1, 1, 1, -100, -100]] * 4),
+        "pixel_values": torch.ones(32, 5),
+        "position_ids": torch.arange(5)[None],
+    }
+    for piece in split_rows(batch, 2):
+        assert [tuple(piece[name].shape) for name in batch] == [(2, 3), (2, 3), (2, 3), (32, 5), (1, 3)]
+    batch = {**make_batch(40, [5, 2, 2]), "position_ids": torch.arange(5)[None]}
+    batch["labels"][2, 3] = 7
+    for name in ("labels", "position_ids"):
+        assert [tuple(piece[name].shape) for piece in split_rows(batch, 1)] == [(1, 5), (1, 2), (1, 4)]
+    batch = {**make_batch(40, [5, 5, 2]), "position_ids": torch.arange(5)[None]}
+    assert [tuple(piece["position_ids"].shape) for piece in split_rows(batch, 1)] == [(1, 5), (1, 5), (1, 2)]
+
+
+def test_losses_count_by_their_labelled_tokens() -> None:
+    losses = [torch.tensor(value) for value in (1.0, 2.0, 4.0)]
+    joined = combined_loss(losses, [1, 2, 5])
+    assert joined.item() == 25 / 8
+    assert joined.dtype is torch.float32
+    assert combined_loss(losses[:1], [3]) is losses[0]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("model_type", "left"), each_choice(list(CONFIGS), [False, True]))
+def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tmp_path: Path) -> None:
+    precise_base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
+    batch = make_batch(40, [9, 3, 12, 2, 7], left=left)
+    batch["labels"][1] = -100
+    found = []
+    for rows in (None, 1, 2, 3, 4, 5, 99):
+        with Engine(
+            open_checkpoint(precise_base), ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)), micro_batch_size=rows
+        ) as engine:
+            steps = [engine.step(batch, seed=seed) for seed in range(2)]
+            result = engine.evaluate([batch, batch])
+            found.append([*steps[0].losses, *steps[1].losses, *result.losses, result.loss])
+            assert result.tokens == 2 * labelled_tokens(batch)
+    assert found[5] == found[6] == found[0]  # one piece is the plain step, bit for bit
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], rel=3e-6)  # Hugging Face takes the loss in float32
+
+
+def test_the_trainers_own_way_of_counting_gives_the_same_loss(precise_base: Path) -> None:
+    batch = make_batch(40, [9, 3, 12])
+    whole = AutoModelForCausalLM.from_pretrained(precise_base, dtype="auto")
+    count = labelled_tokens(batch)
+    with torch.inference_mode():
+        rows = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(3)]
+        expected = sum(whole(**row, num_items_in_batch=count).loss.item() for row in rows)
+    with Engine(open_checkpoint(precise_base), ZerothOrder(MEZO), micro_batch_size=1) as engine:
+        assert engine.evaluate([batch]).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_segment_is_visited_once_a_step(precise_base: Path) -> None:
+    model = open_checkpoint(precise_base)
+    with Engine(model, ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)), micro_batch_size=1) as engine:
+        engine.step(make_batch(40, [9, 3]))
+        source: Any = engine._runner.source
+        with patch.object(source, "acquire", wraps=source.acquire) as acquire:
+            engine.step(make_batch(40, [9, 3]))
+    assert [call.args[0] for call in acquire.mock_calls] == list(range(len(model.layouts)))
+
+
+def test_a_piece_whose_loss_is_not_finite_stops_the_step(precise_base: Path) -> None:
+    with Engine(open_checkpoint(precise_base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e306)), micro_batch_size=1) as engine:
+        with pytest.raises(NonFiniteLossError):
+            engine.step(make_batch(40, [9, 3]))
+        assert engine.version == 0

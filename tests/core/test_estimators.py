@@ -57,17 +57,12 @@ def run_of(estimator: ZOEstimator, steps: int, *, phase: float = 0.0) -> list[Up
 
 
 @every_estimator
-def test_evaluations_follow_from_step_and_seeds(make: Callable[[], ZOEstimator]) -> None:
-    evaluations = make().evaluations(3, seeds())
-    assert evaluations == make().evaluations(3, seeds())
-    assert all(evaluation.validated() == evaluation for evaluation in evaluations)
-
-
-@every_estimator
 def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimator]) -> None:
     estimator = make()
     past = run_of(estimator, 4)
     evaluations = estimator.evaluations(4, seeds())
+    assert evaluations == make().evaluations(4, seeds()), "they follow from step and seeds"
+    assert all(evaluation.validated() == evaluation for evaluation in evaluations)
     losses = [torch.tensor(1.0 + 0.5 * i) for i in range(len(evaluations))]
     update = estimator.update(4, evaluations, losses, 0.25, past)
     assert (update.step, update.zo_eps) == (4, estimator.zo_eps)
@@ -77,14 +72,8 @@ def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimat
     assert set(update.seeds) <= {evaluation.seed for evaluation in evaluations}
     assert len(update.seeds) == len(update.projected_grads)
     assert update.losses == tuple(loss.item() for loss in losses)
-
-
-@every_estimator
-def test_equal_losses_give_no_gradient(make: Callable[[], ZOEstimator]) -> None:
-    estimator = make()
-    evaluations = estimator.evaluations(0, seeds())
-    update = estimator.update(0, evaluations, [torch.tensor(2.0)] * len(evaluations), 1.0, ())
-    assert update.projected_grads == (0.0,) * len(update.seeds)
+    equal = estimator.update(0, evaluations, [torch.tensor(2.0)] * len(evaluations), 1.0, ())
+    assert equal.projected_grads == (0.0,) * len(equal.seeds), "equal losses give no gradient"
 
 
 @every_estimator
@@ -97,19 +86,10 @@ def test_an_update_follows_from_the_past_alone(make: Callable[[], ZOEstimator]) 
         assert take(estimator, whole[:step]) == whole[step]
     run_of(estimator, 11, phase=1.0)
     assert take(estimator, whole[:11]) == whole[11]
-
-
-@every_estimator
-def test_later_updates_of_a_list_that_grows_are_not_read(make: Callable[[], ZOEstimator]) -> None:
-    whole = run_of(make(), 6)
-    evaluations = make().evaluations(3, itertools.count(3000))
-    losses = [torch.tensor(loss) for loss in whole[3].losses]
-    assert make().update(3, evaluations, losses, 0.25, whole) == make().update(3, evaluations, losses, 0.25, whole[:3])
-
-
-def test_mezo_evaluates_both_sides_of_one_direction() -> None:
-    evaluations = MeZOSGD(lr=1.0, zo_eps=0.5).evaluations(0, seeds())
-    assert [evaluation[:2] for evaluation in evaluations] == [(7, 1.0), (7, -1.0)]
+    evaluations = whole[3].evaluations
+    losses = [torch.tensor(9.0 * place) for place in range(len(evaluations))]  # which a longer past would clip
+    later = make().update(3, evaluations, losses, 0.25, whole)  # a list that grows: what comes after the step is not read
+    assert later == make().update(3, evaluations, losses, 0.25, whole[:3])
 
 
 def test_mezo_divides_in_the_dtype_of_the_losses() -> None:
@@ -133,16 +113,6 @@ def test_mezo_divides_in_the_dtype_of_the_losses() -> None:
 def test_numbers_out_of_range_are_refused(kind: Any, name: str, value: float) -> None:
     with pytest.raises(OptionError, match="at least 2" if (kind, value) == (FZOO, 1) else name):
         kind(**{"lr": 1.0, "zo_eps": 1.0, name: value})
-
-
-def test_queries_are_both_sides_of_each_direction_in_turn() -> None:
-    evaluations = MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2).evaluations(0, seeds())
-    assert [evaluation[:2] for evaluation in evaluations] == [(7, 1.0), (7, -1.0), (8, 1.0), (8, -1.0)]
-
-
-def test_a_seed_that_comes_up_twice_is_one_direction() -> None:
-    evaluations = MultiQueryRGE(lr=1.0, zo_eps=0.5, q=3).evaluations(0, iter([5, 6, 5, 6, 9]))
-    assert [evaluation.seed for evaluation in evaluations[::2]] == [5, 6, 9]
 
 
 def test_each_query_has_its_own_gradient_and_a_share_of_the_learning_rate() -> None:
@@ -174,30 +144,35 @@ def test_the_registry_counts_the_forwards_that_a_step_takes(queries: int) -> Non
         assert classes.multi_query.forwards(queries) == len(estimator.evaluations(0, seeds()))
 
 
-def test_fzoo_evaluates_the_weights_as_they_are_and_one_side_of_each_direction() -> None:
-    evaluations = FZOO(lr=1.0, zo_eps=0.5, q=3).evaluations(0, iter([5, 6, 5, 9]))
-    assert [evaluation[:2] for evaluation in evaluations] == [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]
+@pytest.mark.parametrize(
+    ("estimator", "seeds", "expected"),
+    [
+        (MeZOSGD(lr=1.0, zo_eps=0.5), [7], [(7, 1.0), (7, -1.0)]),
+        (MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2), [7, 8], [(7, 1.0), (7, -1.0), (8, 1.0), (8, -1.0)]),
+        (MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2), [5, 5, 6], [(5, 1.0), (5, -1.0), (6, 1.0), (6, -1.0)]),
+        (FZOO(lr=1.0, zo_eps=0.5, q=3), [5, 6, 5, 9], [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]),  # first the weights alone
+    ],
+    ids=["mezo", "queries", "a seed that comes up twice is one direction", "fzoo"],
+)
+def test_evaluations_are_sides_of_directions_in_turn(
+    estimator: ZOEstimator, seeds: list[int], expected: list[tuple[int, float]]
+) -> None:
+    assert [evaluation[:2] for evaluation in estimator.evaluations(0, iter(seeds))] == expected
 
 
 def test_fzoo_divides_by_the_standard_deviation_of_the_perturbed_losses() -> None:
     losses = [2.5, 3.0, 1.0, 2.0, 6.0]
-    update = take(FZOO(lr=1.0, zo_eps=1e-3, q=4), (), losses)
+    estimator = FZOO(lr=1.0, zo_eps=1e-3, q=4)
+    assert (estimator.distribution, estimator.perturb_in_place) == (Distribution.RADEMACHER, False)
+    update = take(estimator, (), losses)
     sides = torch.tensor(losses[1:], dtype=torch.float64)
     expected = (sides - 2.5) / sides.std(unbiased=False)
     torch.testing.assert_close(torch.tensor(update.projected_grads, dtype=torch.float64), expected, rtol=1e-15, atol=0)
     assert update.lr == 0.25 / 4
     assert take(FZOO(lr=1.0, zo_eps=1e-2, q=4), (), losses).projected_grads == update.projected_grads, "zo_eps is left out"
-
-
-def test_a_step_of_fzoo_is_as_long_however_steep_the_loss_is() -> None:
-    estimator = FZOO(lr=1.0, zo_eps=1e-3, q=3)
-    flat, steep = ([2.0, *(2.0 + scale * change for change in (1.0, -0.5, 0.25))] for scale in (2.0**-10, 2.0**10))
-    assert take(estimator, (), flat).projected_grads == take(estimator, (), steep).projected_grads
-
-
-def test_fzoo_takes_no_step_along_directions_whose_losses_are_equal() -> None:
-    update = take(FZOO(lr=1.0, zo_eps=1e-3, q=3), (), [2.0, 3.0, 3.0, 3.0])
-    assert update.projected_grads == (0.0, 0.0, 0.0)
+    flat, steep = ([2.0, *(2.0 + scale * change for change in (1.0, -0.5, 0.25, 0.0))] for scale in (2.0**-10, 2.0**10))
+    assert take(estimator, (), flat).projected_grads == take(estimator, (), steep).projected_grads, "however steep it is"
+    assert take(estimator, (), [2.0, 3.0, 3.0, 3.0, 3.0]).projected_grads == (0.0,) * 4, "equal losses give no step"
 
 
 def test_evolution_strategies_weight_each_member_by_its_fitness() -> None:
@@ -217,12 +192,11 @@ def test_evolution_strategies_weight_each_member_by_its_fitness() -> None:
     assert len({evaluation.seed for evaluation in scaled.evaluations}) == 3
 
 
-def test_evolution_strategies_take_steps_of_one_length_and_none_where_losses_are_equal() -> None:
+def test_evolution_strategies_take_steps_of_one_length() -> None:
     for fitness in Fitness:
         estimator = EvolutionStrategies(lr=1.0, zo_eps=1e-3, q=2, fitness=fitness)
         near, far = (take(estimator, (), [scale * loss + 7 for loss in (1.0, 2.0, 4.0, 0.0)]) for scale in (0.25, 64.0))
         assert near.projected_grads == far.projected_grads != (0.0, 0.0)
-        assert take(estimator, (), [3.0] * 4).projected_grads == (0.0, 0.0)
 
 
 def test_fzoo_gives_no_infinity_that_is_not_refused() -> None:
@@ -232,8 +206,3 @@ def test_fzoo_gives_no_infinity_that_is_not_refused() -> None:
     assert update.projected_grads[0] == -math.inf
     with pytest.raises(NonFiniteLossError, match="step 0"):
         update.validated()
-
-
-def test_fzoo_needs_rademacher_noise() -> None:
-    assert FZOO(lr=1.0, zo_eps=1.0).distribution is Distribution.RADEMACHER
-    assert not FZOO(lr=1.0, zo_eps=1.0).perturb_in_place

@@ -71,6 +71,16 @@ def on_gpu(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.to("cuda") for key, value in batch.items()}
 
 
+def assert_parity_on_gpu(base: Path, plan: Plan, storage: OnGPU, run: Path) -> None:
+    options: dict[str, Any] = {"precision": "mixed", "dtype": plan.autocast, "loss_chunk": None} if plan.autocast else {}
+
+    def make() -> Engine:
+        return storage.engine(open_checkpoint(base, **options), plan, run)
+
+    whole = whole_on_gpu(base, torch.float32 if plan.autocast else "auto")
+    assert_parity(make, whole, plan, on_gpu(make_batch(40, [7, 4]))).close()
+
+
 @pytest.mark.parametrize("activations_wait", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("distribution", [None, *Distribution])
@@ -80,8 +90,7 @@ def test_the_trajectory_is_the_monolithic_loops(
     between = ["nothing", "evaluate", "flush", "reopen", "nothing"]
     plan = Plan(1e-2, 1e-3, 0.1, in_place, list(range(5)), between, 2, distribution)
     storage = OnGPU(3, 2, False, behind_copies=True, activations_wait=activations_wait)
-    batch, run = on_gpu(make_batch(40, [7, 4])), tmp_path / "run"
-    assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole_on_gpu(base), plan, batch).close()
+    assert_parity_on_gpu(base, plan, storage, tmp_path / "run")
 
 
 STORAGES = {
@@ -103,22 +112,13 @@ def test_every_adapter_precision_and_storage(
     base = save_model(tmp_path / "base", small_config(model_type, num_hidden_layers=3), dtype)
     between = ["nothing", "evaluate", "look", "reopen", "flush"]
     plan = Plan(1e-2, 1e-3, 0.1, True, list(range(5)), between, 0, Distribution.GAUSSIAN, autocast=autocast)
-    batch, run = on_gpu(make_batch(40, [7, 4])), tmp_path / "run"
-
-    def make() -> Engine:
-        if autocast is None:
-            return storage.engine(open_checkpoint(base), plan, run)
-        return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
-
-    whole = whole_on_gpu(base, "auto" if autocast is None else torch.float32)
-    assert_parity(make, whole, plan, batch).close()
+    assert_parity_on_gpu(base, plan, storage, tmp_path / "run")
 
 
 def test_fzoo_is_its_papers_loop(base: Path, tmp_path: Path) -> None:
-    distribution = Distribution.RADEMACHER
-    plan = Plan(1e-3, 1e-2, 0.0, False, list(range(4)), ["nothing", "look"] * 2, 3, distribution, name="fzoo")
-    batch, run, storage = on_gpu(make_batch(40, [7, 4])), tmp_path / "run", OnGPU(3, 2, False, behind_copies=True)
-    assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole_on_gpu(base), plan, batch).close()
+    noise = Distribution.RADEMACHER
+    plan = Plan(1e-3, 1e-2, 0.0, False, list(range(4)), ["nothing", "look"] * 2, 3, noise, name="fzoo")
+    assert_parity_on_gpu(base, plan, OnGPU(3, 2, False, behind_copies=True), tmp_path / "run")
 
 
 @pytest.mark.parametrize("beside_up_to", [0.05, 10.0], ids=["formed", "beside"])

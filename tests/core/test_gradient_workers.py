@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -153,11 +153,6 @@ def test_a_step_is_that_of_transformers_and_peft_that_accumulate_the_shards(base
     assert_equal(shared.parameters, plain_loop(base, shards))
 
 
-def test_two_workers_are_one_process_with_micro_batches_of_half_a_batch(base: Path) -> None:
-    shared = together(base, 2, lambda step: batch_of(step, 6))
-    assert_same(shared, alone(base, lambda step: batch_of(step, 6), micro_batch_size=3))
-
-
 def test_several_batches_are_split_each(base: Path) -> None:
     def batches(step: int) -> list[dict[str, torch.Tensor]]:
         return [batch_of(step, 4), batch_of(step + 9, 5)]
@@ -169,9 +164,10 @@ def test_several_batches_are_split_each(base: Path) -> None:
     assert_equal(together(base, 2, batches, clip=0.05).parameters, plain_loop(base, of_workers))
 
 
-def test_streamed_blocks_and_kept_graphs_change_no_bit(base: Path) -> None:
-    streamed = together(base, 2, lambda step: batch_of(step, 4), memory=memory(1, 1))
-    assert_same(streamed, together(base, 2, lambda step: batch_of(step, 4)))
+def test_streamed_blocks_kept_graphs_and_micro_batches_of_a_shard_change_no_bit(base: Path) -> None:
+    expected = together(base, 2, lambda step: batch_of(step, 6))
+    assert_same(together(base, 2, lambda step: batch_of(step, 6), memory=memory(1, 1)), expected)
+    assert_same(alone(base, lambda step: batch_of(step, 6), micro_batch_size=3), expected)
 
 
 def test_a_worker_whose_rows_have_no_labels_adds_nothing(base: Path) -> None:
@@ -181,14 +177,6 @@ def test_a_worker_whose_rows_have_no_labels_adds_nothing(base: Path) -> None:
         return made
 
     assert_same(together(base, 2, batch), alone(base, lambda step: shards_of(batch(step), 2)[1]))
-
-
-def test_a_batch_without_a_labelled_token_ends_the_step(base: Path) -> None:
-    made = batch_of(0, 4)
-    made["labels"][:] = -100
-    errors = raised(base, 2, lambda engine, workers: engine.step(made))
-    assert [type(error) for error in errors] == [BatchError, WorkerError]
-    assert "another worker: found a broken connection" in str(errors[1])
 
 
 def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path) -> None:
@@ -234,61 +222,68 @@ def raised(base: Path, size: int, step: Callable[[Engine, Workers], Any], **opti
     return [error for error in attempted(size, work, **options) if isinstance(error, BaseException)]
 
 
-@pytest.mark.parametrize("split", ["directions", "2x1"])
-def test_a_split_by_directions_is_refused(base: Path, split: str) -> None:
-    errors = raised(base, 2, lambda engine, workers: None, split=split)
-    assert [type(error) for error in errors] == [OptionError] * 2
-    assert f"split: found {split}, 2 workers for one gradient" in str(errors[0])
-
-
-@pytest.mark.parametrize("split", ["rows", "1x2"])
-def test_a_split_by_rows_is_taken(base: Path, split: str) -> None:
-    assert raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 2)), split=split) == []
-
-
 @pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda batch: {name: value[:1] for name, value in batch.items()}, "found 1 rows that can be separated, and 2"),
-        (lambda batch: {**batch, "labels": batch["labels"][0]}, "found no labels of shape"),
-        (lambda batch: {name: value for name, value in batch.items() if name != "labels"}, "found no labels of shape"),
-    ],
+    ("split", "kinds"), [("directions", [OptionError] * 2), ("2x1", [OptionError] * 2), ("1x2", []), ("rows", [])]
 )
-def test_a_batch_that_cannot_be_split_is_refused_by_all(base: Path, change: Any, told: str) -> None:
-    errors = raised(base, 2, lambda engine, workers: engine.step(change(batch_of(0, 4))))
-    assert [type(error) for error in errors] == [BatchError] * 2
+def test_a_split_by_rows_is_taken_and_one_by_directions_refused(base: Path, split: str, kinds: list[Any]) -> None:
+    errors = raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 2)), split=split)
+    assert [type(error) for error in errors] == kinds
+    assert all(f"split: found {split}, 2 workers for one gradient" in str(error) for error in errors)
+
+
+def fail_later(engine: Engine, workers: Workers) -> None:
+    engine.step(batch_of(0, 4))
+    if workers.rank == 1:
+        raise MemoryError("none left")
+    engine.step(batch_of(1, 4))
+
+
+def changed(**changes: Callable[[torch.Tensor], Any]) -> Callable[[Engine, Workers], Any]:
+    """A step on a batch with other columns, or without those for which None is returned."""
+
+    def step(engine: Engine, workers: Workers) -> None:
+        batch = {name: changes.get(name, torch.Tensor.clone)(value) for name, value in batch_of(0, 4).items()}
+        engine.step({name: value for name, value in batch.items() if value is not None})
+
+    return step
+
+
+BROKEN = "another worker: found a broken connection"
+# What is done, the error of each worker, and what worker 0's says.
+REFUSED: Mapping[str, tuple[Callable[[Engine, Workers], Any], list[type[BaseException]], str]] = {
+    "too few rows": (
+        changed(**dict.fromkeys(("input_ids", "attention_mask", "labels"), lambda value: value[:1])),
+        [BatchError] * 2,
+        "found 1 rows that can be separated, and 2",
+    ),
+    "labels of one row": (changed(labels=lambda value: value[0]), [BatchError] * 2, "found no labels of shape"),
+    "no labels": (changed(labels=lambda value: None), [BatchError] * 2, "found no labels of shape"),
+    "no labelled token": (changed(labels=lambda value: value.fill_(-100)), [BatchError, WorkerError], "no token to predict"),
+    "a function that does not say how parts join": (
+        lambda engine, workers: engine.step(batch_of(0, 4), cast("Any", object())),
+        [OptionError] * 2,
+        "parts of a batch join",
+    ),
+    "another batch": (
+        lambda engine, workers: engine.step(batch_of(int(workers.rank == 1), 4)),
+        [WorkerError] * 3,
+        "worker 1: found other batches than worker 0's",
+    ),
+    "a worker that fails": (fail_later, [WorkerError, MemoryError, WorkerError], BROKEN),
+}
+
+
+@pytest.mark.parametrize(("step", "kinds", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_one_worker_cannot_do_ends_the_step_of_all(
+    base: Path, step: Any, kinds: list[type[BaseException]], told: str
+) -> None:
+    errors = raised(base, len(kinds), step)
+    assert [type(error) for error in errors] == kinds
     assert told in str(errors[0])
-
-
-def test_a_function_that_does_not_say_how_parts_join_is_refused(base: Path) -> None:
-    class Function:
-        pass
-
-    forward: Any = Function()
-    errors = raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 4), forward))
-    assert all(isinstance(error, OptionError) and "parts of a batch join" in str(error) for error in errors)
-
-
-def test_another_batch_is_refused_by_all(base: Path) -> None:
-    errors = raised(base, 3, lambda engine, workers: engine.step(batch_of(int(workers.rank == 1), 4)))
-    assert all(isinstance(error, WorkerError) for error in errors)
-    assert len(errors) == 3
-    assert "worker 1: found other batches than worker 0's" in str(errors[0])
+    assert all(BROKEN in str(error) for error in errors if isinstance(error, WorkerError) and len({*kinds}) > 1)
 
 
 # --- what goes wrong
-
-
-def test_a_worker_that_fails_ends_the_step_of_all(base: Path) -> None:
-    def step(engine: Engine, workers: Workers) -> None:
-        engine.step(batch_of(0, 4))
-        if workers.rank == 1:
-            raise MemoryError("none left")
-        engine.step(batch_of(1, 4))
-
-    errors = raised(base, 3, step)
-    assert [type(error) for error in errors] == [WorkerError, MemoryError, WorkerError]
-    assert "another worker: found a broken connection" in str(errors[0])
 
 
 def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The journal: what it gives back, what it refuses, what a failed write leaves."""
+"""The journal: what it gives back, what it refuses, what a failed write leaves, and what its header says of a run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,39 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from damages import IN_LINES, damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import CONFIGS, make_batch, save_model, small_config
+from updates import earlier_line_of, line_of, record_of, update_of
 
-from zo2core import Evaluation, Journal, Update
-from zo2core.errors import JournalError
+from zo2adapters import open_checkpoint
+from zo2core import (
+    Engine,
+    Evaluation,
+    HostDevice,
+    Journal,
+    MeZOSGD,
+    ParameterSpec,
+    PhiloxNoise,
+    SegmentStore,
+    Update,
+    ZerothOrder,
+    build,
+)
+from zo2core.encodings import Int8Rows, NF4Blocks
+from zo2core.errors import JournalError, OptionError
+from zo2core.journal import digest
+from zo2core.noise import TorchGenerator, numbers_drawn
 
 HEADER = {"base": "b", "noise": "n"}
 DIGESTS = {"embedding": "0a1b", "block 0": "2c3d"}
@@ -46,17 +67,14 @@ def updates(draw: st.DrawFn, step: int) -> Update:
     )
 
 
-def simple(step: int) -> Update:
-    evaluations = (Evaluation(step, 1.0), Evaluation(step, -1.0))
-    return Update(step, evaluations, (step,), (0.1 * step,), 1e-6, 1e-3, 0.0, True, (1.5, 1.25))
-
-
-def written(path: Path, count: int = 3) -> list[Update]:
+def written(path: Path, count: int = 3) -> None:
     with contextlib.closing(Journal(path)) as journal:
         journal.begin(HEADER)
         for step in range(count):
-            journal.append(simple(step))
-    return [simple(step) for step in range(count)]
+            journal.append(update_of(step))
+
+
+STEPS = [update_of(step) for step in range(5)]
 
 
 @pytest.fixture
@@ -66,32 +84,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.jsonl"
 
 
-@contextlib.contextmanager
-def no_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let each sync fail."""
-
-    def broken(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", broken)
-        yield
-
-
-def record_of(line: bytes) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(line)
-    del record["crc32"]
-    return record
-
-
-def line_of(record: object) -> bytes:
-    raw = json.dumps(record, separators=(",", ":")).encode()[:-1]
-    return b'%s,"crc32":"%08x"}\n' % (raw, zlib.crc32(raw))
-
-
-def earlier_line_of(record: object) -> bytes:
-    raw = json.dumps(record, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(raw), raw)
+no_sync = partial(patch.object, os, "fsync", side_effect=OSError(5, "Input/output error"))
 
 
 @given(data=st.data())
@@ -106,23 +99,35 @@ def test_every_bit_comes_back(data: st.DataObject, tmp_path_factory: pytest.Temp
     again = Journal(path)
     assert repr(list(again.updates)) == repr(expected)  # repr tells 0.0 from -0.0
     again.begin(HEADER)
+    for line in path.read_bytes().splitlines():
+        assert list(json.loads(line))[-1] == "crc32"
+        content, checksum = line.split(b',"crc32":')
+        assert checksum == b'"%08x"}' % zlib.crc32(content)
 
 
 def test_a_torn_last_record_is_dropped_and_written_over(path: Path) -> None:
-    whole, expected = path.read_bytes(), [simple(step) for step in range(3)]
+    whole = path.read_bytes()
     start = whole[:-1].rindex(b"\n") + 1
     for end in range(start, len(whole)):
         path.write_bytes(whole[:end])
         journal = Journal(path)
-        assert list(journal.updates) == expected[:2]
+        assert list(journal.updates) == STEPS[:2]
         assert journal.torn is (end > start)
     path.write_bytes(whole + b"\0" * 100)
-    assert list(Journal(path).updates) == expected
+    assert list(Journal(path).updates) == STEPS[:3]
     path.write_bytes(whole[: start + 20])
     journal = Journal(path)
-    journal.append(simple(2))
+    journal.append(update_of(2))
     journal.close()
     assert path.read_bytes() == whole
+    header, *_ = whole.splitlines(keepends=True)
+    for line in (header, earlier_line_of(record_of(header))):
+        for end in range(1, len(line)):
+            path.write_bytes(line[:end])
+            journal = Journal(path)
+            assert (journal.header, journal.torn) == (None, True)
+    path.write_bytes(bytes(4096) + b"tail of a header")
+    assert Journal(path).torn
 
 
 def test_damage_elsewhere_is_refused_with_its_line(path: Path) -> None:
@@ -146,56 +151,45 @@ def test_another_header_is_refused_with_the_difference(path: Path) -> None:
     assert "noise" not in info.value.found
 
 
-def test_a_failed_append_leaves_the_journal_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, journal = path.read_bytes(), Journal(path)
-    with no_sync(monkeypatch), pytest.raises(JournalError, match="Input/output error"):
-        journal.append(simple(3))
-    assert list(journal.updates) == [simple(step) for step in range(3)]
-    journal.append(simple(3))
-    journal.close()
+def test_a_reopened_journal_is_durable_before_a_version_of_it_counts_elsewhere(path: Path, tmp_path: Path) -> None:
+    synced: list[str] = []
+    with patch.object(os, "fsync", side_effect=lambda opened: synced.append(os.readlink(f"/proc/self/fd/{opened}"))):
+        journal = Journal(path)  # whose last record nobody may have synced
+        assert list(journal.updates) == STEPS[:3]
+        assert synced == [], "reading changes nothing"
+        assert journal.chain(3) is not None
+        assert synced == [str(path), str(tmp_path)]
+        assert journal.chain(2) is not None
+        journal.append(update_of(3))
+        assert journal.chain(4) is not None
+        assert synced == [str(path), str(tmp_path), str(path)]
+        journal.close()
+
+
+def test_what_cannot_be_synced_does_not_count_and_is_made_again(path: Path) -> None:
+    before = path.read_bytes()
+    with contextlib.closing(Journal(path)) as journal:
+        asks: list[Callable[[], object]] = [
+            lambda: journal.append(update_of(3)),
+            lambda: journal.note_base(DIGESTS),
+            lambda: journal.chain(3),
+        ]
+        for ask in asks:
+            with no_sync(), pytest.raises(JournalError, match="Input/output error"):
+                ask()
+            assert (list(journal.updates), journal.base_digests) == (STEPS[:3], {})
+        assert journal.chain(3) is not None
+        journal.append(update_of(3))
     assert path.read_bytes().startswith(before)
-    assert list(Journal(path).updates) == [simple(step) for step in range(4)]
-
-
-def test_a_reopened_journal_is_durable_before_a_version_of_it_counts_elsewhere(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, synced = os.fsync, list[str]()
-
-    def sync(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    journal = Journal(path)  # whose last record nobody may have synced
-    assert list(journal.updates) == [simple(step) for step in range(3)]
-    assert synced == [], "reading changes nothing"
-    assert journal.chain(3) is not None
-    assert synced == [str(path), str(tmp_path)]
-    assert journal.chain(2) is not None
-    journal.append(simple(3))
-    assert journal.chain(4) is not None
-    assert synced == [str(path), str(tmp_path), str(path)]
-    journal.close()
-
-
-def test_a_reopened_journal_that_cannot_be_synced_vouches_for_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(path)
-    with no_sync(monkeypatch), pytest.raises(JournalError, match="Input/output error"):
-        journal.chain(3)
-    assert journal.chain(3) is not None
-
-
-def test_each_line_is_json_whose_last_member_is_a_checksum_of_what_stands_before_it(path: Path) -> None:
-    for line in path.read_bytes().splitlines():
-        assert list(json.loads(line))[-1] == "crc32"
-        content, checksum = line.split(b',"crc32":')
-        assert checksum == b'"%08x"}' % zlib.crc32(content)
+    again = Journal(path)
+    assert (list(again.updates), again.base_digests) == (STEPS[:4], {})
+    with no_sync(), pytest.raises(JournalError, match="Input/output error"):
+        again.chain(3)  # as the first that is asked of it
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_journal_of_the_earlier_line_format_reads_goes_on_and_has_the_same_chain(count: int, path: Path) -> None:
-    old, expected = path.with_name("old.jsonl"), [simple(step) for step in range(3)]
+    old, expected = path.with_name("old.jsonl"), STEPS[:3]
     lines = path.read_bytes().splitlines(keepends=True)
     earlier = [earlier_line_of(record_of(line)) for line in lines]
     old.write_bytes(b"".join(earlier[:count]))
@@ -242,7 +236,7 @@ def test_what_no_estimator_can_have_made_is_neither_read_nor_written(name: str, 
     if "evaluations" in values:
         values["evaluations"] = tuple(Evaluation(*pair) for pair in values["evaluations"])
     evaluations = (Evaluation(1, 1.0), Evaluation(1, -1.0))
-    update = replace(simple(3), **{"evaluations": evaluations, "seeds": (1,), **values})
+    update = replace(update_of(3), **{"evaluations": evaluations, "seeds": (1,), **values})
     with (
         contextlib.closing(Journal(path)) as journal,
         pytest.raises(JournalError, match=re.escape(f"step 3: found {found}")),
@@ -315,41 +309,37 @@ def test_a_journal_that_is_disturbed_under_a_running_process_is_an_error_at_the_
     written(path)
     with contextlib.closing(Journal(path)) as journal:
         if is_open:
-            journal.append(simple(3))
+            journal.append(update_of(3))
         taken = list(journal.updates)
         disturb(path)
         there = path.read_bytes() if path.exists() else None
         with pytest.raises(JournalError, match="the step was not taken"):
-            journal.append(simple(len(taken)))
+            journal.append(update_of(len(taken)))
         assert list(journal.updates) == taken
         assert there == (path.read_bytes() if path.exists() else None), "whatever is there is not touched"
 
 
-def test_a_journal_that_is_removed_during_a_step_is_an_error_of_that_step(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync = os.fsync
-
-    def remove_then_sync(descriptor: int) -> None:
-        path.unlink(missing_ok=True)
-        sync(descriptor)
-
-    with contextlib.closing(Journal(path)) as journal:
-        monkeypatch.setattr(os, "fsync", remove_then_sync)
+def test_a_journal_that_is_removed_during_a_step_is_an_error_of_that_step(path: Path) -> None:
+    removed = patch.object(os, "fsync", side_effect=lambda _: path.unlink(missing_ok=True))
+    with contextlib.closing(Journal(path)) as journal, removed:
         with pytest.raises(JournalError, match="removed or replaced"):
-            journal.append(simple(3))
+            journal.append(update_of(3))
         assert len(journal.updates) == 3
 
 
-def test_a_journal_that_is_put_back_goes_on(path: Path, tmp_path: Path) -> None:
-    with contextlib.closing(Journal(path)) as journal:
-        journal.append(simple(3))
+def test_a_journal_that_is_put_back_goes_on_and_a_relative_path_means_the_same_file(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with contextlib.closing(Journal("journal.jsonl")) as journal:
+        monkeypatch.chdir("/")
+        journal.append(update_of(3))
         path.rename(tmp_path / "elsewhere")
         with pytest.raises(JournalError, match="removed or replaced"):
-            journal.append(simple(4))
+            journal.append(update_of(4))
         (tmp_path / "elsewhere").rename(path)
-        journal.append(simple(4))
-    assert list(Journal(path).updates) == [simple(step) for step in range(5)]
+        journal.append(update_of(4))
+    assert list(Journal(path).updates) == STEPS
 
 
 def test_what_was_begun_by_another_process_in_the_meantime_is_not_written_over(tmp_path: Path) -> None:
@@ -362,16 +352,6 @@ def test_what_was_begun_by_another_process_in_the_meantime_is_not_written_over(t
     assert path.read_bytes() == before
 
 
-def test_a_relative_path_means_the_same_file_in_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    journal = Journal("journal.jsonl")
-    journal.begin(HEADER)
-    monkeypatch.chdir("/")
-    journal.append(simple(0))
-    journal.close()
-    assert list(Journal(tmp_path / "journal.jsonl").updates) == [simple(0)]
-
-
 def test_digests_of_the_base_are_kept_beside_the_updates(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     written(path, 1)
@@ -379,7 +359,7 @@ def test_digests_of_the_base_are_kept_beside_the_updates(tmp_path: Path) -> None
     with contextlib.closing(Journal(path)) as journal:
         assert journal.base_digests == {}
         journal.note_base({"embedding": "0a1b"})
-        journal.append(simple(1))
+        journal.append(update_of(1))
         journal.note_base(DIGESTS)
         journal.note_base(DIGESTS)
         assert journal.base_digests == DIGESTS
@@ -388,7 +368,7 @@ def test_digests_of_the_base_are_kept_beside_the_updates(tmp_path: Path) -> None
         *("format", "step", "base_digests", "step", "base_digests")
     ], "what is known is not written again"
     again = Journal(path)
-    assert list(again.updates) == [simple(0), simple(1)]
+    assert list(again.updates) == STEPS[:2]
     assert again.base_digests == again.until(0).base_digests == DIGESTS
     assert [again.chain(version) for version in range(3)] == chains
     assert chains[1] == chain, "digests are no part of the chain"
@@ -406,17 +386,6 @@ def test_another_digest_of_a_segment_is_refused(path: Path) -> None:
         path.write_bytes(before + line_of({"base_digests": digests}))
         with pytest.raises(JournalError, match="line 6"):
             Journal(path)
-
-
-def test_digests_that_cannot_be_written_do_not_count(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with contextlib.closing(Journal(path)) as journal:
-        with no_sync(monkeypatch), pytest.raises(JournalError, match="Input/output error"):
-            journal.note_base(DIGESTS)
-        assert journal.base_digests == {}
-        journal.append(simple(3))
-    again = Journal(path)
-    assert again.base_digests == {}
-    assert len(again.updates) == 4
 
 
 PATHS: dict[str, Any] = {
@@ -464,7 +433,7 @@ def test_a_journal_that_one_may_not_read_or_write_is_refused(tmp_path_factory: p
     path.chmod(0o444)
     before = path.read_bytes()
     with as_nobody(), contextlib.closing(Journal(path)) as journal, pytest.raises(JournalError, match="Permission denied"):
-        journal.append(simple(3))
+        journal.append(update_of(3))
     assert path.read_bytes() == before
     if os.geteuid() == 0:
         with as_nobody(), pytest.raises(JournalError, match="Permission denied"):
@@ -484,19 +453,6 @@ def test_a_file_that_is_no_journal_is_not_written_over(content: bytes, tmp_path:
         assert path.read_bytes() == content + ending
 
 
-def test_a_torn_header_is_dropped_in_either_format(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    written(path, 0)
-    whole = path.read_bytes()
-    for line in (whole, earlier_line_of(record_of(whole))):
-        for end in range(1, len(line)):
-            path.write_bytes(line[:end])
-            journal = Journal(path)
-            assert (journal.header, journal.torn) == (None, True)
-    path.write_bytes(bytes(4096) + b"tail of a header")
-    assert Journal(path).torn
-
-
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Update]]:
     """A journal with a line of the earlier format, and with digests between the steps and after them."""
@@ -504,10 +460,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Updat
     path.write_bytes(earlier_line_of({"format": 1, **HEADER, "model": {"norm_eps": 1e-5}}))
     with contextlib.closing(Journal(path)) as journal:
         for step in range(4):
-            journal.append(simple(step))
+            journal.append(update_of(step))
             if step in (1, 3):
                 journal.note_base({f"block {step}": f"{step:08x}"})
-    return path.read_bytes(), [simple(step) for step in range(4)]
+    return path.read_bytes(), STEPS[:4]
 
 
 PROFILE = settings.default
@@ -536,3 +492,195 @@ def test_damage_at_random_is_refused_or_leaves_a_prefix_that_says_so(
         assert journal.torn or set(raw.splitlines(keepends=True)) < set(lines), "but for whole lines cut off its end"
         with pytest.raises(JournalError, match="damaged or cut"):
             journal.require_version(len(expected), "metrics.jsonl")
+
+
+MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
+BATCH = make_batch(40, [7, 5])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama"))
+
+
+def engine_of(base: Path, journal: Path, provenance: Mapping[str, Any] | None = None) -> Engine:
+    return Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise()), journal=journal, provenance=provenance)
+
+
+def weights_after(engine: Engine, steps: int) -> dict[str, torch.Tensor]:
+    with engine:
+        while engine.version < steps:
+            engine.step(BATCH)
+        return {name: tensor.clone() for name, tensor in engine.parameters_now()}
+
+
+def change_config(base: Path, **changes: Any) -> None:
+    path = base / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
+
+
+def in_the_earlier_format(path: Path, *, without: tuple[str, ...]) -> None:
+    """Rewrite a journal as earlier versions wrote it: other lines, no digests, and a header without these keys."""
+    records = [record for line in path.read_bytes().splitlines() if "base_digests" not in (record := record_of(line))]
+    kept = [{key: value for key, value in record.items() if key not in without} for record in records]
+    path.write_bytes(b"".join(map(earlier_line_of, kept)))
+
+
+DECISIVE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "norm epsilon": ({"rms_norm_eps": 1e-5}, "model.rms_norm_eps 1e-06", "model.rms_norm_eps 1e-05"),
+    "rope": (
+        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+        "model.rope_parameters.rope_theta 10000.0",
+        "model.rope_parameters.rope_theta 500.0",
+    ),
+    "activation": ({"hidden_act": "gelu"}, "model.hidden_act 'silu'", "model.hidden_act 'gelu'"),
+    "heads": (
+        {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 2},
+        "model.head_dim 4; model.num_attention_heads 3; model.num_key_value_heads 3",
+        "model.head_dim 2; model.num_attention_heads 6; model.num_key_value_heads 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECISIVE)
+def test_a_config_that_decides_another_forward_is_refused_leaf_by_leaf(name: str, base: Path, tmp_path: Path) -> None:
+    changes, theirs, ours = DECISIVE[name]
+    path = tmp_path / "journal.jsonl"
+    weights_after(engine_of(base, path), 1)
+    change_config(base, **changes)
+    with pytest.raises(JournalError) as refused:
+        engine_of(base, path)
+    assert (refused.value.found, refused.value.expected) == (theirs, ours)
+    with pytest.raises(JournalError) as refused:
+        Engine(open_checkpoint(base), journal=path)
+    assert refused.value.found == theirs
+
+
+def test_what_decides_nothing_of_a_config_may_change(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    expected = weights_after(engine_of(base, tmp_path / "other.jsonl"), 2)
+    weights_after(engine_of(base, path), 1)
+    change_config(
+        base, transformers_version="4.0.0", _name_or_path="x", use_cache=False, architectures=None, rms_norm_eps=1e-6
+    )
+    weights = weights_after(engine_of(base, path), 2)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_description_is_json_says_which_attention_runs_and_is_the_same_when_opened_again(
+    model_type: str, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type))
+    description = open_checkpoint(base).description
+    assert json.loads(json.dumps(description, allow_nan=False)) == description == open_checkpoint(base).description
+    assert description["attention"] == "sdpa"
+    assert description["num_attention_heads"] == 3
+    assert not {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures"} & {*description}
+
+
+@pytest.mark.parametrize("differs", ["torch", "crc32"])
+def test_another_torch_may_go_on_only_if_it_draws_the_same_numbers(
+    differs: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    weights_after(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path), 1)
+    drawn = Journal(path).header["drawn"]  # type: ignore[index]
+    assert drawn["torch"] == torch.__version__
+    monkeypatch.setattr(build, "numbers_drawn", lambda device: {**drawn, differs: "other"})
+    for method in (ZerothOrder(MEZO), None):
+        if differs == "torch":
+            Engine(open_checkpoint(base), method, journal=path).close()
+            continue
+        with pytest.raises(
+            JournalError, match=r"noise that torch '[^']*' drew, of checksum '[0-9a-f]{8}'; expected that which"
+        ):
+            Engine(open_checkpoint(base), method, journal=path)
+
+
+def test_the_checksum_is_of_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = numbers_drawn.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(TorchGenerator, "fill", lambda self, out: out.normal_(generator=self._generator).mul_(1 + 2**-7))
+    other = numbers_drawn.__wrapped__(torch.device("cpu"))
+    assert (drawn["torch"], len(drawn["crc32"])) == (other["torch"], 8)
+    assert drawn["crc32"] != other["crc32"]
+
+
+PROVENANCE = {"data": {"sha256": "aa", "rows": 7}, "tokenizer": "bb", "options": {"batch_size": 2, "sizes": [1, 2.0]}}
+
+
+def test_other_provenance_is_refused_leaf_by_leaf(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    weights_after(engine_of(base, path, PROVENANCE), 1)
+    assert Journal(path).header["provenance"] == PROVENANCE  # type: ignore[index]
+    other = {"data": {"sha256": "cc", "rows": 7.0}, "tokenizer": "bb", "options": {"batch_size": True, "sizes": [1, 3]}}
+    with pytest.raises(JournalError) as refused:
+        engine_of(base, path, {**other, "more": 1})
+    assert refused.value.found == (
+        "provenance.data.sha256 'aa'; no provenance.more; provenance.options.batch_size 2; provenance.options.sizes.1 2.0"
+    )
+    assert refused.value.expected == (
+        "provenance.data.sha256 'cc'; provenance.more 1; provenance.options.batch_size True; provenance.options.sizes.1 3"
+    )
+    engine_of(base, path, PROVENANCE).close()
+    engine_of(base, path).close()  # a caller that says nothing
+    Engine(open_checkpoint(base), journal=path).close()
+
+
+ENDLESS: dict[str, Any] = {}
+ENDLESS["again"] = ENDLESS
+
+
+def test_provenance_that_is_not_json_is_refused_and_a_difference_in_everything_stays_short(
+    base: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    for wrong in ({"x": float("nan")}, {"x": {1, 2}}, {"x": object()}, {"x": [[]] * 2, "y": b"raw"}, ENDLESS):
+        with pytest.raises(OptionError, match="provenance: "):
+            engine_of(base, path, wrong)
+        assert not path.exists()
+    weights_after(engine_of(base, path, {str(i): "x" * 10_000 for i in range(100)}), 1)
+    with pytest.raises(JournalError, match="and 94 more") as refused:
+        engine_of(base, path, {str(i): "y\n" * 10_000 for i in range(100)})
+    assert len(str(refused.value)) < 2000
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> None:
+    model, device = open_checkpoint(base), HostDevice()
+    with contextlib.closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source:
+        parts: dict[str, Any] = {"source": source, "device": device, "journal": tmp_path / "journal.jsonl"}
+        Engine(model, ZerothOrder(MEZO), provenance={"data": 1}, **parts).close()
+        with pytest.raises(JournalError, match=r"provenance\.data 1"):
+            Engine(model, ZerothOrder(MEZO), provenance={"data": 2}, **parts)
+
+
+def test_a_run_with_a_journal_of_an_earlier_version_goes_on(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    expected = weights_after(engine_of(base, tmp_path / "whole.jsonl", PROVENANCE), 4)
+    weights_after(engine_of(base, path, PROVENANCE), 2)
+    in_the_earlier_format(path, without=("model", "provenance"))
+    weights = weights_after(engine_of(base, path, PROVENANCE), 4)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    earlier, later = path.read_bytes().splitlines()[:3], path.read_bytes().splitlines()[3:]
+    assert not any(line.startswith(b"{") for line in earlier)
+    assert len(later) >= 2
+    assert all(line.startswith(b"{") for line in later)
+    assert list(Journal(path).updates) == list(Journal(tmp_path / "whole.jsonl").updates)
+
+
+@pytest.mark.parametrize("key", ["noise", "base", "parameters"])
+def test_a_header_that_lacks_a_key_of_every_version_is_refused(key: str, base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    weights_after(engine_of(base, path), 1)
+    in_the_earlier_format(path, without=(key,))
+    for method in (ZerothOrder(MEZO), None):
+        with pytest.raises(JournalError, match=f"(no|without) {key}"):
+            Engine(open_checkpoint(base), method, journal=path)
+
+
+def test_what_is_frozen_or_encoded_identifies_the_parameters() -> None:
+    spec = ParameterSpec("weight", (4, 8), torch.float32, 0, decays=True)
+    others = [replace(spec, frozen=True), replace(spec, encoding=Int8Rows()), replace(spec, encoding=NF4Blocks(block=64))]
+    digests = [digest([own]) for own in (spec, *others)]
+    assert len(set(digests)) == len(digests)

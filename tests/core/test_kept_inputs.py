@@ -5,32 +5,29 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import sleep
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from engines import behind_copies, first_order, memory
+from engines import behind_copies, fails_at, first_order, memory
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
-from threaded_device import ThreadedDevice, ThreadedStreams
-from waits import FOR_INPUTS, SLOW
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2core import Engine, HostDevice, MemoryPolicy
+from zo2core import Engine, MemoryPolicy
 from zo2core.errors import MemoryBudgetError, ScratchError
-from zo2core.io.direct_file import PAGE, RangedFile
+from zo2core.io.direct_file import RangedFile
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.memory import DevicePlan, Machine, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
-from zo2core.protocols import Wait
 from zo2core.runner import Runner
 from zo2core.sweep.activations import AHEAD, ActivationFile, ActivationOffload, KeptActivations, Use
 from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS, PASSING
@@ -39,7 +36,7 @@ from zo2core.types import Lane
 peft: Any = pytest.importorskip("peft")
 BLOCKS = 6
 LENGTHS = [7, 5, 6, 4]
-NBYTES = PAGE  # of an input
+
 FIRST, SECOND = Use(-1, 0), Use(-2, 0)
 
 
@@ -162,10 +159,6 @@ def test_a_failed_write_frees_the_space_of_all_writes(tmp_path: Path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         written(file, offset, data)
 
-    def open_files() -> list[str]:
-        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-        return [target for link in links if link.is_symlink() and (target := os.readlink(link)).startswith(str(tmp_path))]
-
     written = RangedFile.write
     monkeypatch.setattr(RangedFile, "write", write)
     with closing(ActivationFile(tmp_path, Timeline())) as file:
@@ -174,7 +167,8 @@ def test_a_failed_write_frees_the_space_of_all_writes(tmp_path: Path, monkeypatc
         with pytest.raises(ScratchError, match="No space left"):
             first.result()
         file.clear()
-        assert open_files() == []
+        links = Path("/proc/self/fd").iterdir()
+        assert not [link for link in links if link.is_symlink() and os.readlink(link).startswith(str(tmp_path))]
 
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
@@ -231,20 +225,11 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
     assert written[-1] == 0
 
 
-def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, sweeps = make_batch(40, LENGTHS), []
-    run = Runner.run
-
-    def counted(*arguments: Any) -> Any:
-        sweeps.append(1)
-        return run(*arguments)
-
-    monkeypatch.setattr(Runner, "run", counted)
+def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path) -> None:
     for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
-        with make(base, room) as engine:
-            engine.step(batch)
-        assert len(sweeps) == expected
-        sweeps.clear()
+        with patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as run, make(base, room) as engine:
+            engine.step(make_batch(40, LENGTHS))
+        assert run.call_count == expected
 
 
 def assert_same_in_any_room(base: Path, prepare: Callable[[Any], object] = lambda model: None, **options: Any) -> None:
@@ -272,149 +257,18 @@ def test_a_prefix_that_all_blocks_get_stays(base: Path) -> None:
     assert_same_in_any_room(base, config=peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
-def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path) -> None:
     batch, small = make_batch(40, LENGTHS), make_batch(40, LENGTHS[:1])
     with make(base, room_for(base, 0)) as engine:
         expected = outcome(engine, batch)
-    with make(base, room_for(base, 0)) as engine, monkeypatch.context() as patched:
-        write, calls = ActivationFile._write, [0]
-
-        def refused(*arguments: Any) -> None:
-            calls[0] += 1
-            if calls[0] == 4:
-                raise ScratchError("disk", found="a full disk", expected="space", remedy="free it")
-            write(*arguments)
-
-        patched.setattr(ActivationFile, "_write", refused)
+    refused = ScratchError("disk", found="a full disk", expected="space", remedy="free it")
+    write = fails_at(ActivationFile._write, 4, refused)
+    with make(base, room_for(base, 0)) as engine, patch.object(ActivationFile, "_write", write):
         with pytest.raises(ScratchError, match="a full disk"):
             engine.step(batch)
         assert engine.version == 0
         assert outcome(engine, batch) == expected
         assert engine.step(small).loss > 0
-
-
-WAITS = (Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED)
-ALL_ON_HOST = 1 << 20
-
-
-class Computed:
-    """Sweeps over inputs on a device whose compute is a queue: forwards make them, backwards check them.
-
-    Memory that is freed is overwritten by the compute that follows; memory that is taken is still being written by compute
-    that was issued before.
-    """
-
-    def __init__(self, case: Mapping[Wait, float], without: Sequence[Wait], host_room: int, spill: Path) -> None:
-        def delay(lane: Lane, nbytes: int) -> float:
-            return case.get(Wait.ACTIVATIONS_UPLOADED if lane is Lane.ACTIVATIONS_IN else Wait.STAGING_OFFLOADED, 0.0)
-
-        self.case = case
-        self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
-        self.device = ThreadedDevice(self.streams)
-        self.allocated: list[int] = []  # bytes of page-locked memory
-        self.device.host_memory = self.host_memory  # type: ignore[method-assign]
-        self.timeline = Timeline()
-        self.store = ActivationOffload(self.device, self.timeline, ActivationFile(spill, self.timeline), host_room)
-        self.store.resize = self.overwritten  # type: ignore[method-assign]
-        self.errors: list[str] = []
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        self.allocated.append(nbytes)
-        return HostDevice().host_memory(nbytes)
-
-    def overwritten(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        def work() -> None:
-            sleep(self.case.get(Wait.STAGING_READ, 0.0) if nbytes else 0.0)
-            filled(storage).fill_(7)
-
-        self.streams.compute(work)
-
-    def run(self, blocks: int = 5, room: int = 0, streams: int = 2) -> None:
-        inputs, tensors = KeptActivations(self.store), {}
-        inputs.room = room
-        for block in range(1, blocks + 1):
-            for stream in range(streams):
-                tensors[block, stream] = tensor = torch.full((NBYTES,), 3, dtype=torch.uint8)
-                self.streams.compute(partial(self.make, tensor, 10 * block + stream))
-                inputs.put(Use(-block, stream), [tensor.untyped_storage()])
-        inputs.end_departures()
-        for block in range(blocks, 0, -1):
-            for stream in range(streams):
-                inputs.take(Use(-block, stream))
-                self.streams.compute(partial(self.check, tensors[block, stream], 10 * block + stream))
-        inputs.clear()
-
-    def make(self, tensor: torch.Tensor, number: int) -> None:
-        sleep(self.case.get(Wait.COMPUTED, 0.0))
-        tensor.fill_(number)
-
-    def check(self, tensor: torch.Tensor, number: int) -> None:
-        if not bool((tensor == number).all()):
-            self.errors.append(f"{number} is {tensor.tolist()[:3]}")
-
-    def end(self) -> list[str]:
-        self.store.close()
-        self.device.close()
-        return [*self.errors, *map(str, self.streams.errors)]
-
-
-def swept(
-    spill: Path, case: Mapping[Wait, float], without: Sequence[Wait] = (), room: int = 0, host_room: int = ALL_ON_HOST
-) -> Computed:
-    computed = Computed(case, without, host_room, spill)
-    computed.run(room=room)
-    computed.run(room=room)
-    computed.errors += computed.end()
-    return computed
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("wait", WAITS)
-def test_each_wait_of_inputs_in_host_memory_is_needed(wait: Wait, tmp_path: Path) -> None:
-    case = {wait: SLOW}
-    assert swept(tmp_path, case).errors == []
-    assert swept(tmp_path, case, without=[wait]).errors != []
-
-
-SLOW_FOR_INPUTS = {Wait.INPUT_OFFLOADED: Wait.STAGING_OFFLOADED, Wait.INPUT_UPLOADED: Wait.ACTIVATIONS_UPLOADED}
-
-
-@pytest.mark.parametrize(("wait", "slow"), SLOW_FOR_INPUTS.items())
-def test_host_memory_of_an_input_is_used_again_after_its_copies(wait: Wait, slow: Wait, tmp_path: Path) -> None:
-    assert {*WAITS, *SLOW_FOR_INPUTS} == FOR_INPUTS
-    assert swept(tmp_path, {slow: SLOW}, host_room=0).errors == []
-    assert swept(tmp_path, {slow: SLOW}, host_room=0, without=[wait]).errors != []
-
-
-@pytest.mark.few(7)
-@pytest.mark.parametrize("host_room", [0, 3 * NBYTES, 6 * NBYTES, ALL_ON_HOST])
-@pytest.mark.parametrize("room", [0, NBYTES, 3 * NBYTES, 5 * NBYTES, 8 * NBYTES, 1 << 20])
-def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_path: Path) -> None:
-    computed = swept(tmp_path, dict.fromkeys(WAITS, 0.001), room=room, host_room=host_room)
-    assert computed.errors == []
-    spans = computed.timeline.take()
-    written, offloaded = (
-        sum(span.nbytes for span in spans if span.lane is lane) for lane in (Lane.WRITE, Lane.ACTIVATIONS_OUT)
-    )
-    assert written <= offloaded
-    sent = offloaded / 2  # in each of the two sweeps
-    assert written == 0 or sent > host_room - AHEAD * NBYTES
-    assert written > 0 or sent <= host_room + (AHEAD + 1) * NBYTES
-    assert sum(computed.allocated) <= host_room + (2 * AHEAD + 3) * NBYTES
-
-
-@pytest.mark.parametrize("host_room", [0, ALL_ON_HOST])
-def test_an_empty_part_of_an_input_moves_like_any_other(host_room: int, tmp_path: Path) -> None:
-    computed = Computed({}, (), host_room, tmp_path)
-    inputs, tensors = KeptActivations(computed.store), [torch.full((size,), 3, dtype=torch.uint8) for size in (0, 5)]
-    inputs.room = 0
-    for block in range(1, 6):
-        inputs.put(Use(-block, 0), [tensor.untyped_storage() for tensor in tensors] if block == 1 else [])
-    for block in range(5, 0, -1):
-        inputs.take(Use(-block, 0))
-    computed.streams.compute(lambda: computed.errors.extend([] if tensors[1].tolist() == [3] * 5 else ["lost"]))
-    inputs.clear()
-    assert computed.end() == []
 
 
 @pytest.mark.few(1)

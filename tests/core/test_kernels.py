@@ -1,11 +1,16 @@
-"""The kernels: compiled code and reference give the same bits, and counter-based noise is what its notes say."""
+"""The kernels: compiled code, Triton and the reference give the same bits, and noise is what its notes say."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core.errors import ZO2Warning
-from zo2core.kernels import dispatch, reference
+from zo2core.kernels import dispatch, form, reference
 from zo2core.kernels.programs import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
@@ -68,10 +73,9 @@ def unaligned(values: torch.Tensor) -> torch.Tensor:
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(data=st.data(), length=lengths, directions=st.integers(1, 6), seed=st.integers(0, 9))
-def test_compiled_arithmetic_gives_the_references_bits(
-    dtype: torch.dtype, data: st.DataObject, length: int, directions: int, seed: int
-) -> None:
+@given(data=st.data())
+def test_compiled_arithmetic_gives_the_references_bits(dtype: torch.dtype, data: st.DataObject) -> None:
+    length, directions, seed = data.draw(lengths), data.draw(st.integers(1, 6)), data.draw(st.integers(0, 9))
     program = Program(tuple(range(directions)), tuple(data.draw(instructions(directions))))
     theta = weights(length, dtype, seed)
     zs = [weights(length, dtype, 10 + i) for i in range(directions)]
@@ -98,21 +102,13 @@ def test_compiled_noise_gives_the_references_bits(
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("with_library", [pytest.param(True, marks=compiled), False], ids=["compiled", "reference"])
-@given(
-    data=st.data(), length=lengths, directions=st.integers(1, 6), start=starts, distribution=st.sampled_from(Distribution)
-)
-def test_one_pass_is_the_composition_of_its_parts(
-    dtype: torch.dtype,
-    with_library: bool,
-    data: st.DataObject,
-    length: int,
-    directions: int,
-    start: int,
-    distribution: Distribution,
-) -> None:
-    then = data.draw(st.none() | st.builds(Perturb, st.integers(0, directions - 1), st.just(-2.0), st.just(1e-3)))
-    program = Program(tuple(range(40, 40 + directions)), tuple(data.draw(instructions(directions))), then)
-    in_place = data.draw(st.booleans())
+@given(data=st.data())
+def test_one_pass_is_the_composition_of_its_parts(dtype: torch.dtype, with_library: bool, data: st.DataObject) -> None:
+    draw = data.draw
+    length, directions, start = draw(lengths), draw(st.integers(1, 6)), draw(starts)
+    then = draw(st.none() | st.builds(Perturb, st.integers(0, directions - 1), st.just(-2.0), st.just(1e-3)))
+    program = Program(tuple(range(40, 40 + directions)), tuple(draw(instructions(directions))), then)
+    in_place, distribution = draw(st.booleans()), draw(st.sampled_from(Distribution))
     theta = weights(length, dtype, start % 10)
     expected, scratch, other = theta.clone(), torch.empty_like(theta), torch.empty_like(theta)
     zs = [torch.empty_like(theta) for _ in program.seeds]
@@ -236,20 +232,16 @@ def deviations(value: float, mean: float, variance: float) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 999_999_999, 2**40])
-def test_gaussian_moments_and_tails(seed: int) -> None:
+def test_gaussian_moments_and_tails_and_fair_signs(seed: int) -> None:
     z = drawn(Distribution.GAUSSIAN, seed, 3)
     for power, mean, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)]:
         assert deviations((z**power).mean().item(), mean, variance) < 4, power
     for bound in (0.1, 1.0, 2.0, 3.0, 4.0):
         p = math.erfc(bound / math.sqrt(2))
         assert deviations((z.abs() > bound).double().mean().item(), p, p * (1 - p)) < 4, bound
-
-
-@pytest.mark.parametrize("seed", [0, 1, 999_999_999, 2**40])
-def test_rademacher_numbers_are_fair_signs(seed: int) -> None:
-    z = drawn(Distribution.RADEMACHER, seed, 3)
-    assert torch.equal(z.abs(), torch.ones(N))
-    assert deviations(z.mean().item(), 0, 1) < 4
+    signs = drawn(Distribution.RADEMACHER, seed, 3)
+    assert torch.equal(signs.abs(), torch.ones(N))
+    assert deviations(signs.mean().item(), 0, 1) < 4
 
 
 @pytest.mark.parametrize("distribution", Distribution)
@@ -275,16 +267,12 @@ def test_every_range_is_cut_from_the_same_numbers(distribution: Distribution) ->
 
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["as it is", "reference"])
-@given(
-    distribution=st.sampled_from(Distribution),
-    into=st.sampled_from(DTYPES),
-    length=lengths,
-    seed=st.integers(0, 2**32),
-    shifts=st.lists(st.sampled_from([1.0, -1.0, 0.0, 0.3]), min_size=1, max_size=5),
-)
-def test_moves_by_themselves_are_each_one_move(
-    *, compiles: bool, distribution: Distribution, into: torch.dtype, length: int, seed: int, shifts: list[float]
-) -> None:
+@given(data=st.data())
+def test_moves_by_themselves_are_each_one_move(compiles: bool, data: st.DataObject) -> None:
+    draw = data.draw
+    distribution, into = draw(st.sampled_from(Distribution)), draw(st.sampled_from(DTYPES))
+    length, seed = draw(lengths), draw(st.integers(0, 2**32))
+    shifts = draw(st.lists(st.sampled_from([1.0, -1.0, 0.0, 0.3]), min_size=1, max_size=5))
     theta = weights(length, torch.float32, seed)
     places = [seed % (1 + place) for place in range(len(shifts))]
     moves = Program((5, 6, 7, 8, 2**62), tuple(Perturb(*of, 1e-3) for of in zip(places, shifts, strict=True)))
@@ -300,3 +288,70 @@ def test_moves_by_themselves_are_each_one_move(
                 alone = Program((moves.seeds[place],), (), then=Perturb(0, shift, 1e-3))
                 dispatch.apply_drawing(theta, alone, distribution, 3, out=expected)
             assert_same(row, expected)
+
+
+def matrices(
+    rows: int, columns: int, thin: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(rows, columns, generator=generator).to(dtype)
+    return base, torch.randn(rows, thin, generator=generator), torch.randn(columns, thin, generator=generator).to(dtype)
+
+
+@compiled
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(0, 40)),  # rows, columns, and those of a factor
+    dtype=st.sampled_from(DTYPES),
+    in_place=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_the_compiled_kernel_gives_the_references_bits(
+    sizes: tuple[int, int, int], dtype: torch.dtype, in_place: bool, seed: int
+) -> None:
+    base, own, shared = matrices(*sizes, dtype, seed)
+    expected, out = torch.empty_like(base), base if in_place else torch.empty_like(base)
+    reference.form(base, own, shared, expected)
+    form(base, own, shared, out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_formed_is_the_sum_rounded_once_with_a_helper_too(dtype: torch.dtype) -> None:
+    base, own, shared = matrices(301, 257, 7, dtype)
+    alone, together = torch.empty_like(base), torch.empty_like(base)
+    form(base, own, shared, alone)
+    with ThreadPoolExecutor(1) as helper:
+        form(base, own, shared, together, helper)
+    assert torch.equal(together, alone)
+    exact = base.double() + own.double() @ shared.double().t()
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(alone.double(), exact, rtol=rounding, atol=2e-6)
+    base[0, 0], own[1, 0], base[2, 3] = torch.inf, torch.nan, torch.nan
+    expected = torch.empty_like(base)
+    form(base, own, shared, alone)
+    reference.form(base, own, shared, expected)
+    assert alone[0, 0] == torch.inf
+    assert bool(alone[1].isnan().all())
+    assert bool(alone[2, 3].isnan())
+    assert torch.equal(alone.isnan(), expected.isnan())
+
+
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run_program(program: str, cache: Path, **environment: str) -> None:
+    code = [sys.executable, str(Path(__file__).parents[1] / "support" / "triton_programs.py"), program]
+    paths = os.pathsep.join(sys.path)  # those of pytest, too
+    subprocess.run(code, check=True, env=os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths} | environment)
+
+
+@with_triton
+@pytest.mark.parametrize("program", ["interpret", "engines"])  # the latter with one launch for a segment
+def test_the_interpreted_kernel_gives_the_references_bits(program: str, tmp_path: Path) -> None:
+    run_program(program, tmp_path, TRITON_INTERPRET="1")
+
+
+@with_triton
+@pytest.mark.long_profile
+def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(tmp_path: Path) -> None:
+    run_program("compile", tmp_path)

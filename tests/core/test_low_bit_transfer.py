@@ -12,18 +12,18 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 from command_lines import refusal
-from engines import assert_equal, assert_same_outcome, memory, outcome, weights, zeroth_order
+from engines import assert_equal, behind_copies, memory, outcome, weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from low_bit_loop import LowBitMeZO, through
 from models import save_model, small_config
-from parity import assert_same_bits
+from parity import BETWEEN, assert_same_bits, go_between
 from runs import small_run
-from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM
 
@@ -37,9 +37,7 @@ from zo2core import (
     Distribution,
     Engine,
     HostDevice,
-    MemoryPolicy,
     MeZOSGD,
-    MultiQueryRGE,
     PhiloxNoise,
     SegmentStore,
     SequentialNoise,
@@ -52,7 +50,7 @@ from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.perturbers import CounterPerturber
-from zo2core.types import Bucket, Lane, ParameterSpec
+from zo2core.types import Lane, ParameterSpec
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
 DTYPES = [torch.bfloat16, torch.float16, FP8]
@@ -85,12 +83,6 @@ def low_bit_loop(
 
 
 @contextmanager
-def behind_a_bus() -> Iterator[ThreadedDevice]:
-    with closing(ThreadedDevice(ThreadedStreams(lambda _, nbytes: nbytes * 1e-7))) as device:
-        yield device
-
-
-@contextmanager
 def on_device(
     model: ToyBlockModel,
     tmp: Path,
@@ -103,41 +95,40 @@ def on_device(
     policy = memory(buckets, kept=kept if options.get("overlap", True) else None, budget=1 << 40)
     write_back = None if buckets is None else WriteBackPolicy(directory=tmp / "scratch", every=1)
     told = {"noise": NOISE, "memory": policy, "write_back": write_back, **options}
-    with behind_a_bus() as device, zeroth_order(model, estimator, device=device, **told) as engine:
+    with behind_copies(per_byte=1e-7) as device, zeroth_order(model, estimator, device=device, **told) as engine:
         yield engine
 
 
 @given(
     dtype=st.sampled_from(DTYPES),
     back=st.booleans(),
-    perturbs_in_place=st.booleans(),
-    kept=st.integers(0, LAYERS),
-    buckets=st.sampled_from([None, 2, 3, 4]),
-    replay=st.sampled_from(["auto", "host"]),
-    overlap=st.booleans(),
+    numbers=st.fixed_dictionaries({"weight_decay": st.sampled_from([0.0, 0.1]), "perturb_in_place": st.booleans()}),
     distribution=st.sampled_from(list(Distribution)),
-    decay=st.sampled_from([0.0, 0.1]),
-    between=st.lists(st.sampled_from(["nothing", "evaluate", "look", "flush", "again"]), min_size=3, max_size=3),
+    options=st.fixed_dictionaries(
+        {
+            "kept": st.integers(0, LAYERS),
+            "buckets": st.sampled_from([None, 2, 3, 4]),
+            "replay": st.sampled_from(["auto", "host"]),
+            "overlap": st.booleans(),
+        }
+    ),
+    between=st.lists(st.sampled_from(BETWEEN), min_size=3, max_size=3),
 )
 def test_carried_weights_are_those_of_the_monolithic_loop(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: torch.dtype,
     back: bool,
-    perturbs_in_place: bool,
-    kept: int,
-    buckets: int | None,
-    replay: Literal["auto", "host"],
-    overlap: bool,
+    numbers: dict[str, Any],
     distribution: Distribution,
-    decay: float,
+    options: dict[str, Any],
     between: list[str],
 ) -> None:
     tmp = tmp_path_factory.mktemp("carrying")
-    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "weight_decay": decay, "perturb_in_place": perturbs_in_place}
+    numbers |= {"lr": 1e-2, "zo_eps": 1e-2}
     toy = make_toy(VOCAB, WIDTH, LAYERS, tied=True, dtype=torch.float32)
     own = low_bit_loop(toy, dtype, distribution, back=back, **numbers)
-    options: dict[str, Any] = {"replay": replay, "overlap": overlap, "noise": PhiloxNoise(distribution)}
-    options |= {"kept": kept if overlap else 0, "buckets": buckets, "journal": tmp / "journal"}
+    options |= {"kept": options["kept"] if options["overlap"] else 0}
+    options |= {"noise": PhiloxNoise(distribution), "journal": tmp / "journal"}
 
     def opened() -> Engine:
         return stack.enter_context(
@@ -146,17 +137,9 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
 
     with ExitStack() as stack:
         engine = opened()
-        for step, done in enumerate(between):
+        for step, what in enumerate(between):
             assert engine.step(BATCH, seed=step + 7).losses == own.step(BATCH, step + 7).losses
-            if done == "evaluate":
-                assert engine.evaluate([BATCH]).loss == own.carried_loss(BATCH)
-            elif done == "look":
-                weights(engine)
-            elif done == "flush":
-                engine.flush()
-            elif done == "again":
-                stack.close()
-                engine = opened()
+            engine = go_between(what, engine, opened, BATCH, lambda: own.carried_loss(BATCH))
         assert_equal(weights(engine), dict(toy.named_parameters()))
 
 
@@ -164,23 +147,15 @@ def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: P
     model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
     device = HostDevice()
     stored = SegmentStore(model.weights, model.layouts, device.host_memory)
-    acquired: list[int] = []
-    acquire = stored.acquire
-
-    def counted(index: int) -> Bucket:
-        acquired.append(index)
-        return acquire(index)
-
-    stored.acquire = counted  # type: ignore[method-assign]
     source = LowBitSource(stored, (), device.host_memory, lambda index, store, version: version, comes_back=True)
-    with closing(stored), closing(source):
+    with patch.object(stored, "acquire", wraps=stored.acquire) as acquire, closing(stored), closing(source):
         source.prefetch([1, 2, 3])
         with source.only_when_acquired(), source.stored(2) as bucket:
             assert source.prefetch([1, 2, 3]) == 0
             assert bucket.segment == 2
-        assert sorted(acquired) == [1, 2, 2, 3]
+        assert sorted(call.args[0] for call in acquire.mock_calls) == [1, 2, 2, 3]
         assert source.acquire(2).segment == 2  # made ready anew
-        assert acquired[-1] == 2
+        assert acquire.mock_calls[-1].args == (2,)
 
 
 def flush_twice(engine: Engine) -> None:
@@ -232,17 +207,6 @@ def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
         share_applied = engine.step(BATCH).share_applied
     assert share_applied is not None
     assert (share_applied > 0.9) if lands else (share_applied < 0.7)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("back", [False, True])
-def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtype, back: bool, tmp_path: Path) -> None:
-    estimator, outcomes = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2), []
-    with behind_a_bus() as device:
-        for where, policy in ((HostDevice(), MemoryPolicy()), (device, memory(kept=2, budget=1 << 40))):
-            model = carried_toy(tmp_path / "base", dtype, back=back)
-            outcomes.append(outcome(zeroth_order(model, estimator, noise=NOISE, device=where, memory=policy), [BATCH] * 3))
-    assert_same_outcome(*outcomes)
 
 
 @pytest.mark.parametrize(
@@ -303,18 +267,13 @@ REFUSED: dict[str, tuple[torch.dtype | None, bool, dict[str, Any], str]] = {
 def test_what_cannot_be_heeded_is_refused(case: str, tmp_path: Path) -> None:
     dtype, on_bus, options, said = REFUSED[case]
     model = carried_toy(tmp_path / "base", dtype, back=False)
-    with behind_a_bus() as bus, pytest.raises(OptionError, match=said):
+    with behind_copies() as bus, pytest.raises(OptionError, match=said):
         zeroth_order(model, MEZO, device=bus if on_bus else "cpu", **{"noise": NOISE, **options})
-
-
-def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
-    model, device = carried_toy(tmp_path / "base", torch.bfloat16, back=False), HostDevice()
-    method = ZerothOrder(MEZO, noise=SequentialNoise(model.layouts))
-    with (
-        closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
-        pytest.raises(OptionError, match="noise"),
-    ):
-        Engine(model, method, source=source, device=device)
+    if case == "such noise":  # of parts that are passed as well
+        device, method = HostDevice(), ZerothOrder(MEZO, noise=SequentialNoise(model.layouts))
+        source = SegmentStore(model.weights, model.layouts, device.host_memory)
+        with closing(source), pytest.raises(OptionError, match=said):
+            Engine(model, method, source=source, device=device)
 
 
 def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
@@ -363,33 +322,22 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
     assert_equal(run(break_once), undisturbed)
 
 
-@given(
-    dtype=st.sampled_from(DTYPES),
-    computed=st.sampled_from([None, torch.bfloat16, torch.float16]),
-    model_type=st.sampled_from(["opt", "llama", "qwen2"]),
-    perturbs_in_place=st.booleans(),
-    where=st.sampled_from(["cpu", "bus"]),
-    kept=st.integers(0, 2),
-)
+@given(data=st.data())
 @settings(max_examples=10)
 def test_carried_models_are_monolithic_mezo_at_carried_weights(
-    tmp_path_factory: pytest.TempPathFactory,
-    dtype: torch.dtype,
-    computed: torch.dtype | None,
-    model_type: str,
-    perturbs_in_place: bool,
-    where: str,
-    kept: int,
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    base = tmp_path_factory.mktemp("base") / "model"
-    save_model(base, small_config(model_type), torch.bfloat16)
-    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": perturbs_in_place}
+    draw, base = data.draw, tmp_path_factory.mktemp("base") / "model"
+    dtype, computed = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
+    where, kept = draw(st.sampled_from(["cpu", "bus"])), draw(st.integers(0, 2))
+    save_model(base, small_config(draw(st.sampled_from(["opt", "llama", "qwen2"]))), torch.bfloat16)
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": draw(st.booleans())}
     batch = {name: tokens % 20 for name, tokens in BATCH.items()}
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loop = low_bit_loop(whole, dtype, Distribution.RADEMACHER, **numbers, autocast=computed)
     precision = Precision(stored=torch.float32, computed=computed, transfer_dtype=dtype)
     model = open_checkpoint(base, precision=precision, loss_chunk=None)
-    with behind_a_bus() as device:
+    with behind_copies(per_byte=1e-7) as device:
         options: Any = {"device": device, "memory": memory(kept=kept, budget=1 << 40)} if where == "bus" else {}
         with zeroth_order(model, MeZOSGD(**numbers), noise=NOISE, **options) as engine:
             for step in range(3):
@@ -448,17 +396,12 @@ def test_options_that_do_not_go_together_are_one_line(given: list[str], said: st
 
 
 @pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
-@given(
-    rows=st.integers(1, 5),
-    columns=st.integers(1, 70),
-    scale=st.sampled_from([0.0, 1e-38, 2.0**-93, 1e-3, 1.0, 448.0, 1e30]),
-    seed=st.integers(0, 99),
-    spoiled=st.sampled_from([None, math.nan, math.inf, -math.inf]),
-)
-def test_compiled_kernels_round_to_8_bits_as_torch_does(
-    rows: int, columns: int, scale: float, seed: int, spoiled: float | None
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
+@given(data=st.data())
+def test_compiled_kernels_round_to_8_bits_as_torch_does(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 70))
+    scale = data.draw(st.sampled_from([0.0, 1e-38, 2.0**-93, 1e-3, 1.0, 448.0, 1e30]))
+    spoiled = data.draw(st.sampled_from([None, math.nan, math.inf, -math.inf]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     theta = torch.empty(rows * columns).normal_(generator=generator) * scale
     theta *= 2.0 ** -torch.randint(0, 24, theta.shape, generator=generator).float()
     if spoiled is not None:

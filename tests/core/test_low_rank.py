@@ -1,11 +1,17 @@
-"""Directions beside the activations: the stacked loop's bits, the dense directions' losses, and what cannot be done so."""
+"""Directions beside the activations: the stacked loop's bits, what cannot be done so, and factors of ended periods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +21,7 @@ from engines import assert_equal, behind_copies, memory, outcome, weights, zerot
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
+from parity import BETWEEN, go_between
 from profiles import examples
 from runs import small_run
 from stacked_loop import EPS, LR, StackedLoop
@@ -53,10 +60,15 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core import perturbation as factor_store
-from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError
+from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError, ZO2Warning
+from zo2core.io import durable
+from zo2core.io.direct_file import RangedFile
+from zo2core.io.durable import RecordFile
+from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import Factors, PerturbedParameter
-from zo2core.types import Lane
+from zo2core.perturbation import DATA, MANIFEST, Factors, PerturbedParameter, kept_bytes_a_step, sum_elements
+from zo2core.sweep.visitor import SegmentVisitor
+from zo2core.types import Lane, Program
 
 MEZO = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
 BATCH = make_batch(40, [7, 4])
@@ -77,42 +89,17 @@ def beside(base: Path, estimator: ZOEstimator = MEZO, *, rank: int = 2, period: 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=33)
-@given(
-    data=st.data(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    rank=st.integers(1, 3),
-    period=st.sampled_from([1, 2, 3, 100]),
-    queries=st.integers(1, 3),
-    distribution=st.sampled_from(list(Distribution)),
-    buckets=st.sampled_from([None, 2, 3]),
-    where=st.sampled_from(["cpu", "bus"]),
-    kept=st.integers(0, 1),
-    overlap=st.booleans(),
-    keeps_periods=st.booleans(),
-    beside_up_to=st.sampled_from([0.05, 10.0]),
-    between=st.lists(st.sampled_from(["nothing", "evaluate", "look", "flush", "again"]), min_size=4, max_size=4),
-)
-def test_a_run_is_the_stacked_loop(
-    model_type: str,
-    data: st.DataObject,
-    dtype: torch.dtype,
-    rank: int,
-    period: int,
-    queries: int,
-    distribution: Distribution,
-    buckets: int | None,
-    where: str,
-    kept: int,
-    overlap: bool,
-    keeps_periods: bool,
-    beside_up_to: float,
-    between: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    tmp = tmp_path_factory.mktemp("beside")
-    config = data.draw(CONFIGS[model_type])
-    batch = data.draw(batches(config.vocab_size))
-    base = save_model(tmp / "base", config, dtype)
+@given(data=st.data())
+def test_a_run_is_the_stacked_loop(model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp, draw = tmp_path_factory.mktemp("beside"), data.draw
+    rank, period, queries = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 100])), draw(st.integers(1, 3))
+    distribution, beside_up_to = draw(st.sampled_from(list(Distribution))), draw(st.sampled_from([0.05, 10.0]))
+    buckets, where = draw(st.sampled_from([None, 2, 3])), draw(st.sampled_from(["cpu", "bus"]))
+    kept, overlap, keeps_periods = draw(st.integers(0, 1)), draw(st.booleans()), draw(st.booleans())
+
+    config = draw(CONFIGS[model_type])
+    batch = draw(batches(config.vocab_size))
+    base = save_model(tmp / "base", config, draw(st.sampled_from([torch.float32, torch.bfloat16])))
     loop = StackedLoop(load_whole(base), rank, period, distribution, run_seed=5)
     kept = kept if overlap and config.num_hidden_layers > 1 else 0
     policy = memory(buckets, kept=kept if where == "bus" and overlap else None, budget=1 << 40)
@@ -125,39 +112,18 @@ def test_a_run_is_the_stacked_loop(
         nullcontext("cpu") if where == "cpu" else behind_copies(1e-5) as device,
         patch.object(factor_store, "BESIDE_UP_TO", beside_up_to),
     ):
-        engine = beside(base, estimator, device=device, **options)
+        make = partial(beside, base, estimator, device=device, **options)
+        engine = make()
         try:
-            for done in between:
+            for what in draw(st.lists(st.sampled_from(BETWEEN), min_size=4, max_size=4)):
                 seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
-                assert list(engine.step(batch).losses) == loop.step(batch, *seeds)
-                if done == "evaluate":
-                    [expected] = loop.losses(batch, [(0, 0.0)])
-                    assert engine.evaluate([batch]).losses[0] == expected.item()
-                elif done == "look":
-                    list(engine.parameters_now())
-                elif done == "flush":
-                    engine.flush()
-                elif done == "again":
-                    engine.close()
-                    engine = beside(base, estimator, device=device, **options)
+                result = engine.step(batch)
+                assert list(result.losses) == loop.step(batch, *seeds)
+                assert result.lanes[Lane.OFFLOAD].nbytes == 0
+                engine = go_between(what, engine, make, batch, lambda: loop.losses(batch, [(0, 0.0)])[0].item())
             assert_equal(weights(engine), loop.weights())
         finally:
             engine.close()
-
-
-def test_the_sums_of_several_periods_are_the_stacked_loops(tmp_path: Path) -> None:
-    """As above, without drawing: seven steps in periods of two, from host memory to a device and nothing back."""
-    base, noise = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), Distribution.RADEMACHER
-    loop = StackedLoop(load_whole(base), 2, 2, noise)
-    with behind_copies() as device:
-        options: dict[str, Any] = {"noise": PhiloxNoise(noise), "device": device, "memory": memory(kept=0, budget=1 << 40)}
-        with beside(base, period=2, loss_chunk=None, **options) as engine:
-            for seed in range(7):
-                result = engine.step(BATCH, seed=seed)
-                assert list(result.losses) == loop.step(BATCH, seed)
-                assert result.lanes[Lane.UPLOAD].nbytes > 0
-                assert result.lanes[Lane.OFFLOAD].nbytes == 0
-            assert_equal(weights(engine), loop.weights())
 
 
 def dense(whole: PreTrainedModel, moved: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> float:
@@ -331,17 +297,6 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
     assert losses[0] != losses[1]
 
 
-def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(base: Path, tmp_path: Path) -> None:
-    journal, noise = tmp_path / "journal.jsonl", PhiloxNoise(Distribution.GAUSSIAN)
-    outcome(beside(base, journal=journal), [BATCH])
-    model, device = open_checkpoint(base), HostDevice()
-    with (
-        closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
-        pytest.raises(OptionError, match="source: found a run whose weights are not replayed where they are stored"),
-    ):
-        Engine(model, ZerothOrder(MEZO, noise=noise), source=source, device=device, journal=journal)
-
-
 def test_rows_that_cannot_be_dealt_are_refused_and_losses_of_ones_own_where_they_are(base: Path) -> None:
     estimator = PerRowRGE(**PLAIN, perturb_in_place=False, q=2)
     with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
@@ -398,41 +353,37 @@ def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
     assert reserved[0] < reserved[1] < reserved[2]
 
 
-class Breaking:
-    """Interrupts after so many more calls."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        apply_drawing(*arguments, **options)
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("fails_at", [1, 5, 15])
 def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, base: Path) -> None:
-    found = []
+    found, calls = [], count(1)
+
+    def interrupting(*arguments: Any, **options: Any) -> None:
+        apply_drawing(*arguments, **options)
+        if next(calls) == fails_at:
+            raise KeyboardInterrupt
+
     for disturbed in (False, True):
         with beside(base, period=2) as engine:
             for _ in range(3):
                 engine.step(BATCH)
             if disturbed:
-                with patch.object(factor_store, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
+                with patch.object(factor_store, "apply_drawing", interrupting), pytest.raises(KeyboardInterrupt):
                     engine.step(BATCH)
             engine.step(BATCH)
             found.append(weights(engine))
     assert_equal(*found)
 
 
-def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path) -> None:
+def test_models_and_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path) -> None:
     config = MixtralConfig(
         vocab_size=40, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=3,
         num_key_value_heads=3, num_local_experts=2,
     )  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="experts"):
         beside(save_model(tmp_path / "base", config))
+    toy = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.float32, file=tmp_path / "toy")
+    with pytest.raises(OptionError, match="a model that stacks streams"):
+        Engine(toy, ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2)))
 
 
 class TokensFirst(torch.nn.Module):
@@ -464,16 +415,258 @@ def test_rows_in_another_order_are_refused() -> None:
     assert torch.equal(layer(rows), expected)
 
 
-def test_a_model_that_does_not_stack_is_refused(tmp_path: Path) -> None:
-    toy = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.float32, file=tmp_path / "toy")
-    with pytest.raises(OptionError, match="a model that stacks streams"):
-        Engine(toy, ZerothOrder(MEZO, perturbation=LowRankPerturbation(rank=2)))
-
-
 def test_a_journal_is_of_its_perturbation(base: Path, tmp_path: Path) -> None:
     journal, noise = tmp_path / "journal.jsonl", PhiloxNoise(Distribution.GAUSSIAN)
     outcome(beside(base, journal=journal), [BATCH])
     for other in (LowRankPerturbation(rank=3), LowRankPerturbation(rank=2, period=7), DensePerturbation()):
         with pytest.raises(JournalError, match="perturbation"):
             Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise, perturbation=other), journal=journal)
+    model, device = open_checkpoint(base), HostDevice()
+    with (
+        closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
+        pytest.raises(OptionError, match="source: found a run whose weights are not replayed where they are stored"),
+    ):
+        Engine(model, ZerothOrder(MEZO, noise=noise), source=source, device=device, journal=journal)
     outcome(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal), [BATCH])  # as it was begun
+
+
+STEPS, PERIOD = 8, 3  # two periods have ended at step 6, which the sweep of step 7 sees
+
+
+class Counting:
+    """Counts directions that are drawn to replay updates."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __call__(self, theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
+        self.drawn += len(program.seeds)
+        apply_drawing(theta, program, *arguments, **options)
+
+
+def opened(base: Path, run: Path, **policy: Any) -> Engine:
+    return zeroth_order(
+        open_checkpoint(base),
+        MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+        perturbation=LowRankPerturbation(rank=2, period=PERIOD),
+        journal=run / "journal.jsonl",
+        write_back=WriteBackPolicy(directory=run, **policy),
+    )
+
+
+class Stopped(NamedTuple):
+    """A base, a run of eight steps that was stopped, and the weights after one more step."""
+
+    base: Path
+    run: Path
+    expected: dict[str, torch.Tensor]
+
+    def copy(self, folder: Path, *, bare: bool = False) -> Path:
+        """The run, with what it keeps of ended periods or without."""
+        return shutil.copytree(self.run, folder, ignore=shutil.ignore_patterns("factors.*") if bare else None)
+
+    def resume(self, run: Path, **policy: Any) -> int:
+        """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
+        drawing = Counting()
+        with patch.object(factor_store, "apply_drawing", drawing):
+            assert_equal(outcome(opened(self.base, run, **policy), [BATCH])[1], self.expected)
+        return drawing.drawn
+
+    def directions(self, steps: int) -> int:
+        """How many are drawn to replay so many steps of all parameters, by the sweep of a step and a look at the weights."""
+        model = open_checkpoint(self.base)
+        model.weights.close()
+        return (steps + 1) * sum(len(layout.parameters) for layout in model.layouts)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    tmp = tmp_path_factory.mktemp("periods")
+    base = save_model(tmp / "base", small_config("llama"), torch.bfloat16)
+    expected = outcome(opened(base, tmp / "whole"), [BATCH] * (STEPS + 1))[1]
+    outcome(opened(base, tmp / "run"), [BATCH] * STEPS)
+    return Stopped(base, tmp / "run", expected)
+
+
+@pytest.fixture
+def run(stopped: Stopped, tmp_path: Path) -> Path:
+    """A copy of the stopped run."""
+    return stopped.copy(tmp_path / "run")
+
+
+def periods(run: Path) -> list[int]:
+    """The last step of each period in the manifest."""
+    return [json.loads(line)["version"] for line in (run / MANIFEST).read_bytes().splitlines()[1:]]
+
+
+def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in run.iterdir()) == [DATA, MANIFEST, "journal.jsonl"]
+    model = open_checkpoint(stopped.base)
+    model.weights.close()
+    planned = kept_bytes_a_step(LowRankPerturbation(rank=2, period=PERIOD), model.layouts)
+    assert (run / DATA).stat().st_size == 2 * PERIOD * planned
+    assert stopped.resume(run) == stopped.directions(STEPS % PERIOD)
+    assert periods(run) == [3, 6, 9], "the step after ended the third period"
+    bare = stopped.copy(tmp_path / "bare", bare=True)
+    assert stopped.resume(bare) == stopped.directions(STEPS)
+    for name in (DATA, MANIFEST):
+        assert (bare / name).read_bytes() == (run / name).read_bytes()
+
+
+def flipped(at: float) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        data = bytearray((run / DATA).read_bytes())
+        data[int(at * len(data))] ^= 1
+        (run / DATA).write_bytes(data)
+
+    return damage
+
+
+def cut(name: str, share: float) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        data = (run / name).read_bytes()
+        (run / name).write_bytes(data[: int(len(data) * share)])
+
+    return damage
+
+
+def garbled(run: Path) -> None:
+    lines = (run / MANIFEST).read_bytes().splitlines(keepends=True)
+    (run / MANIFEST).write_bytes(b"".join([lines[0], lines[1].replace(b"version", b"Version"), lines[2]]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [
+        (flipped(0.0), 0),  # the first matrix, in the first period
+        (flipped(0.4), 0),
+        (flipped(0.6), 1),
+        (flipped(0.9999), 1),  # a vector of the last segment: after all others were read
+        (cut(DATA, 0.75), 1),
+        (cut(DATA, 0.0), 0),
+        (lambda run: (run / DATA).unlink(), 0),
+        (garbled, 3),  # found before anything was read: the periods are kept anew
+    ],
+)
+def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, stopped: Stopped, run: Path) -> None:
+    damage(run)
+    with pytest.warns(ZO2Warning, match=r"factors\.jsonl: .* replayed from the journal"):
+        drawn = stopped.resume(run)
+    assert drawn > stopped.directions(STEPS % PERIOD)
+    assert len(periods(run)) == left
+    outcome(opened(stopped.base, run), [BATCH])  # whose sweep ends the periods again
+    assert periods(run) == [3, 6, 9]
+
+
+def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
+    opened_before = durable.open_regular
+
+    def refusing(path: Path, *arguments: Any) -> Any:
+        if path.name == DATA:
+            raise OSError(24, "Too many open files")
+        return opened_before(path, *arguments)
+
+    with (
+        patch.object(durable, "open_regular", refusing),
+        pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"),
+    ):
+        assert stopped.resume(run) == stopped.directions(STEPS)
+    assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes(), "it may be read the next time"
+    piped = stopped.copy(tmp_path / "piped")
+    (piped / DATA).unlink()
+    os.mkfifo(piped / DATA)
+    with pytest.warns(ZO2Warning, match="no regular file"):
+        assert stopped.resume(piped) == stopped.directions(STEPS)
+    bare = stopped.copy(tmp_path / "bare", bare=True)
+    full = patch.object(RangedFile, "write", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.warns(ZO2Warning, match=r"factors\.jsonl: No space left on device"):
+        assert stopped.resume(bare) == stopped.directions(STEPS)
+    assert not (bare / MANIFEST).exists(), "no period counts whose bytes are not there"
+
+
+def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_path: Path) -> None:
+    bare = stopped.copy(tmp_path / "bare", bare=True)
+    after_embedding: list[int] = []
+    evaluate = SegmentVisitor._evaluate
+
+    def evaluating(visitor: SegmentVisitor, index: int) -> None:
+        if index == 0:
+            after_embedding.append(sum(len(call.args[2]) for call in write.mock_calls))
+        evaluate(visitor, index)
+
+    with (
+        opened(stopped.base, bare) as engine,
+        patch.object(RangedFile, "write", autospec=True, side_effect=RangedFile.write) as write,
+        patch.object(SegmentVisitor, "_evaluate", evaluating),
+    ):
+        engine.evaluate([BATCH])
+    embedding = sum_elements(open_checkpoint(stopped.base).layouts[0].parameters, 2)
+    assert after_embedding == [STEPS // PERIOD * 4 * sum(embedding.values())], "nothing waits for other segments"
+
+
+def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, run: Path) -> None:
+    with (run / DATA).open("ab") as file:
+        file.write(bytes(1 << 14))  # of a period that was not counted
+    with opened(stopped.base, run) as engine:
+        while engine.version <= 3 * PERIOD:
+            engine.step(BATCH)
+        expected = weights(engine)
+        store = engine._runner.factors
+        assert store is not None
+        store._sums.clear()  # as after a sweep that failed
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            now = weights(engine)
+    assert_equal(now, expected)
+
+
+def test_periods_count_as_far_as_a_torn_manifest_goes_and_not_of_a_run_on_other_data(
+    stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
+    torn, other = stopped.copy(tmp_path / "torn"), [make_batch(40, [3, 9])] * STEPS  # the same options, the same header
+    cut(MANIFEST, 0.99)(torn)  # as a crash leaves it
+    assert stopped.resume(torn) == stopped.directions(STEPS - PERIOD)
+    assert periods(torn) == [3, 6, 9]
+    outcome(opened(stopped.base, tmp_path / "other"), other)
+    for name in (DATA, MANIFEST):
+        shutil.copyfile(tmp_path / "other" / name, run / name)
+    assert stopped.resume(run) == stopped.directions(STEPS)
+    lost = stopped.copy(tmp_path / "lost")
+    steps = (lost / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (lost / "journal.jsonl").write_bytes(b"".join(steps[:5]))
+    with pytest.raises(JournalError, match=r"at least [36], since .*factors\.jsonl knows of step [25]"):
+        opened(stopped.base, lost)
+
+
+def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, run: Path) -> None:
+    order: list[str] = []
+
+    def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            order.append(what)
+            return method(*arguments)
+
+        return noted
+
+    with (
+        opened(stopped.base, run) as engine,
+        patch.object(RangedFile, "sync", noting("bytes", RangedFile.sync)),
+        patch.object(RecordFile, "append", noting("record", RecordFile.append)),
+        patch.object(Journal, "chain", noting("journal", Journal.chain)),
+    ):
+        engine.step(BATCH)
+        order.clear()
+        engine.evaluate([BATCH])
+    assert order[0] == "journal"
+    assert order[-2:] == ["bytes", "record"]
+
+
+@pytest.mark.parametrize("policy", [{"every": None}, {"terabytes_per_1000_steps": 1e-9}])
+def test_what_may_not_be_written_is_read_all_the_same(
+    policy: dict[str, Any], stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
+    assert stopped.resume(run, **policy) == stopped.directions(STEPS % PERIOD)
+    assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes()
+    bare = stopped.copy(tmp_path / "bare", bare=True)
+    assert stopped.resume(bare, **policy) == stopped.directions(STEPS)
+    assert [path.name for path in bare.iterdir()] == ["journal.jsonl"]

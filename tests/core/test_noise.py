@@ -1,18 +1,23 @@
-"""What every noise generator promises: z depends on seed and parameter, on nothing else."""
+"""Noise: z depends on seed and parameter alone, and the compiled generator gives torch's bits or is not used."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from drawn_numbers import z_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from segments import DTYPES, one_parameter, reference, z_of
 
 import zo2core.noise
 from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
+from zo2core.kernels import dispatch
+from zo2core.noise import CompiledGenerator, Generator, TorchGenerator, agrees, seeded
 from zo2core.protocols import NoiseGenerator
 
 Make = Callable[[Sequence[BlockLayout]], NoiseGenerator]
@@ -75,22 +80,14 @@ def test_chunks_cover_a_parameter_once(make: Make) -> None:
 
 
 @every_noise
-def test_forgetting_changes_no_number(make: Make) -> None:
-    segments = layouts()
-    noise = make(segments)
-    last = parameters(segments)[-1]
-    before = z_of(noise, last, 5)
-    noise.retain({6})
-    assert torch.equal(z_of(noise, last, 5), before)
-
-
-@every_noise
-def test_seeds_and_parameters_have_noise_of_their_own(make: Make) -> None:
+def test_seeds_and_parameters_have_noise_of_their_own_whatever_is_forgotten(make: Make) -> None:
     segments = layouts()
     specs = [spec for spec in parameters(segments) if spec.numel > 30]
     noise = make(segments)
     drawn = [z_of(noise, spec, seed)[:30] for seed in (0, 1) for spec in specs]
     assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    noise.retain({6})
+    assert torch.equal(z_of(noise, specs[-1], 1)[:30], drawn[-1])
 
 
 @every_noise
@@ -157,3 +154,118 @@ def test_sequential_noise_goes_back_no_further_than_a_segments_start(
     once = sum(spec.numel for layout in segments for spec in layout.parameters)
     skipped = 7 + 65536 + 9 if jump else 0  # the head's, registered before block 0's, once
     assert passed == 2 * sweeps * once + skipped
+
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(dispatch.library() is None, reason="the compiled kernels are not built")
+agreeing = pytest.mark.skipif(
+    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="the compiled kernels are not built, or torch computes otherwise on this processor",
+)
+
+any_seeds = st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1]) | st.integers(0, 2**63 - 1)
+sizes = st.one_of(st.integers(1, 40), st.integers(600, 700), st.integers(1000, 1100), st.sampled_from([2048, 65536 + 9]))
+
+
+PROFILE = settings.default
+assert PROFILE is not None
+
+
+@pytest.fixture(autouse=True)
+def compared_anew() -> Iterator[None]:
+    agrees.cache_clear()
+    yield
+    agrees.cache_clear()
+
+
+def drawn(generator: Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bits of the next numbers, written to an odd address."""
+    out = torch.empty(size + 1, dtype=dtype)[1:]
+    generator.fill(out)
+    return out.view(torch.int32 if dtype is torch.float32 else torch.int16)
+
+
+@agreeing
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_compiled_generator_is_used_where_it_agrees(dtype: torch.dtype) -> None:
+    assert agrees(dtype)
+    assert isinstance(seeded(3, CPU, {dtype}), CompiledGenerator)
+    assert isinstance(seeded(3, CPU, {dtype, torch.float64}), TorchGenerator)
+
+
+@agreeing
+@settings(max_examples=PROFILE.max_examples * 3)
+@given(seed=any_seeds, run=st.lists(st.tuples(sizes, st.sampled_from(DTYPES)), min_size=1, max_size=12))
+def test_compiled_numbers_of_several_dtypes_are_torchs(seed: int, run: list[tuple[int, torch.dtype]]) -> None:
+    ours, theirs = CompiledGenerator(seed), TorchGenerator(seed, CPU)
+    for size, dtype in run:
+        assert torch.equal(drawn(ours, size, dtype), drawn(theirs, size, dtype))
+
+
+@agreeing
+def test_millions_of_compiled_numbers_are_torchs() -> None:
+    ours, theirs = CompiledGenerator(7), TorchGenerator(7, CPU)
+    for _ in range(8):
+        assert torch.equal(drawn(ours, 1 << 20, torch.float32), drawn(theirs, 1 << 20, torch.float32))
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["compiled", "torch"])
+@given(seed=any_seeds, before=sizes, skipped=st.lists(sizes, max_size=4), after=sizes)
+def test_skipping_leads_where_drawing_does(
+    kind: str, dtype: torch.dtype, seed: int, before: int, skipped: list[int], after: int
+) -> None:
+    one: Generator = CompiledGenerator(seed) if kind == "compiled" else TorchGenerator(seed, CPU)
+    drawn(one, before, dtype)
+    other = one.copy()
+    for size in skipped:
+        one.skip(size, dtype)
+        drawn(other, size, dtype)
+    assert torch.equal(drawn(one, after, dtype), drawn(other, after, dtype))
+
+
+@compiled
+@pytest.mark.parametrize("size", [3, 16, 33, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_library_that_gives_other_numbers_is_not_used(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = CompiledGenerator.fill
+
+    def lying(self: CompiledGenerator, out: torch.Tensor) -> None:
+        fill(self, out)
+        if len(out) == size:
+            bits = out.view(torch.int32 if dtype is torch.float32 else torch.int16)
+            bits[-1] ^= 1  # the last bit of one number
+
+    monkeypatch.setattr(CompiledGenerator, "fill", lying)
+    assert not agrees(dtype)
+    spec, noise = one_parameter(size, dtype)
+    assert torch.equal(z_of(noise, spec, 9), reference(9, size, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_the_library_torch_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "library", lambda: None)
+    assert isinstance(seeded(3, CPU, {dtype}), TorchGenerator)
+    spec, noise = one_parameter(1000, dtype)
+    assert torch.equal(z_of(noise, spec, 9), reference(9, 1000, dtype))
+
+
+_ELSEWHERE = """
+import torch
+from segments import DTYPES, one_parameter, reference, z_of
+
+assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+for dtype in DTYPES:
+    spec, noise = one_parameter(70_000, dtype)
+    assert torch.equal(z_of(noise, spec, 9), reference(9, 70_000, dtype)), dtype
+"""
+
+
+@pytest.mark.long_profile
+def test_numbers_are_torchs_where_torch_computes_otherwise() -> None:
+    environment = dict(os.environ, ATEN_CPU_CAPABILITY="default")
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", _ELSEWHERE], check=True, env=environment, timeout=120)

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from counted_weights import CountingWeights, layouts
 from engines import Proxy
-from segments import checkpoint, tensors
+from segments import CountingWeights, checkpoint, layouts, tensors
 from threaded_device import ThreadedDevice, ThreadedStreams
-from visitors import TwoStepVisitor
-from waits import CheckingSource
+from waits import CheckingSource, TwoStepVisitor
 
 from zo2core import HostDevice, OverlappedScheduler, SegmentStore, SerialScheduler
 from zo2core.errors import OptionError
@@ -125,6 +123,24 @@ def benched(make: Make, on: Callable[[], Device], source: Any) -> Iterator[Bench
     source.close()
 
 
+class AddingVisitor(TwoStepVisitor):
+    """Adds one at each visit; or up to the present version, as replaying does, whatever version a segment comes at."""
+
+    def __init__(self, present: int | None = None) -> None:
+        self.present = present
+        self.visits: list[int] = []
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        assert self.present is None or store[0][-1].item() == index + version
+        replayed = version + 1 if self.present is None else self.present
+        store[0].add_(replayed - version)
+        return replayed
+
+    def evaluate(self, index: int, store: Store) -> None:
+        self.visits.append(index)
+        assert self.present is None or store[0][-1].item() == index + self.present
+
+
 @pytest.fixture
 def bench(make: Make, on: Callable[[], Device], tmp_path: Path) -> Iterator[Bench]:
     with benched(make, on, recording_source(tmp_path)) as made:
@@ -133,15 +149,20 @@ def bench(make: Make, on: Callable[[], Device], tmp_path: Path) -> Iterator[Benc
 
 @every_device
 @every_scheduler
-def test_each_segment_is_visited_once_in_order_replay_first(bench: Bench) -> None:
-    visitor = RecordingVisitor(bench.source)
-    bench.scheduler.sweep(visitor, range(4))
-    assert [index for what, index in visitor.visits if what == "evaluate"] == [0, 1, 2, 3]
-    assert all(visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i)) for i in range(4))
-    assert len(visitor.visits) == 8
-    some = RecordingVisitor(bench.source)
-    bench.scheduler.sweep(some, [2])
-    assert some.visits == [("replay", 2), ("evaluate", 2)]
+@pytest.mark.parametrize("buckets", [None, 1, 2, 3])
+def test_each_segment_is_visited_once_in_order_replay_first(
+    make: Make, on: Callable[[], Device], buckets: int | None, tmp_path: Path
+) -> None:
+    with benched(make, on, recording_source(tmp_path, buckets=buckets)) as (source, scheduler):
+        for _ in range(3):
+            visitor = RecordingVisitor(source)
+            scheduler.sweep(visitor, range(4))
+            assert [index for what, index in visitor.visits if what == "evaluate"] == [0, 1, 2, 3]
+            assert all(visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i)) for i in range(4))
+            assert len(visitor.visits) == 8
+        some = RecordingVisitor(source)
+        scheduler.sweep(some, [2])
+        assert some.visits == [("replay", 2), ("evaluate", 2)]
 
 
 @every_device
@@ -159,35 +180,13 @@ def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Dev
 
 
 @every_device
-@every_scheduler
-@pytest.mark.parametrize("buckets", [1, 2, 3])
-def test_few_buckets_suffice(make: Make, on: Callable[[], Device], buckets: int, tmp_path: Path) -> None:
-    with benched(make, on, recording_source(tmp_path, buckets=buckets)) as (source, scheduler):
-        for _ in range(3):
-            visitor = RecordingVisitor(source)
-            scheduler.sweep(visitor, range(4))
-            assert len(visitor.visits) == 8
-        scheduler.sweep(RecordingVisitor(source), [2])
-
-
-@every_device
 def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device]) -> None:
     device, source = on(), CheckingSource()
-    scheduler = OverlappedScheduler(source, device)
-    visits: list[int] = []
-
-    class Visits(TwoStepVisitor):
-        def replay(self, index: int, store: Store, version: int) -> int:
-            store[0].add_(1)
-            return version + 1
-
-        def evaluate(self, index: int, store: Store) -> None:
-            visits.append(index)
-
+    scheduler, visitor = OverlappedScheduler(source, device), AddingVisitor()
     for order in (range(7), [4], [3, 5], range(7)):  # the first blocks are there ahead when the fourth is asked for
-        scheduler.sweep(Visits(), order)
+        scheduler.sweep(visitor, order)
     scheduler.release_all()
-    assert visits == [*range(7), 4, 3, 5, *range(7)]
+    assert visitor.visits == [*range(7), 4, 3, 5, *range(7)]
     assert source.errors == []
     device.close()
 
@@ -280,33 +279,22 @@ def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(bench: Benc
 def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucket(
     buckets: int, kept: int, reads: int
 ) -> None:
-    class AddingVisitor(TwoStepVisitor):
-        """Adds up to the present version, as replaying does, whatever version a segment comes at."""
-
-        def replay(self, index: int, store: Store, version: int) -> int:
-            assert store[0][-1].item() == index + version
-            store[0].add_(sweeps - version)
-            return sweeps
-
-        def evaluate(self, index: int, store: Store) -> None:
-            assert store[0][-1].item() == index + sweeps
-
-    weights, device, sweeps = CountingWeights(), threaded(), 1
+    weights, device, visitor, present = CountingWeights(), threaded(), AddingVisitor(1), 1
     source = SegmentStore(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
     scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)
-    scheduler.sweep(AddingVisitor(), order)
+    scheduler.sweep(visitor, order)
     time.sleep(0.2)  # until what comes first in the next sweep is read ahead
     before = weights.reads.total()
-    for _ in range(3):
-        sweeps += 1
-        scheduler.sweep(AddingVisitor(), order)
+    for present in (2, 3, 4):
+        visitor.present = present
+        scheduler.sweep(visitor, order)
     time.sleep(0.2)
     # A bucket that is still in use when a sweep ends is filled in the next one: one block more or fewer comes ahead.
     assert abs(weights.reads.total() - before - 3 * reads) <= 1
     assert weights.reads[0] == weights.reads[13] == 1, "embedding and head stay"
     for index in order:
-        with scheduler.replayed(AddingVisitor(), index) as bucket:
-            assert bucket.views[0][0].item() == index + sweeps
+        with scheduler.replayed(visitor, index) as bucket:
+            assert bucket.views[0][0].item() == index + present
     scheduler.release_all()
     device.close()
     source.close()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from engines import assert_equal, behind_copies, first_order, weights, zeroth_order
+from engines import memory as stored
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -24,7 +25,7 @@ from profiles import examples
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantizer import quantize
-from zo2core import Engine, HostPlan, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
+from zo2core import Engine, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
 from zo2core.errors import (
     BusyError,
     CheckpointError,
@@ -34,7 +35,6 @@ from zo2core.errors import (
     NonFiniteLossError,
     OptionError,
 )
-from zo2core.planning.memory import DevicePlan
 from zo2core.shared import Lockstep
 from zo2core.sources import SegmentStore
 from zo2core.sweep.gradient_visitor import GraphRoom
@@ -57,12 +57,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return made
 
 
-def targets(base: Path) -> list[str]:
-    return ["q_proj", "fc1"] if base.name == "opt" else ["q_proj", "up_proj"]
-
-
 def adapted(base: Path, number: int) -> Any:
-    return open_checkpoint(base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets(base)), seed=number))
+    targets = ["q_proj", "fc1" if base.name == "opt" else "up_proj"]
+    return open_checkpoint(base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets), seed=number))
 
 
 def low_rank(base: Path, number: int, **options: Any) -> Engine:
@@ -120,8 +117,7 @@ def stepped(shared: SharedBase, batches: Mapping[Any, Any]) -> Mapping[Any, Any]
     return results
 
 
-def memory(buckets: int | None, kept: int = 0, budget: int = 1 << 40) -> MemoryPolicy:
-    return MemoryPolicy(host=HostPlan((), budget, buckets, keep_noise=False), device=DevicePlan((), budget, kept, 1 << 28))
+memory = partial(stored, kept=0, budget=1 << 40)
 
 
 def device_of(name: str) -> AbstractContextManager[Any]:
@@ -129,20 +125,14 @@ def device_of(name: str) -> AbstractContextManager[Any]:
 
 
 @examples(short=4, long=50)
-@given(
-    runs=st.lists(
-        st.builds(Drawn, st.sampled_from(sorted(METHODS)), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=4
-    ),
-    name=st.sampled_from(BASES),
-    buckets=st.sampled_from(BUCKETS),
-    budget=st.sampled_from([0, 1 << 40]),
-    overlap=st.booleans(),
-    device=st.sampled_from(["cpu", "cpu", "threads"]),
-)
-def test_runs_together_are_the_runs_apart(
-    bases: Mapping[str, Path], runs: list[Drawn], name: str, buckets: int | None, budget: int, *, overlap: bool, device: str
-) -> None:
-    base, policy = bases[name], memory(buckets, budget=budget)
+@given(data=st.data())
+def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.DataObject) -> None:
+    draw = data.draw
+    drawn_runs = st.builds(Drawn, st.sampled_from(sorted(METHODS)), st.integers(0, 2), st.integers(1, 3))
+    runs = draw(st.lists(drawn_runs, min_size=1, max_size=4))
+    base, buckets = bases[draw(st.sampled_from(BASES))], draw(st.sampled_from(BUCKETS))
+    overlap, device = draw(st.booleans()), draw(st.sampled_from(["cpu", "cpu", "threads"]))
+    policy = memory(buckets, budget=draw(st.sampled_from([0, 1 << 40])))
     policy = policy if device == "threads" and overlap else MemoryPolicy(host=policy.host)
     with ExitStack() as open_runs:
         made = open_runs.enter_context(device_of(device))
@@ -188,15 +178,9 @@ def four(bases: Mapping[str, Path]) -> Iterator[tuple[SharedBase, dict[str, Any]
 
 def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple[SharedBase, dict[str, Any]]) -> None:
     shared, engines = four
-    reads: list[int] = []
-    load = SegmentStore._begin_reads
-
-    def counted(self: SegmentStore, segment: int, *arguments: Any, **options: Any) -> Any:
-        reads.append(segment)
-        return load(self, segment, *arguments, **options)
-
-    with patch.object(SegmentStore, "_begin_reads", counted):
+    with patch.object(SegmentStore, "_begin_reads", autospec=True, side_effect=SegmentStore._begin_reads) as load:
         results = stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
+    reads = [call.args[1] for call in load.mock_calls]
     # One bucket: the last block stays for the turn, and the first one of the next sweep may be read ahead.
     assert sorted(reads[:7]) == [0, 1, 1, 2, 2, 3, 4]
     assert len(reads) <= 8
@@ -213,48 +197,32 @@ def test_quantised_blocks_are_decoded_once_for_all_runs(four: tuple[SharedBase, 
     assert others.call_count == 0
 
 
-def test_a_run_that_fails_ends_alone_and_by_name(four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]) -> None:
+def test_a_run_that_fails_ends_alone_and_can_take_the_step_again(
+    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
+) -> None:
     shared, engines = four
-    nan = torch.full_like(next(iter(engines["adamw"].parameters.values())), float("nan"))
+    base, broken = bases["llama-nf4"], engines["exact"]
     with torch.no_grad():
-        next(iter(engines["adamw"].parameters.values())).copy_(nan)
+        next(iter(engines["adamw"].parameters.values())).fill_(float("nan"))
     refuse = JournalError("journal", found="no space", expected="space", remedy="free some")
-    with patch.object(engines["per-row"].journal, "append", side_effect=refuse):
+    failed = ArithmeticError("broken")
+    with (
+        patch.object(engines["per-row"].journal, "append", side_effect=refuse),
+        patch.object(broken._runner.model, "block", side_effect=failed),
+    ):
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
     assert isinstance(results[engines["adamw"]], NonFiniteLossError)
-    assert results[engines["per-row"]] is refuse
-    for name in ("low-rank", "exact"):
-        losses, learned = alone(bases["llama-nf4"], 0, Drawn(name, 0, 1))
-        assert cast("Any", results[engines[name]]).loss == losses[0]
-        assert_equal(weights(engines[name]), learned)
-    stepped(shared, {engines["per-row"]: batch_of(0, 0)})  # the step was not taken, and can be
+    assert (results[engines["per-row"]], results[broken]) == (refuse, failed)
+    losses, learned = alone(base, 0, Drawn("low-rank", 0, 1))
+    assert cast("Any", results[engines["low-rank"]]).loss == losses[0]
+    assert_equal(weights(engines["low-rank"]), learned)
+    stepped(shared, {engines[name]: batch_of(0, 0) for name in ("per-row", "exact")})
     assert engines["per-row"].version == 1
-
-
-def test_a_forward_that_fails_in_a_sweep_ends_its_run_alone(
-    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
-) -> None:
-    shared, engines = four
-    broken = engines["exact"]
-    with patch.object(broken._runner.model, "block", side_effect=ArithmeticError("broken")):
-        results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
-    assert isinstance(results[broken], ArithmeticError)
-    assert [name for name, engine in engines.items() if isinstance(results[engine], Exception)] == ["exact"]
-    stepped(shared, {broken: batch_of(0, 0)})
-    assert_equal(weights(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 1))[1])
-
-
-def test_a_run_that_fails_after_its_replay_starts_again_from_known_values(
-    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
-) -> None:
-    shared, engines = four
-    broken = engines["exact"]
-    stepped(shared, {broken: batch_of(0, 0)})
     # The second sweep replays the first step's update into the adapter, and fails before it says so.
-    with patch.object(broken._runner.update_loss, "sample", side_effect=ArithmeticError("broken")):
-        assert isinstance(shared.step({broken: batch_of(0, 1)})[broken], ArithmeticError)
+    with patch.object(broken._runner.update_loss, "sample", side_effect=failed):
+        assert shared.step({broken: batch_of(0, 1)})[broken] is failed
     stepped(shared, {broken: batch_of(0, 1)})
-    assert_equal(weights(broken), alone(bases["llama-nf4"], 0, Drawn("exact", 0, 2))[1])
+    assert_equal(weights(broken), alone(base, 0, Drawn("exact", 0, 2))[1])
 
 
 def test_functions_run_one_at_a_time_and_in_order(four: tuple[SharedBase, dict[str, Any]]) -> None:
@@ -283,14 +251,7 @@ def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: t
 
 def test_evaluations_and_steps_of_different_runs_share_sweeps(four: tuple[SharedBase, dict[str, Any]]) -> None:
     shared, engines = four
-    sweeps: list[int] = []
-    serve = shared._sweep
-
-    def counted(requests: Any, order: Any) -> None:
-        sweeps.append(len(requests))
-        serve(requests, order)
-
-    with patch.object(shared, "_sweep", counted):
+    with patch.object(shared, "_sweep", wraps=shared._sweep) as sweep:
         results = shared.together(
             {
                 "evaluate": lambda: engines["low-rank"].evaluate([batch_of(0, 0)]).loss,
@@ -298,11 +259,12 @@ def test_evaluations_and_steps_of_different_runs_share_sweeps(four: tuple[Shared
                 "per-row": lambda: engines["per-row"].step(batch_of(0, 0)).loss,
             }
         )
-    assert sweeps == [3, 1]
+    assert [len(call.args[0]) for call in sweep.mock_calls] == [3, 1]
     assert isinstance(results["evaluate"], float)
 
 
 def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[SharedBase, dict[str, Any]]) -> None:
+    """Within a sweep, and within one of the functions."""
     shared, engines = four
     ended = []
 
@@ -312,26 +274,15 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[Shared
         finally:
             ended.append(engine)
 
-    with (
-        patch.object(engines["exact"]._runner.model, "block", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        shared.together({name: partial(run, engine) for name, engine in engines.items()})
+    runs: dict[str, Callable[[], object]] = {name: partial(run, engine) for name, engine in engines.items()}
+    within = patch.object(engines["exact"]._runner.model, "block", side_effect=KeyboardInterrupt)
+    with within, pytest.raises(KeyboardInterrupt):
+        shared.together(runs)
     assert len(ended) == 4
+    with pytest.raises(KeyboardInterrupt):
+        shared.together(runs | {"interrupt": Mock(side_effect=KeyboardInterrupt)})
     assert all(engine.version == 0 for engine in engines.values())
     stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
-
-
-def test_an_interruption_within_a_function_ends_the_others_too(four: tuple[SharedBase, dict[str, Any]]) -> None:
-    shared, engines = four
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    steps: dict[str, Callable[[], object]] = {name: partial(e.step, batch_of(0, 0)) for name, e in engines.items()}
-    with pytest.raises(KeyboardInterrupt):
-        shared.together({**steps, "interrupt": interrupt})
-    assert all(engine.version == 0 for engine in engines.values())
 
 
 def resumable(base: Path, folder: Path, names: list[str], shared: SharedBase | None) -> dict[str, Any]:
@@ -373,17 +324,21 @@ def test_runs_resume_alone_and_together(bases: Mapping[str, Path], tmp_path: Pat
         assert (mixed / name / "journal.jsonl").read_bytes() == (apart / name / "journal.jsonl").read_bytes(), name
 
 
-def test_a_run_of_another_base_is_refused(bases: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_run_of_another_base_is_refused_and_the_same_may_be_named_by_other_paths(
+    bases: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = shutil.copytree(bases["llama"], tmp_path / "other")
+    (tmp_path / "link").symlink_to(bases["llama"])
+    monkeypatch.chdir(bases["llama"].parent)
     with SharedBase(open_checkpoint(bases["llama"])) as shared:
+        for path in (Path("llama"), tmp_path / "link"):
+            low_rank(path, 0, shared=shared).close()
         for base in (other, bases["opt"], bases["llama-nf4"]):
             with pytest.raises(OptionError, match="shared base"):
                 low_rank(base, 0, shared=shared)
-        journal = tmp_path / "journal.jsonl"
+        method, journal = ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), tmp_path / "journal.jsonl"
         with pytest.raises(OptionError, match="only read the base"):
-            Engine(
-                open_checkpoint(bases["llama"]), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), shared=shared, journal=journal
-            )
+            Engine(open_checkpoint(bases["llama"]), method, shared=shared, journal=journal)
         assert not journal.exists()
 
 
@@ -399,16 +354,6 @@ def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(bases: Mappin
             results = shared.step({engine: batch_of(0, 1) for engine in (broken, healthy)})
             assert isinstance(results[broken], CheckpointError)
             assert not isinstance(results[healthy], Exception)
-
-
-def test_a_base_may_be_named_by_other_paths(
-    bases: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "link").symlink_to(bases["llama"])
-    monkeypatch.chdir(bases["llama"].parent)
-    with SharedBase(open_checkpoint(bases["llama"])) as shared:
-        for path in (Path("llama"), tmp_path / "link"):
-            low_rank(path, 0, shared=shared).close()
 
 
 def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
@@ -430,38 +375,31 @@ def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
             low_rank(base, 1, shared=shared, memory=MemoryPolicy(host="1GiB"))
 
 
-def test_blocks_keep_their_graphs_where_the_plan_of_all_runs_has_room(bases: Mapping[str, Path]) -> None:
-    forwards, little = {}, MemoryPolicy(activations=1)
+def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(bases: Mapping[str, Path]) -> None:
+    base, forwards, little = bases["llama"], {}, MemoryPolicy(activations=1)
     for budget in (0, 1 << 40):
         policy = MemoryPolicy(host=memory(None, budget=budget).host)
         with (
             patch.object(HFBlockModel, "block", autospec=True, side_effect=HFBlockModel.block) as block,
-            SharedBase(open_checkpoint(bases["llama"]), memory=policy) as shared,
-            adamw(bases["llama"], 0, shared=shared, memory=little) as first,
-            adamw(bases["llama"], 1, shared=shared, memory=little) as second,
+            SharedBase(open_checkpoint(base), memory=policy) as shared,
+            adamw(base, 0, shared=shared, memory=little) as first,
+            adamw(base, 1, shared=shared, memory=little) as second,
         ):
             shared.step({first: batch_of(0, 0), second: batch_of(1, 0)})
             forwards[budget] = block.call_count
     assert forwards == {0: 2 * (3 + 3), 1 << 40: 2 * 3}
-
-
-def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(bases: Mapping[str, Path]) -> None:
-    base, rooms = bases["llama"], []
-
-    def room(nbytes: int, sizes: Sequence[int]) -> GraphRoom:
-        rooms.append(nbytes)
-        return GraphRoom(nbytes, sizes)
 
     def run(number: int) -> None:
         with adamw(base, number, shared=shared, memory=MemoryPolicy(activations="300MiB")) as engine:
             engine.step(batch_of(0, 0))
 
     with (
-        patch("zo2core.sweep.gradient_visitor.GraphRoom", side_effect=room),
+        patch("zo2core.sweep.gradient_visitor.GraphRoom", side_effect=GraphRoom) as made,
         SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(None, budget=1 << 30).host)) as shared,
     ):
         ended = shared.together({number: partial(run, number) for number in range(3)})
     assert ended == dict.fromkeys(range(3))
+    rooms = [call.args[0] for call in made.mock_calls]
     assert len(rooms) == 3
     assert max(rooms) <= (300 << 20) + (1 << 30) // 3, rooms  # equal shares of what is left
 

@@ -1,37 +1,47 @@
-"""All parameters over blocks on disk: the bits of a run in memory, commits of whole generations, and resuming from them."""
+"""First-order runs on disk: journals and snapshots, blocks that stream, commits of whole generations, and resuming."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from engines import assert_equal, assert_same_outcome, first_order, inner, memory, outcome, weights
+from engines import assert_equal, assert_same_outcome, fails_at, first_order, inner, memory, outcome, weights
 from models import make_batch, save_model, small_config
-from profiles import each_choice
+from profiles import each_choice, short_first
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import Precision
 from zo2core import (
     LOMO,
     AdaLOMO,
+    AtSnapshot,
     BAdam,
     BlockUpdate,
     Engine,
     FirstOrder,
     Journal,
     LossScaling,
+    MeZOSGD,
     TorchOptimizer,
+    ZerothOrder,
+    branch_journal,
 )
-from zo2core.errors import ClosedError, JournalError, OptionError, ScratchError
+from zo2core.checkpoint.snapshots import Snapshot, Snapshots
+from zo2core.errors import CheckpointError, ClosedError, JournalError, OptionError, OutputError, ScratchError
 from zo2core.io.direct_file import RangedFile, whole_pages
+from zo2core.io.durable import to_line
 from zo2core.planning.speeds import read_bytes
 from zo2core.sources.slot_file import DATA, MANIFEST, Generations
-from zo2core.types import Lane
+from zo2core.types import Commit, Lane
 
 EVERY, STEPS = 2, 17  # more than an epoch of eight segments' turns
 ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
@@ -50,30 +60,32 @@ BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
 
 
 def streamed(
-    base: Path, run: Path, buckets: int = 2, case: str = "badam", precision: Any = "exact", **options: Any
+    deep_base: Path, run: Path, buckets: int = 2, case: str = "badam", precision: Any = "exact", **options: Any
 ) -> Engine:
-    model = open_checkpoint(base, precision=precision)
+    model = open_checkpoint(deep_base, precision=precision)
     told = {"memory": memory(buckets), "lr": lambda step: 1e-2 / (step + 1), "commit_every": 1, **options}
     return first_order(model, UPDATES[case](), **told, run=run)
 
 
 @cache
 def resident(
-    base: Path, precision: Any = "exact", case: str = "badam", steps: int = STEPS, **options: Any
+    deep_base: Path, precision: Any = "exact", case: str = "badam", steps: int = STEPS, **options: Any
 ) -> tuple[list[tuple[float, ...]], dict[str, torch.Tensor]]:
     """Losses and weights of a run in memory, which nobody changes."""
     told = {"lr": lambda step: 1e-2 / (step + 1), "memory": memory(), **options}
-    return outcome(first_order(open_checkpoint(base, precision=precision), UPDATES[case](), **told), BATCHES[:steps])
+    return outcome(first_order(open_checkpoint(deep_base, precision=precision), UPDATES[case](), **told), BATCHES[:steps])
 
 
-def begun(base: Path, run: Path, steps: int, case: str = "badam", buckets: int = 2, **options: Any) -> None:
-    outcome(streamed(base, run, buckets, case, **options), BATCHES[:steps])
+def begun(deep_base: Path, run: Path, steps: int, case: str = "badam", buckets: int = 2, **options: Any) -> None:
+    outcome(streamed(deep_base, run, buckets, case, **options), BATCHES[:steps])
 
 
-def require_goes_on(base: Path, run: Path, first: int, case: str = "badam", *, steps: int = 6, buckets: int = 2) -> None:
+def require_goes_on(
+    deep_base: Path, run: Path, first: int, case: str = "badam", *, steps: int = 6, buckets: int = 2
+) -> None:
     """A run goes on from this step, with the bits of one in memory."""
-    losses, expected = resident(base, case=case, steps=steps)
-    with streamed(base, run, buckets, case) as engine:
+    losses, expected = resident(deep_base, case=case, steps=steps)
+    with streamed(deep_base, run, buckets, case) as engine:
         assert engine.version == first
         assert [engine.step(batch).losses for batch in BATCHES[first:steps]] == losses[first:]
         assert_equal(weights(engine), expected)
@@ -81,7 +93,7 @@ def require_goes_on(base: Path, run: Path, first: int, case: str = "badam", *, s
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deep_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=True)
     return save_model(tmp_path_factory.mktemp("streamed") / "base", config)
 
@@ -111,10 +123,10 @@ def test_weights_and_states_on_disk_give_the_bits_of_those_in_memory(
     case: str, commit_every: int, buckets: int, overlap: bool, dtype: str, precision: str, tmp_path: Path
 ) -> None:
     config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=buckets == 2)
-    base, steps = save_model(tmp_path / "base", config, getattr(torch, dtype)), STEPS if case == "badam" else 5
-    expected = resident(base, precision, case, steps)
+    deep_base, steps = save_model(tmp_path / "base", config, getattr(torch, dtype)), STEPS if case == "badam" else 5
+    expected = resident(deep_base, precision, case, steps)
     options: dict[str, Any] = {"commit_every": commit_every, "overlap": overlap, "precision": precision}
-    with streamed(base, tmp_path / "run", buckets, case, **options) as engine:
+    with streamed(deep_base, tmp_path / "run", buckets, case, **options) as engine:
         losses = [engine.step(batch).losses for batch in BATCHES[:steps]]
         assert_same_outcome((losses, weights(engine)), expected)
         evaluated = engine.evaluate(BATCHES[:2]).loss
@@ -125,7 +137,7 @@ def test_weights_and_states_on_disk_give_the_bits_of_those_in_memory(
         engine.commit()
         assert engine.committed == (steps // EVERY * EVERY if case == "badam" else steps), "within a turn nothing is"
     if case != "badam":
-        with streamed(base, tmp_path / "run", 2, case, precision=precision) as engine:
+        with streamed(deep_base, tmp_path / "run", 2, case, precision=precision) as engine:
             assert (engine.version, engine.journal.version) == (steps, steps)
             assert_equal(weights(engine), expected[1])
             assert engine.evaluate(BATCHES[:2]).loss == evaluated
@@ -134,8 +146,8 @@ def test_weights_and_states_on_disk_give_the_bits_of_those_in_memory(
         assert precision == "mixed" or exported.evaluate(BATCHES[:2]).loss == evaluated
 
 
-def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(base: Path, tmp_path: Path) -> None:
-    with streamed(base, tmp_path / "run") as engine:
+def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(deep_base: Path, tmp_path: Path) -> None:
+    with streamed(deep_base, tmp_path / "run") as engine:
         runner, update = inner(engine)._runner, inner(engine)._steps.update
         turns = [update.segments(step, runner.trained.segments)[0] for step in range(0, 12, EVERY)]
         results = [engine.step(batch) for batch in BATCHES[:13]]
@@ -159,33 +171,38 @@ def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(b
     ],
 )
 def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
-    case: str, commit_every: int, steps: int, base: Path, tmp_path: Path
+    case: str, commit_every: int, steps: int, deep_base: Path, tmp_path: Path
 ) -> None:
-    begun(base, tmp_path / "run", steps, case, buckets=4, commit_every=commit_every)
+    begun(deep_base, tmp_path / "run", steps, case, buckets=4, commit_every=commit_every)
     every = EVERY if case == "badam" else commit_every
     assert Journal(tmp_path / "run" / "journal.jsonl").version == steps
-    require_goes_on(base, tmp_path / "run", steps // every * every, case, steps=STEPS if case == "badam" else 7, buckets=3)
+    require_goes_on(
+        deep_base, tmp_path / "run", steps // every * every, case, steps=STEPS if case == "badam" else 7, buckets=3
+    )
 
 
 @pytest.mark.parametrize(("case", "steps", "left", "first"), [("badam", 8, 0.0, 6), ("adamw", 4, 0.5, 3)])
 def test_a_commit_that_was_lost_or_torn_goes_back_to_the_one_before(
-    case: str, steps: int, left: float, first: int, base: Path, tmp_path: Path
+    case: str, steps: int, left: float, first: int, deep_base: Path, tmp_path: Path
 ) -> None:
-    begun(base, tmp_path / "run", steps, case)
+    begun(deep_base, tmp_path / "run", steps, case)
     path = tmp_path / "run" / MANIFEST
     *lines, last = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines, last[: int(len(last) * left)]]))
-    require_goes_on(base, tmp_path / "run", first, case, steps=STEPS if case == "badam" else 6)
+    require_goes_on(deep_base, tmp_path / "run", first, case, steps=STEPS if case == "badam" else 6)
 
 
-def test_damaged_bytes_are_found_when_they_are_read(base: Path, tmp_path: Path) -> None:
-    begun(base, tmp_path / "run", 8)
+def test_damaged_bytes_are_found_when_they_are_read(deep_base: Path, tmp_path: Path) -> None:
+    begun(deep_base, tmp_path / "run", 8)
     path = tmp_path / "run" / DATA
     raw = bytearray(path.read_bytes())
     for at in range(0, len(raw), 64):
         raw[at] ^= 1
     path.write_bytes(raw)
-    with streamed(base, tmp_path / "run") as engine, pytest.raises(ScratchError, match=r"found damaged bytes of .* at step"):
+    with (
+        streamed(deep_base, tmp_path / "run") as engine,
+        pytest.raises(ScratchError, match=r"found damaged bytes of .* at step"),
+    ):
         engine.step(BATCHES[8])
 
 
@@ -196,8 +213,8 @@ def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(base: Path, tmp_path: Path) -> None:
-    with streamed(base, tmp_path / "run") as engine:
+def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(deep_base: Path, tmp_path: Path) -> None:
+    with streamed(deep_base, tmp_path / "run") as engine:
         source = inner(engine)._runner.source
         for pinned in (1, 3):
             source.pin([pinned])
@@ -216,15 +233,15 @@ def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(base: Path, tmp_p
 @pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16)
+    deep_base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16)
     scaling = LossScaling(initial=2.0**40, backoff=1 / 16, interval=2)
     options: dict[str, Any] = {"precision": FLOAT16, "clip": clip, "scaling": scaling}
-    losses, expected = resident(base, case="adamw", steps=17, **options)
-    with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
+    losses, expected = resident(deep_base, case="adamw", steps=17, **options)
+    with streamed(deep_base, tmp_path / "run", 2, "adamw", **options) as engine:
         first = [engine.step(batch) for batch in BATCHES[:4]]
         assert [result.grad_norm for result in first] == [0.0] * 4, "gradients overflow"
         assert [commit.lr for commit in engine.journal.commits] == [0.0] * 4
-    with streamed(base, tmp_path / "run", 2, "adamw", **options) as engine:
+    with streamed(deep_base, tmp_path / "run", 2, "adamw", **options) as engine:
         assert inner(engine)._steps.scale.values() == {"loss_scale": 2.0**24, "good_steps": 0}
         later = [engine.step(batch) for batch in BATCHES[4:17]]
         assert [result.losses for result in first + later] == losses
@@ -232,24 +249,17 @@ def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Pa
         assert_equal(weights(engine), expected)
 
 
-def test_only_blocks_without_room_are_written_between_commits(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, real = [0], Generations.write
-
-    def write(self: Generations, segment: int, data: torch.Tensor, version: int) -> None:
-        written[0] += data.nbytes
-        real(self, segment, data, version)
-
-    monkeypatch.setattr(Generations, "write", write)
+def test_only_blocks_without_room_are_written_between_commits(deep_base: Path, tmp_path: Path) -> None:
     for commit_every in (1, 4):
-        with streamed(base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every) as engine:
+        with (
+            streamed(deep_base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every) as engine,
+            patch.object(Generations, "write", autospec=True, side_effect=Generations.write) as write,
+        ):
             sizes = [whole_pages(layout.nbytes) for layout in engine._runner.layouts]
-            written[0] = 0
             for batch in BATCHES[:8]:
                 engine.step(batch)
         kept = 0 if commit_every == 1 else sizes[0] + sizes[-1] + sizes[1]
-        assert written[0] == 8 * (sum(sizes) - kept) + 2 * kept
+        assert sum(call.args[2].nbytes for call in write.mock_calls) == 8 * (sum(sizes) - kept) + 2 * kept
 
 
 def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, sweeps: int) -> int:
@@ -286,26 +296,22 @@ def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, swee
     ("case", "place", "clip"), each_choice(["lomo", "adamw"], [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)], [None, 1.0])
 )
 def test_states_are_read_on_the_way_back_alone(
-    case: str, place: tuple[int, int], clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, place: tuple[int, int], clip: float | None, tmp_path: Path
 ) -> None:
     buckets, commit_every = place
-    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=6, tie_word_embeddings=True))
-    reads, real = [0], Generations.read
-
-    def read(self: Generations, segment: int, out: torch.Tensor, start: int = 0) -> None:
-        reads[0] += out.nbytes
-        real(self, segment, out, start)
-
-    monkeypatch.setattr(Generations, "read", read)
+    deep_base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=6, tie_word_embeddings=True))
 
     def bytes_of(work: Callable[[], object]) -> int:
-        reads[0] = 0
+        read.reset_mock()
         work()
-        return reads[0]
+        return sum(call.args[2].nbytes for call in read.mock_calls)
 
     options: dict[str, Any] = {"commit_every": commit_every, "clip": clip}
-    losses, expected = resident(base, case=case, steps=6, clip=clip)
-    with streamed(base, tmp_path / "run", buckets, case, **options) as engine:
+    losses, expected = resident(deep_base, case=case, steps=6, clip=clip)
+    with (
+        streamed(deep_base, tmp_path / "run", buckets, case, **options) as engine,
+        patch.object(Generations, "read", autospec=True, side_effect=Generations.read) as read,
+    ):
         layouts = engine._runner.layouts
         blocks = [layout for layout in layouts if not layout.resident]
         sizes = [(whole_pages(layout.weight_bytes), whole_pages(layout.nbytes)) for layout in blocks]
@@ -322,36 +328,21 @@ def test_states_are_read_on_the_way_back_alone(
         assert_equal(weights(engine), expected)
 
 
-def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(base: Path, tmp_path: Path) -> None:
-    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+def test_a_step_that_failed_between_two_updates_goes_back_to_the_commit_before(deep_base: Path, tmp_path: Path) -> None:
+    with streamed(deep_base, tmp_path / "run", 2, "adamw") as engine:
         for batch in BATCHES[:3]:
             engine.step(batch)
-        real, calls = inner(engine)._steps.update.apply, [0]
-
-        def apply(*args: Any, **options: Any) -> None:
-            calls[0] += 1
-            if calls[0] == 5:
-                raise KeyboardInterrupt
-            real(*args, **options)
-
-        inner(engine)._steps.update.apply = apply
-        with pytest.raises(KeyboardInterrupt):
+        update = inner(engine)._steps.update
+        failing = fails_at(update.apply, 5, KeyboardInterrupt())
+        with patch.object(update, "apply", failing), pytest.raises(KeyboardInterrupt):
             engine.step(BATCHES[3])
         with pytest.raises(ClosedError):
             engine.commit()
-    require_goes_on(base, tmp_path / "run", 3, "adamw")
+    require_goes_on(deep_base, tmp_path / "run", 3, "adamw")
 
 
-def test_a_journal_that_lost_the_committed_step_is_refused(base: Path, tmp_path: Path) -> None:
-    begun(base, tmp_path / "run", 4, "lomo")
-    path = tmp_path / "run" / "journal.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
-    with pytest.raises(JournalError):
-        streamed(base, tmp_path / "run", 2, "lomo")
-
-
-def test_a_manifest_names_each_segment_once(base: Path, tmp_path: Path) -> None:
-    begun(base, tmp_path / "run", 3, "adamw")
+def test_a_manifest_names_each_segment_once(deep_base: Path, tmp_path: Path) -> None:
+    begun(deep_base, tmp_path / "run", 3, "adamw")
     header, *commits = map(json.loads, (tmp_path / "run" / MANIFEST).read_bytes().splitlines())
     assert [commit["step"] for commit in commits] == [1, 2, 3]
     for commit in commits:
@@ -364,7 +355,7 @@ def test_a_manifest_names_each_segment_once(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_commit_is_made_after_the_journal_and_all_bytes_are_durable(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
 
@@ -382,7 +373,7 @@ def test_a_commit_is_made_after_the_journal_and_all_bytes_are_durable(
     noted(RangedFile, "write", "bytes")
     noted(RangedFile, "sync", "bytes durable")
     noted(Generations, "commit", "committed")
-    with streamed(base, tmp_path / "run", 2, "adamw") as engine:
+    with streamed(deep_base, tmp_path / "run", 2, "adamw") as engine:
         noted(type(inner(engine)._runner.generations._manifest), "append", "record")
         segments = sum(bool(layout.parameters) for layout in engine._runner.layouts)
         for batch in BATCHES[:2]:
@@ -395,41 +386,38 @@ def test_a_commit_is_made_after_the_journal_and_all_bytes_are_durable(
             assert before.index("journal") < before.index("bytes durable")
 
 
-def test_bytes_of_another_journal_are_neither_used_nor_replaced(base: Path, tmp_path: Path) -> None:
-    begun(base, tmp_path / "one", 3, "lomo")
-    begun(base, tmp_path / "other", 3, "lomo", lr=lambda step: 5e-3)
+def test_bytes_of_another_journal_are_neither_used_nor_replaced(deep_base: Path, tmp_path: Path) -> None:
+    begun(deep_base, tmp_path / "one", 4, "lomo")
+    begun(deep_base, tmp_path / "other", 4, "lomo", lr=lambda step: 5e-3)
     for name in (DATA, MANIFEST):
         (tmp_path / "other" / name).write_bytes((tmp_path / "one" / name).read_bytes())
     with pytest.raises(ScratchError, match="weights of another run"):
-        streamed(base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3)
+        streamed(deep_base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3)
     assert (tmp_path / "other" / MANIFEST).read_bytes() == (tmp_path / "one" / MANIFEST).read_bytes()
+    path = tmp_path / "one" / "journal.jsonl"  # which loses the committed step
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+    with pytest.raises(JournalError):
+        streamed(deep_base, tmp_path / "one", 2, "lomo")
 
 
 @pytest.mark.parametrize("call", ["sync", "write"])
-def test_a_commit_that_fails_closes_the_engine_and_leaves_the_one_before(
-    call: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = streamed(base, tmp_path / "run", 2, "adamw")
+def test_a_commit_that_fails_closes_the_engine_and_leaves_the_one_before(call: str, deep_base: Path, tmp_path: Path) -> None:
+    engine = streamed(deep_base, tmp_path / "run", 2, "adamw")
     for batch in BATCHES[:2]:
         engine.step(batch)
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RangedFile, call, full)
+    with patch.object(RangedFile, call, side_effect=OSError(28, "no space left")):
         with pytest.raises(ScratchError, match="no space left"):
             engine.step(BATCHES[2])
         with pytest.raises(ClosedError):
             engine.step(BATCHES[2])
         engine.close()
-    require_goes_on(base, tmp_path / "run", 2, "adamw")
+    require_goes_on(deep_base, tmp_path / "run", 2, "adamw")
 
 
 @pytest.mark.parametrize("case", ["adamw", "badam"])
 def test_what_would_change_weights_beside_their_commits_is_refused(tmp_path: Path, case: str) -> None:
-    base = save_model(tmp_path / "base", small_config("opt"))
-    with streamed(base, tmp_path / "run", case=case) as engine:
+    deep_base = save_model(tmp_path / "base", small_config("opt"))
+    with streamed(deep_base, tmp_path / "run", case=case) as engine:
         asked: list[Callable[[], object]] = [
             lambda: engine.load_parameters({}),
             engine.state_dict,
@@ -440,3 +428,233 @@ def test_what_would_change_weights_beside_their_commits_is_refused(tmp_path: Pat
             with pytest.raises(OptionError, match="committed on disk"):
                 ask()
         engine.step(BATCHES[0])
+
+
+HEADER = {"base": "b", "parameters": "p", "method": {"name": "adamw"}}
+RECORD = {"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}
+COMMITS = [Commit(step, 2.5 - step, 0.1 * step, 1e-3) for step in range(3)]
+
+
+def journal_of(path: Path, *records: Mapping[str, Any], header: Mapping[str, Any] = HEADER) -> Path:
+    path.write_bytes(b"".join(map(to_line, [{"format": 1, **header}, *records])))
+    return path
+
+
+def test_commits_are_read_back_to_the_bit(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin(HEADER)
+    for commit in COMMITS:
+        journal.append(commit)
+        journal.note_evaluation(commit.step + 1, {"loss": 1.0})
+    journal.close()
+    again = Journal(path)
+    assert list(again.commits) == list(again.steps) == COMMITS
+    assert (again.version, list(again.updates), again.is_replayable, again.noise) == (3, [], False, None)
+    assert [again.chain(step) for step in range(4)] == [journal.chain(step) for step in range(4)]
+    assert list(again.until(2).commits) == COMMITS[:2]
+    assert again.excerpt(0) == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("commit", "told"),
+    [
+        ({**RECORD, "step": 1}, "found step 1; expected step 0"),
+        ({"step": 0, "loss": 1.0, "grad_norm": 1.0}, "expected an object of step, loss, grad_norm, lr alone"),
+        ({**RECORD, "loss": 1}, "found 1 as loss; expected a float"),
+        ({**RECORD, "step": True}, "found True as step"),
+        ({**RECORD, "grad_norm": -1.0}, "found grad_norm -1.0"),
+        ({**RECORD, "lr": -1.0}, "found lr -1.0"),
+        ([], r"found commit \[\]"),
+    ],
+)
+def test_a_commit_that_no_step_can_have_made_is_refused(commit: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=told):
+        Journal(journal_of(tmp_path / "journal.jsonl", {"commit": commit}))
+
+
+def test_a_journal_has_steps_of_one_kind(tmp_path: Path) -> None:
+    zeroth = {"base": "b", "parameters": "p", "noise": "n", "estimator": {}, "seed": 0}
+    commit = {"commit": RECORD}
+    with pytest.raises(JournalError, match="found a commit; expected an update, as the header says"):
+        Journal(journal_of(tmp_path / "a.jsonl", commit, header=zeroth))
+    with pytest.raises(JournalError, match="found no commit; expected a commit, as the header says"):
+        Journal(journal_of(tmp_path / "b.jsonl", {"step": 0}))
+    with pytest.raises(JournalError, match="found first-order steps; expected steps that can be replayed"):
+        branch_journal(journal_of(tmp_path / "c.jsonl", commit), tmp_path / "d.jsonl", 1)
+    assert not (tmp_path / "d.jsonl").exists()
+
+
+def model_of(base: Path) -> Any:
+    config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"])
+    return open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+
+
+OPTIMIZERS: Mapping[str, Any] = {
+    "lomo": lambda: LOMO(weight_decay=0.1),
+    "adalomo": AdaLOMO,
+    "adamw": lambda: TorchOptimizer(ADAMW),
+    "badam": lambda: BAdam(ADAMW, every=2, seed=3),
+}
+FEW = [make_batch(40, [7, 5], seed=seed) for seed in range(5)]
+
+
+def engine_of(base: Path, run: Path, kind: str = "adapter", **options: Any) -> Engine:
+    """Of forwards, of an adapter, or of all parameters."""
+    if kind == "forwards":
+        return Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), run=run)
+    told = {"lr": lambda step: 1e-2 / (step + 1), "memory": "4GiB", **options}
+    if kind == "adapter":
+        return first_order(model_of(base), ADAMW, run=run, **{"options": {"name": "adamw"}, **told})
+    return first_order(open_checkpoint(base), OPTIMIZERS[kind](), run=run, **told)
+
+
+@pytest.mark.parametrize("kind", short_first(["forwards", "adapter", "adamw"], ["lomo", "adalomo", "badam"]))
+def test_a_run_goes_on_in_its_directory_and_repeats_the_steps_since_its_snapshot(kind: str, tmp_path: Path) -> None:
+    dtype = torch.float32 if kind in ("adapter", "lomo") else torch.bfloat16
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=kind in OPTIMIZERS), dtype)
+    with engine_of(base, tmp_path / "whole", kind) as engine:
+        losses = [engine.step(batch).loss for batch in FEW]
+        expected = weights(engine)
+    with engine_of(base, tmp_path / "run", kind) as engine:
+        for batch in FEW[:2]:
+            engine.step(batch)
+        if kind != "forwards":
+            engine.take_snapshot()
+        engine.step(FEW[2])
+    with engine_of(base, tmp_path / "run", kind) as engine:
+        first = 3 if kind == "forwards" else 2
+        assert (engine.version, engine.journal.version) == (first, 3)
+        if kind == "adapter":
+            with pytest.raises(JournalError, match="step 2: found loss"):
+                engine.step(FEW[4])
+            assert engine.version == 2
+        assert [engine.step(batch).loss for batch in FEW[first:]] == losses[first:]
+        assert_equal(weights(engine), expected)
+        if kind != "forwards":
+            engine.take_snapshot()
+            parameters = engine.snapshots.read(5).state["parameters"]
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
+    if kind in OPTIMIZERS:
+        with Engine(open_checkpoint(base), AtSnapshot(5, parameters)) as replayer:
+            assert replayer.version == 5
+            assert_equal(weights(replayer), expected)
+
+
+def test_a_journal_that_cannot_be_written_refuses_the_step(base: Path, tmp_path: Path) -> None:
+    with engine_of(base, tmp_path / "run") as engine:
+        engine.step(FEW[0])
+        before = engine.state_dict()
+        with patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            with pytest.raises(JournalError, match="No space left"):
+                engine.step(FEW[1])
+            with pytest.raises(OutputError, match=r"snapshot-1.*No space left"):
+                engine.take_snapshot()
+        after = engine.state_dict()
+        assert after["steps"] == before["steps"] == 1
+        assert_equal(before["parameters"], after["parameters"])
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {"journal.jsonl"}
+        engine.step(FEW[1])
+        engine.take_snapshot()
+    with engine_of(base, tmp_path / "run") as engine:
+        assert engine.version == 2
+
+
+def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
+    journal = Journal()
+    journal.begin(HEADER)
+    tensors = [torch.tensor(3.5), torch.zeros(0, 2), torch.arange(6).view(2, 3), torch.ones(2, dtype=torch.bfloat16)]
+    state = {"a.b": tensors, "deep": {0: {"x": None, 1: True}, "y": [1, 2.5, "z", tensors[2] > 2]}}
+    Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, state))
+    step, back = Snapshots(tmp_path, journal.chain, journal.require_version).read(0)
+    assert step == 0
+    assert back["deep"][0] == {"x": None, 1: True}
+    *rest, mask = back["deep"]["y"]
+    assert rest == [1, 2.5, "z"]
+    for given, taken in zip([*tensors, tensors[2] > 2], [*back["a.b"], mask], strict=True):
+        assert given.dtype is taken.dtype
+        assert given.shape == taken.shape
+        assert torch.equal(given, taken)
+    with pytest.raises(OptionError, match="optimizer: found odd, a set, in its state"):
+        Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, {"odd": {1}}))
+
+
+DEEP = "nested too deep"  # stands for a value that json cannot write
+
+FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "an infinite step": lambda header, contents: contents.update(step=float("inf")),
+    "a state that is a list": lambda header, contents: contents.update(state=[]),
+    "a state without its items": lambda header, contents: contents.update(state={}),
+    "a tensor that is not there": lambda header, contents: contents["state"]["items"].append(["x", {"tensor": "y"}]),
+    "a chain that is a number": lambda header, contents: contents.update(chain=1),
+    "no format": lambda header, contents: contents.pop("format"),
+    "a dtype that is not there": lambda header, contents: header["moment"].update(dtype="F3"),
+    "a negative shape": lambda header, contents: header["moment"].update(shape=[-2, -2]),
+    "offsets beyond the end": lambda header, contents: header["moment"].update(data_offsets=[0, 1 << 40]),
+    "one offset": lambda header, contents: header["moment"].update(data_offsets=[0]),
+    "tensors that are a text": lambda header, contents: header.update(moment="bytes"),
+    "a state nested too deep": lambda header, contents: contents.update(state=DEEP),
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any, Any], object], tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, lambda step: 0, lambda step, name: None)
+    snapshots.write(Snapshot(1, {"moment": torch.ones(2, 2)}))
+    raw = snapshots.path(1).read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    contents = json.loads(header["__metadata__"]["zo2"])
+    forge(header, contents)
+    deep = "[" * 100_000 + "]" * 100_000
+    header["__metadata__"] = {"sha256": "0" * 64, "zo2": json.dumps(contents).replace(json.dumps(DEEP), deep)}
+    forged = json.dumps(header, separators=(",", ":")).encode()
+    whole = len(forged).to_bytes(8, "little") + forged + raw[end:]
+    sealed = whole.replace(b"0" * 64, hashlib.sha256(whole).hexdigest().encode(), 1)
+    snapshots.path(1).write_bytes(sealed)
+    with pytest.raises(CheckpointError, match="not a snapshot of this format"):
+        snapshots.read(1)
+
+
+def test_a_repeated_step_of_all_parameters_that_differs_closes_the_engine(base: Path, tmp_path: Path) -> None:
+    with engine_of(base, tmp_path / "run", "adamw") as engine:
+        engine.step(FEW[0])
+        first, second = engine.state_dict(), engine.state_dict()
+        for name, value in first["parameters"].items():
+            assert value.data_ptr() == second["parameters"][name].data_ptr(), "a view of the store"
+        engine.take_snapshot()
+        assert_equal(first["parameters"], engine.snapshots.read(1).state["parameters"])
+        engine.step(FEW[1])
+    with engine_of(base, tmp_path / "run", "adamw") as engine:
+        with pytest.raises(JournalError, match="step 1: found loss"):
+            engine.step(FEW[4])
+        with pytest.raises(ClosedError):
+            engine.take_snapshot()
+    with engine_of(base, tmp_path / "run", "adamw") as engine:
+        engine.step(FEW[1])
+        assert engine.version == engine.journal.version == 2
+
+
+def test_a_run_is_not_resumed_or_replayed_with_another_method(base: Path, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"run": tmp_path, "options": {}, "lr": float}
+    with pytest.raises(OptionError, match="closure"):
+        first_order(model_of(base), torch.optim.LBFGS, **told)
+    with pytest.raises(OptionError, match="a trained parameter of a block"):
+        first_order(open_checkpoint(base), torch.optim.SGD, **told)
+    assert not (tmp_path / "journal.jsonl").exists()
+    with engine_of(base, tmp_path / "all", "lomo") as engine:
+        engine.step(FEW[0])
+    for other, options in (("badam", {}), ("lomo", {"clip_value": 1.0})):
+        with pytest.raises(JournalError, match="method"):
+            engine_of(base, tmp_path / "all", other, **options)
+    make = partial(torch.optim.SGD, lr=1e-2)
+    with first_order(model_of(base), make, clip=1.0, run=tmp_path / "adapter") as engine:
+        engine.step(FEW[0])
+        assert engine.journal.header is not None
+        assert engine.journal.header["method"] == {"name": "SGD", "lr": 1e-2, "clip_norm": 1.0}
+    for changed in ({"clip": 2.0}, {"lr": 1.0, "clip": 1.0}, {}):
+        with pytest.raises(JournalError, match="method"):
+            first_order(model_of(base), make, run=tmp_path / "adapter", **changed)
+    for method in (None, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))):
+        with pytest.raises(JournalError, match="found a run of first-order steps"):
+            Engine(model_of(base), method, journal=tmp_path / "adapter" / "journal.jsonl")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from engines import zeroth_order
+from engines import fails_at, zeroth_order
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
@@ -206,12 +206,6 @@ def span(lane: Lane, begun: float, done: float, nbytes: int = 0, name: str = "bl
     return Span(lane, name, PastEvent(begun), PastEvent(done), nbytes, track)
 
 
-def test_work_at_once_counts_once_and_only_within_the_step() -> None:
-    spans = [span(Lane.READ, 0, 4, 5), span(Lane.READ, 1, 3, 6), span(Lane.READ, 8, 12, 7), span(Lane.READ, 20, 30, 8)]
-    assert lane_uses(spans)[Lane.READ] == (18, 26)
-    assert lane_uses(spans, started=2, done=10)[Lane.READ] == (4, 26)
-
-
 def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path, tmp_path: Path) -> None:
     """An export between two steps, and what is written after the last."""
     with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), trace=tmp_path / "t.json") as engine:
@@ -253,14 +247,11 @@ def written(path: Path) -> Path:
     return path
 
 
-def test_a_trace_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    recording = read_trace(written(tmp_path / "t.json"))
+def test_a_trace_reads_back_as_it_was_written_and_cut_anywhere_gives_its_whole_lines(tmp_path: Path) -> None:
+    raw = written(tmp_path / "t.json").read_text()
+    recording = read_trace(tmp_path / "t.json")
     assert recording.spans == (span(Lane.READ, 1, 2, 10), span(Lane.EVALUATE, 3, 4, track=1))
     assert recording.sweeps == (Sweep("step 0", 1, 3), Sweep("step 1", 3, 5))
-
-
-def test_a_trace_cut_anywhere_still_gives_its_whole_lines(tmp_path: Path) -> None:
-    raw = written(tmp_path / "t.json").read_text()
     ends = [place for place, character in enumerate(raw) if character == "\n"]  # of lines
     lines = raw.split("\n")
     assert sum('"ph": "X"' in line for line in lines) == 4
@@ -299,7 +290,10 @@ def test_a_disk_that_is_full_is_a_typed_error(tmp_path: Path, monkeypatch: pytes
     trace.close()
 
 
-def test_parts_are_one_span() -> None:
+def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
+    spans = [span(Lane.READ, 0, 4, 5), span(Lane.READ, 1, 3, 6), span(Lane.READ, 8, 12, 7), span(Lane.READ, 20, 30, 8)]
+    assert lane_uses(spans)[Lane.READ] == (18, 26)
+    assert lane_uses(spans, started=2, done=10)[Lane.READ] == (4, 26), "only within the step"
     timeline = Timeline()
     gathered = Gathered(timeline, Lane.READ, "block 0", 2)
     with gathered.part(3):
@@ -356,16 +350,7 @@ def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> 
 
 
 def test_an_interrupted_run_leaves_a_whole_trace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, taken = Engine.step, 0
-
-    def interrupted(*args: Any, **kwargs: Any) -> StepResult:
-        nonlocal taken
-        taken += 1
-        if taken == 3:
-            raise KeyboardInterrupt
-        return step(*args, **kwargs)
-
-    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr(Engine, "step", fails_at(Engine.step, 3, KeyboardInterrupt()))
     with pytest.raises(SystemExit) as info:
         run("train", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run",
             "--trace", tmp_path / "t.json")  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -129,22 +130,17 @@ def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do()
 
 
 @settings(max_examples=8)
-@given(
-    name=st.sampled_from(sorted(ESTIMATORS)),
-    size=st.sampled_from([2, 3, 4]),
-    counter=st.booleans(),
-    storage=st.sampled_from(["planned", "resident", "streamed", "written"]),
-    stops=st.booleans(),
-)
+@given(data=st.data())
 def test_by_directions_every_bit_is_that_of_one_worker(
-    tmp_path_factory: pytest.TempPathFactory, name: str, size: int, counter: bool, storage: str, stops: bool
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("run")
+    folder, draw = tmp_path_factory.mktemp("run"), data.draw
+    name = draw(st.sampled_from(sorted(ESTIMATORS)))
     estimator = ESTIMATORS[name]
-    units = len(estimator.evaluations(0, iter(range(99))))
-    size = min(size, units)
+    size = min(draw(st.sampled_from([2, 3, 4])), len(estimator.evaluations(0, iter(range(99)))))
+    storage, stops = draw(st.sampled_from(["planned", "resident", "streamed", "written"])), draw(st.booleans())
     options: dict[str, Any] = {}
-    if counter or name == "fzoo":
+    if draw(st.booleans()) or name == "fzoo":
         options["noise"] = PhiloxNoise(Distribution.RADEMACHER)
     alone = trained(folder / "alone", estimator, **options)
     if storage in ("streamed", "resident"):
@@ -302,15 +298,7 @@ def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
     assert worked(2, lambda workers: run(workers, None)) == [alone] * 2
 
 
-def test_losses_of_another_share_or_of_several_dtypes_are_refused() -> None:
-    with pytest.raises(WorkerError, match="worker 1"):
-        combined([Report(0, 1, "float64", [1.0]), Report(0, 1, "float64", [1.0, 2.0])], Split(2, 1), 2)
-    reports = [Report(0, 1, dtype, [1.0]) for dtype in ("float32", "float32", "bfloat16")]
-    with pytest.raises(WorkerError, match="worker 2: found losses in"):
-        combined(reports, Split(3, 1), 3)
-
-
-def test_parts_of_the_rows_are_summed_in_the_order_of_ranks() -> None:
+def test_parts_of_the_rows_are_summed_in_the_order_of_ranks_and_refused_of_other_shares_or_dtypes() -> None:
     parts = [(1e16, 1), (1.0, 1), (-1e16, 1), (3.0, 5)]
     reports = [Report(0, tokens, "float64", [loss]) for loss, tokens in parts]
     total = 0.0
@@ -320,32 +308,39 @@ def test_parts_of_the_rows_are_summed_in_the_order_of_ranks() -> None:
     assert joined.dtype == torch.float64
     assert joined.item() == total / 8
     assert total != sum(loss * tokens for loss, tokens in reversed(parts))
+    with pytest.raises(WorkerError, match="worker 1"):
+        combined([Report(0, 1, "float64", [1.0]), Report(0, 1, "float64", [1.0, 2.0])], Split(2, 1), 2)
+    reports = [Report(0, 1, dtype, [1.0]) for dtype in ("float32", "float32", "bfloat16")]
+    with pytest.raises(WorkerError, match="worker 2: found losses in"):
+        combined(reports, Split(3, 1), 3)
 
 
 # --- journals
 
 
 def test_a_late_worker_takes_what_it_missed_and_goes_on(tmp_path: Path) -> None:
+    """Whether it has no journal, a longer one than worker 0, or one whose last record was torn when it was killed."""
     alone = trained(tmp_path / "alone", RGE, steps=6)
     crew(tmp_path, 2, RGE, "directions", steps=3)
     (tmp_path / "2").mkdir()
     worked(3, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers, steps=4), split="directions")
-    Path(tmp_path / "0" / "journal.jsonl").unlink()  # the longest is another's now
+    (tmp_path / "0" / "journal.jsonl").unlink()  # the longest is another's now
+    torn = tmp_path / "1" / "journal.jsonl"
+    *lines, last = torn.read_bytes().splitlines(keepends=True)
+    torn.write_bytes(b"".join(lines) + last[:40])
     together = crew(tmp_path, 3, RGE, "directions", steps=6)
     assert_equal(together, alone)
     assert updates_of(tmp_path / "0") == updates_of(tmp_path / "alone")
 
 
-def test_a_worker_killed_before_its_record_takes_it_from_the_others(tmp_path: Path) -> None:
-    alone = trained(tmp_path / "alone", RGE)
-    crew(tmp_path, 2, RGE, "directions", steps=3)
-    path = tmp_path / "0" / "journal.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])
-    assert_equal(crew(tmp_path, 2, RGE, "directions"), alone)
-
-
-def test_a_journal_of_another_run_is_refused_and_left(tmp_path: Path) -> None:
+def test_a_journal_of_another_run_is_refused_and_left_and_other_options_spelled_out(tmp_path: Path) -> None:
+    one, other = replace(RGE, lr=1e-2), replace(RGE, lr=5e-3)
+    errors = attempted(2, lambda own: trained(tmp_path / str(own.rank), (one, other)[own.rank], own))
+    assert isinstance(errors[1], JournalError)
+    assert "estimator.lr 0.01" in str(errors[1])
+    assert "estimator.lr 0.005" in str(errors[1])
+    assert not (tmp_path / "1" / "journal.jsonl").exists()
+    shutil.rmtree(tmp_path / "0")
     trained(tmp_path / "0", RGE, steps=3)
     trained(tmp_path / "1", RGE, steps=2, seed=5)
     before = (tmp_path / "1" / "journal.jsonl").read_bytes()
@@ -354,19 +349,6 @@ def test_a_journal_of_another_run_is_refused_and_left(tmp_path: Path) -> None:
         assert "worker 1" in str(error)
         assert "does not belong to worker 0's run" in str(error)
     assert (tmp_path / "1" / "journal.jsonl").read_bytes() == before
-
-
-def test_other_options_are_spelled_out(tmp_path: Path) -> None:
-    estimators = [RGE, replace(RGE, lr=5e-3)]
-    errors = attempted(2, lambda workers: trained(tmp_path / str(workers.rank), estimators[workers.rank], workers))
-    assert isinstance(errors[1], JournalError)
-    assert "estimator.lr 0.01" in str(errors[1])
-    assert "estimator.lr 0.005" in str(errors[1])
-    assert not (tmp_path / "1" / "journal.jsonl").exists()
-
-
-def steps_or_evaluates(engine: Engine, rank: int) -> object:
-    return engine.step(batch_of(0)) if rank == 0 else engine.evaluate([batch_of(0)])
 
 
 DISAGREEMENTS: dict[str, tuple[Callable[[Engine, int], object], type[Exception], str]] = {
@@ -378,7 +360,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Engine, int], object], type[Exception],
         "other batches",
     ),
     "a step and an evaluation": (
-        steps_or_evaluates,
+        lambda engine, rank: engine.step(batch_of(0)) if rank == 0 else engine.evaluate([batch_of(0)]),
         WorkerError,
         "worker 1: found batches where worker 0 sent losses.*same order",
     ),
@@ -406,13 +388,11 @@ def test_what_workers_cannot_do_together_ends_on_all_of_them_and_is_not_recorded
     assert updates_of(tmp_path / "0") == updates_of(tmp_path / "1") == []
 
 
-def test_a_process_that_torchrun_did_not_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_closed_or_not_started_by_torchrun_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(OptionError, match="torchrun"):
         Workers.from_torchrun()
 
-
-def test_what_is_closed_is_not_used(tmp_path: Path) -> None:
     def run(workers: Workers) -> None:
         with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
             engine.step(batch_of(0))
@@ -440,29 +420,24 @@ def test_nobody_waits_for_a_worker_that_has_ended(tmp_path: Path, leaver: int) -
     assert "another worker: found a broken connection" in str(outcomes[1 - leaver])
 
 
-def test_a_late_worker_of_another_run_keeps_nothing(tmp_path: Path) -> None:
+def test_a_late_worker_of_another_run_keeps_nothing_and_can_begin_anew(tmp_path: Path) -> None:
     trained(tmp_path / "0", RGE, steps=2)
-    seeds = [0, 5]
-    errors = attempted(2, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers, seed=seeds[workers.rank]))
-    assert isinstance(errors[1], JournalError)
-    assert not (tmp_path / "1" / "journal.jsonl").exists()
-    assert len(updates_of(tmp_path / "0")) == 2
-
-
-def test_a_journal_that_was_taken_over_and_refused_can_begin_anew(tmp_path: Path) -> None:
-    trained(tmp_path / "0", RGE, steps=2)
-    late = Journal()
+    journals = [Journal(tmp_path / str(rank) / "journal.jsonl") for rank in range(2)]
 
     def run(workers: Workers) -> None:
-        folder = tmp_path / str(workers.rank)
-        journal = late if workers.rank == 1 else Journal(folder / "journal.jsonl")
-        with Engine(toy(folder), ZerothOrder(RGE, seed=[0, 5][workers.rank]), journal=journal, workers=workers):
+        method, journal = ZerothOrder(RGE, seed=5 * workers.rank), journals[workers.rank]
+        with Engine(toy(tmp_path / str(workers.rank)), method, journal=journal, workers=workers):
             pass
 
     assert isinstance(attempted(2, run)[1], JournalError)
+    assert not (tmp_path / "1" / "journal.jsonl").exists()
+    assert len(updates_of(tmp_path / "0")) == 2
+    late = journals[1]
     assert (late.header, late.updates, late.base_digests, late.checksum) == (None, [], {}, 0)
     with Engine(toy(tmp_path / "anew"), ZerothOrder(RGE), journal=late) as engine:
         assert engine.step(batch_of(0)).step == 0
+    for journal in journals:
+        journal.close()
 
 
 def test_workers_of_a_host_plan_with_their_part_of_what_is_free(tmp_path: Path) -> None:

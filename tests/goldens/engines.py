@@ -6,29 +6,26 @@ of these goldens have the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from engines import behind_copies, memory
 from models import make_batch, save_model, small_config
-from threaded_device import ThreadedDevice, ThreadedStreams
 
 from goldens.trajectory import Trajectory, exact, journal_of, weights_digest
 from zo2adapters import Adapter, Precision, open_checkpoint
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
     BlockUpdate,
-    DevicePlan,
     Distribution,
     Engine,
     FirstOrder,
-    HostPlan,
     LossScaling,
     LowRankPerturbation,
-    MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     NoiseGenerator,
@@ -60,14 +57,6 @@ def quantized(folder: Path, method: Literal["int8", "nf4"]) -> Path:
     return folder / method
 
 
-def memory(buckets: int | None, room: int = ROOM, kept: int | None = None) -> MemoryPolicy:
-    """Memory for so many buckets, or for all blocks; of a device with memory of its own, for so many blocks."""
-    host = HostPlan((), 1 << 40, buckets, keep_noise=False)
-    if kept is None:
-        return MemoryPolicy(host=host, activations=room)
-    return MemoryPolicy(host=host, device=DevicePlan((), 1 << 40, kept, ROOM))
-
-
 def steps_of(engine: Any, batches: Sequence[Any]) -> Trajectory:
     """Take steps, evaluate, and look at the weights."""
     results = [engine.step(batch) for batch in batches]
@@ -79,14 +68,9 @@ def steps_of(engine: Any, batches: Sequence[Any]) -> Trajectory:
     return made
 
 
-@contextmanager
-def device_of(kept: int | None) -> Iterator[Any]:
+def device_of(kept: int | None) -> AbstractContextManager[Any]:
     """The CPU, or a device that copies blocks to memory of its own and works behind the host."""
-    if kept is None:
-        yield "cpu"
-        return
-    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))) as device:
-        yield device
+    return nullcontext("cpu") if kept is None else behind_copies()
 
 
 def _zeroth_order(
@@ -126,7 +110,7 @@ def _zeroth_order(
     made: Trajectory = {}
     for batches in (BATCHES[:RESUMED_AFTER], BATCHES[RESUMED_AFTER:]) if resumed else (BATCHES,):
         model = open_checkpoint(path, precision=precision, adapter=None if adapter is None else adapter())
-        options |= {"memory": memory(buckets, kept=kept), "write_back": write_back, "journal": journal}
+        options |= {"memory": memory(buckets, kept=kept, budget=1 << 40), "write_back": write_back, "journal": journal}
         with device_of(kept) as device, Engine(model, method, device=device, **options) as engine:
             made = steps_of(engine, batches)
     return made | journal_of(journal)
@@ -163,7 +147,7 @@ def _adapter(
     """
     model, make = open_checkpoint(saved(folder), adapter=_lora()), partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     steps = [[batch, make_batch(40, [9], seed=7)] for batch in BATCHES] if accumulated else BATCHES
-    options |= {"memory": memory(buckets, room, kept)}
+    options |= {"memory": memory(buckets, room, kept=kept, budget=1 << 40)}
     with device_of(kept) as device, Engine(model, FirstOrder(make, clip=0.5), device=device, **options) as engine:
         return steps_of(engine, steps)
 
@@ -203,7 +187,7 @@ def _full(
     for batches in (BATCHES[:RESUMED_AFTER], BATCHES[RESUMED_AFTER:]) if streamed else (BATCHES,):
         fresh = make_block_update(update, weight_decay=0.1, switch_every=2) if isinstance(update, str) else update
         method = FirstOrder(fresh, lr=_decaying, clip=0.5 if scaling is None else None, scaling=scaling)
-        options |= {"memory": memory(2 if streamed else None, room), "commit_every": 1 if streamed else None}
+        options |= {"memory": memory(2 if streamed else None, room, budget=1 << 40), "commit_every": 1 if streamed else None}
         model = open_checkpoint(path, precision=precision)
         with Engine(model, method, run=folder, **options) as engine:
             made = steps_of(engine, batches)

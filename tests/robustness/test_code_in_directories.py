@@ -62,11 +62,12 @@ def test_a_run_runs_no_function_that_the_command_does_not_name(place: Path) -> N
     (place / "own.py").write_text(FUNCTION)
     assert resumed(*NAMED).status == 0
     assert steps() == 3
-
-
-def test_the_command_that_continues_a_run_names_its_functions(place: Path) -> None:
-    command = RunDirectory.options(Path("run")).resume_command
-    assert run_here(*command.split()[1:], "--steps", 3).status == 0
+    command = RunDirectory.options(Path("run")).resume_command  # names its functions
+    assert run_here(*command.split()[1:], "--steps", 4).status == 0
+    values = {"model": "base", "data": "rows.jsonl", "output": "other", "steps": 2, "objective": "own.py:calm"}
+    (place / "recipe.yaml").write_text(json.dumps(values))
+    assert run_here("train", "recipe.yaml", *NAMED).status == 0
+    assert zo2adapters.train({**values, "output": "mapped"}) == Path("mapped"), "who writes a mapping names the function"
 
 
 @pytest.mark.parametrize("line", ["objective: own.py:calm", "reward: own.py:calm", "reward: [length, own.py:calm=2]"])
@@ -85,19 +86,17 @@ def test_a_recipe_runs_no_function_that_the_command_does_not_name(place: Path, l
     assert not (place / "mark").exists()
 
 
-def test_a_recipe_runs_a_function_that_the_command_names(place: Path) -> None:
-    values = {"model": "base", "data": "rows.jsonl", "output": "other", "steps": 2, "objective": "own.py:calm"}
-    (place / "recipe.yaml").write_text(json.dumps(values))
-    assert run_here("train", "recipe.yaml", *NAMED).status == 0
-    assert zo2adapters.train({**values, "output": "mapped"}) == Path("mapped"), "who writes a mapping names the function"
-
-
-def test_a_file_that_was_changed_is_not_imported(place: Path) -> None:
+def test_a_file_that_was_changed_is_not_imported_and_one_that_moved_is_named_at_its_new_place(place: Path) -> None:
     (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
     line = refusal("train", "--resume", "run", "--steps", 3, *NAMED)
     assert line.startswith("zo2: --objective: found ")
     assert not (place / "mark").exists()
     assert steps() == 2
+    (place / "own.py").unlink()
+    (place / "moved.py").write_text(FUNCTION)
+    assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", "moved.py:gone")
+    assert resumed("--objective", "moved.py:calm").status == 0
+    assert "moved.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 4), "the new path is saved"
 
 
 @pytest.mark.parametrize("function", ["calm", "other"])
@@ -107,13 +106,6 @@ def test_another_file_that_the_options_name_is_not_imported(place: Path, functio
     assert f"other.py:{function} if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
     assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", f"other.py:{function}")
     assert not (place / "mark").exists()
-
-
-def test_a_file_that_moved_is_named_at_its_new_place(place: Path) -> None:
-    (place / "own.py").rename(place / "moved.py")
-    assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", "moved.py:gone")
-    assert resumed("--objective", "moved.py:calm").status == 0
-    assert "moved.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 4), "the new path is saved"
 
 
 def test_compiled_code_beside_a_function_is_not_run(tmp_path: Path) -> None:

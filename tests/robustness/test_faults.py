@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import IntFlag
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
-from engines import zeroth_order
+from engines import memory
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import Plan, Storage
 
@@ -34,9 +35,8 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Engine, FirstOrder, MemoryPolicy, WriteBackPolicy, ZO2Error
+from zo2core import Engine, FirstOrder, ZO2Error
 from zo2core.errors import CheckpointError, JournalError, OutputError, ScratchError
-from zo2core.planning.memory import HostPlan
 from zo2core.planning.speeds import write_bytes_per_second
 
 STEPS = 4
@@ -137,18 +137,11 @@ def retried(errors: list[ZO2Error], kinds: Sequence[type[ZO2Error]], do: Callabl
 
 
 def take_steps(engine: Engine, kinds: Sequence[type[ZO2Error]] = (), until: int = STEPS) -> list[ZO2Error]:
-    """Go on to a step, repeating those that fail. A failed one was not taken."""
+    """Go on to a step, repeating those that fail with errors of these kinds. A failed one was not taken."""
     errors: list[ZO2Error] = []
-    while engine.version < until:
-        version, seen = engine.version, len(errors)
-
-        def step(version: int = version) -> None:
-            assert engine.version == version, "the step was not taken"
-            engine.step(BATCH, seed=PLAN.seeds[version])
-
-        retried(errors, kinds, step)
+    while (version := engine.version) < until:
+        retried(errors, kinds, lambda version=version: engine.step(BATCH, seed=PLAN.seeds[version]))  # type: ignore[misc]
         assert engine.version == version + 1
-        assert len(errors) - seen <= 20
     return errors
 
 
@@ -164,14 +157,7 @@ def trajectory(
 
 def opened(storage: Storage, folder: Path, run: Path) -> Engine:
     """An engine that goes on from whatever is in the run directory."""
-    host = HostPlan((), budget=2**28, buckets=storage.buckets, keep_noise=storage.keep_noise)
-    return zeroth_order(
-        open_checkpoint(folder / "base"),
-        PLAN.estimator(),
-        journal=run / "journal.jsonl",
-        memory=MemoryPolicy(host=host),
-        write_back=WriteBackPolicy(directory=run, every=storage.write_back_every),
-    )
+    return storage.engine(open_checkpoint(folder / "base"), PLAN, run)
 
 
 def make_undisturbed(folder: Path) -> None:
@@ -181,8 +167,11 @@ def make_undisturbed(folder: Path) -> None:
         torch.save(tuple(trajectory(engine, run)), folder / "undisturbed.pt")
 
 
-def assert_undisturbed(found: Trajectory, folder: Path) -> None:
-    expected = torch.load(folder / "undisturbed.pt")
+def require_end(
+    engine: Engine, run: Path, folder: Path, errors: Sequence[ZO2Error] = (), kinds: Sequence[type[ZO2Error]] = ()
+) -> None:
+    """The run came to the undisturbed end."""
+    found, expected = trajectory(engine, run, errors, kinds), torch.load(folder / "undisturbed.pt")
     different = [name for name, own, other in zip(Trajectory._fields, found, expected, strict=True) if own != other]
     assert not different, different
 
@@ -192,7 +181,7 @@ def assert_resumable(storage: Storage, folder: Path, run: Path) -> None:
     clear()
     with opened(storage, folder, run) as engine:
         take_steps(engine)
-        assert_undisturbed(trajectory(engine, run), folder)
+        require_end(engine, run, folder)
 
 
 @contextlib.contextmanager
@@ -222,6 +211,16 @@ def fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
+@contextlib.contextmanager
+def tried(storage: Storage, folder: Path, until: int = 0) -> Iterator[tuple[Engine, Path]]:
+    """The engine of a new run, after some steps: it leaves nothing open, and its run leads to the undisturbed end."""
+    run = fresh(folder)
+    with nothing_left(), opened(storage, folder, run) as engine:
+        take_steps(engine, until=until)
+        yield engine, run
+    assert_resumable(storage, folder, run)
+
+
 Scenario = Callable[[Path], None]  # gets a folder with a base checkpoint
 
 
@@ -234,20 +233,10 @@ def some(count: int) -> Sequence[int]:
     return range(1, count + 1) if long() else sorted({1 + count // 3, max(1, count * 2 // 3)})
 
 
-def refused_open() -> None:
-    for path in (CHECKPOINT, DATA):
-        Rule(Call.OPEN_DIRECT, path, count=EVER, error=errno.EINVAL)
-
-
-def refused_transfer() -> None:
-    for path in (CHECKPOINT, DATA):
-        Rule(Call.READ | Call.WRITE | Call.ONLY_DIRECT, path, count=EVER, error=errno.EINVAL)
-
-
-MODES: dict[str, Callable[[], None]] = {
-    "direct": lambda: None,
-    "buffered, as opening is refused": refused_open,
-    "buffered, as transfers are refused": refused_transfer,
+MODES = {
+    "direct": None,
+    "buffered, as opening is refused": Call.OPEN_DIRECT,
+    "buffered, as transfers are refused": Call.READ | Call.WRITE | Call.ONLY_DIRECT,
 }
 SHORT = {"one byte": 1, "777 bytes": 777, "a page and a byte": 4097, "half": HALF}
 
@@ -259,13 +248,15 @@ def short_transfers(calls: Call, storage: Storage, mode: str, folder: Path) -> N
     for size in sizes:
         run = fresh(folder)
         with nothing_left():
-            MODES[mode]()
+            if (refused := MODES[mode]) is not None:
+                for path in (CHECKPOINT, DATA):
+                    Rule(refused, path, count=EVER, error=errno.EINVAL)
             rules = [Rule(calls, path, count=EVER, most=SHORT[size]) for path in (CHECKPOINT, DATA)]
             for until in (2, STEPS):  # what was written back is read again, by a resident source too
                 with opened(storage, folder, run) as engine:
                     take_steps(engine, until=until)
                     if until == STEPS:
-                        assert_undisturbed(trajectory(engine, run), folder)
+                        require_end(engine, run, folder)
             assert rules[0].hits > 0 or calls is Call.WRITE
             assert rules[1].hits > 0 or storage.write_back_every is None
         assert_resumable(storage, folder, run)
@@ -320,23 +311,19 @@ def one_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
     reported = 0
     for turn, nth in enumerate(some(calls)):
         if long() or turn % 2 == 0:
-            run = fresh(folder)
-            with nothing_left(), opened(storage, folder, run) as engine:
+            with tried(storage, folder) as (engine, run):
                 rule = Rule(fault.calls, fault.path, nth, error=fault.error)
                 errors = take_steps(engine, fault.kinds)
-                assert_undisturbed(trajectory(engine, run, errors, fault.kinds), folder)
-            # Not at all if it met what nobody asked for; how far is read ahead in the end is a matter of time.
-            assert len(errors) <= rule.hits <= 1
+                require_end(engine, run, folder, errors, fault.kinds)
+                # Not at all if it met what nobody asked for; how far is read ahead in the end is a matter of time.
+                assert len(errors) <= rule.hits <= 1
             reported += len(errors)
-            assert_resumable(storage, folder, run)
         if long() or turn % 2 == 1:
-            run = fresh(folder)
-            with nothing_left(), opened(storage, folder, run) as engine:
+            with tried(storage, folder) as (engine, _):
                 Rule(fault.calls, fault.path, nth, error=fault.error)
                 with contextlib.suppress(*fault.kinds):
                     for seed in PLAN.seeds:
                         engine.step(BATCH, seed=seed)
-            assert_resumable(storage, folder, run)
     assert reported > 0 or fault.calls is Call.READ
 
 
@@ -344,8 +331,7 @@ def reads_fail_until_reported(fault: Fault, storage: Storage, folder: Path) -> N
     """The disk breaks at a read, and is mended as soon as that is reported: nothing of it is heard a second time."""
     reported = 0
     for nth in some(count_calls(fault, storage, folder)):
-        run = fresh(folder)
-        with nothing_left(), opened(storage, folder, run) as engine:
+        with tried(storage, folder) as (engine, run):
             Rule(fault.calls, fault.path, nth, EVER, error=fault.error)
             try:
                 take_steps(engine)
@@ -354,16 +340,13 @@ def reads_fail_until_reported(fault: Fault, storage: Storage, folder: Path) -> N
                 reported += 1
             clear()  # if nothing was reported, only what was read ahead at the end failed
             take_steps(engine)
-            assert_undisturbed(trajectory(engine, run), folder)
-        assert_resumable(storage, folder, run)
+            require_end(engine, run, folder)
     assert reported > 0
 
 
 def every_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
     """The disk stays broken: each attempt reports it, nothing hangs, and once it is mended all is well."""
-    run = fresh(folder)
-    with nothing_left(), opened(storage, folder, run) as engine:
-        take_steps(engine, until=1)
+    with tried(storage, folder, until=1) as (engine, _):
         rule = Rule(fault.calls, fault.path, count=EVER, error=fault.error)
         failures = 0
         for _ in range(6):
@@ -374,29 +357,24 @@ def every_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
             except fault.kinds:
                 failures += 1
                 assert engine.version == version
-        if rule.hits:  # else all is in memory already
-            assert failures > 0
-    assert_resumable(storage, folder, run)
+        assert failures > 0 or not rule.hits, "all is in memory already"
 
 
 def torn_then_full(storage: Storage, folder: Path) -> None:
     """The disk takes half of the record, then is full; the next step takes the torn record's place."""
-    for nth in some(STEPS):
-        for resume in (False, True):
-            run = fresh(folder)
-            with nothing_left(), opened(storage, folder, run) as engine:
-                write = nth if nth == 1 else nth + 1  # the first step's first record has the digests of the base
-                Rule(Call.WRITE, JOURNAL, write, most=HALF)
-                rule = Rule(Call.WRITE, JOURNAL, write + 1, error=errno.ENOSPC)
-                take_steps(engine, until=nth - 1)
-                with pytest.raises(JournalError, match="No space left"):
-                    engine.step(BATCH, seed=PLAN.seeds[nth - 1])
-                assert rule.hits == 1
-                assert engine.version == nth - 1
-                if not resume:
-                    take_steps(engine)
-                    assert_undisturbed(trajectory(engine, run), folder)
-            assert_resumable(storage, folder, run)
+    for nth, resume in product(some(STEPS), (False, True)):
+        with tried(storage, folder) as (engine, run):
+            write = nth if nth == 1 else nth + 1  # the first step's first record has the digests of the base
+            Rule(Call.WRITE, JOURNAL, write, most=HALF)
+            rule = Rule(Call.WRITE, JOURNAL, write + 1, error=errno.ENOSPC)
+            take_steps(engine, until=nth - 1)
+            with pytest.raises(JournalError, match="No space left"):
+                engine.step(BATCH, seed=PLAN.seeds[nth - 1])
+            assert rule.hits == 1
+            assert engine.version == nth - 1
+            if not resume:
+                take_steps(engine)
+                require_end(engine, run, folder)
 
 
 def stale_record(storage: Storage, folder: Path) -> None:
@@ -404,11 +382,9 @@ def stale_record(storage: Storage, folder: Path) -> None:
 
     The manifest's sync fails once, then the next write, which goes into the same slot, breaks off half-way.
     """
-    calls = count_calls(FAULTS["EIO, syncing the manifest"], storage, folder)
     met = 0
-    for nth in some(calls - 1):
-        run = fresh(folder)
-        with nothing_left(), opened(storage, folder, run) as engine:
+    for nth in some(count_calls(FAULTS["EIO, syncing the manifest"], storage, folder) - 1):
+        with tried(storage, folder) as (engine, _):
             rules = [
                 Rule(Call.SYNC, MANIFEST, nth, error=errno.EIO),
                 Rule(Call.WRITE, DATA, nth + 1, most=HALF),
@@ -417,8 +393,7 @@ def stale_record(storage: Storage, folder: Path) -> None:
             for _ in range(STEPS + 3):  # beyond the failure, so that its slot is used again for sure
                 with contextlib.suppress(ScratchError):
                     take_steps(engine, until=min(engine.version + 1, STEPS))
-        met += all(rule.hits for rule in rules)
-        assert_resumable(storage, folder, run)
+            met += all(rule.hits for rule in rules)
     assert met > 0
 
 
@@ -449,8 +424,7 @@ def unsynced_journal(storage: Storage, folder: Path) -> None:
 def read_ahead_fails(folder: Path) -> None:
     """It is tried again when the block is needed; only if that fails, too, it is reported, once."""
     for buckets in (2, 3):
-        storage, run = Storage(buckets, None, keep_noise=True), fresh(folder)
-        with nothing_left(), opened(storage, folder, run) as engine:
+        with tried(Storage(buckets, None, keep_noise=True), folder) as (engine, run):
             last = engine._runner.model.layouts[-2].parameters[-1].name
             rule = Rule(Call.READ, CHECKPOINT, count=EVER, error=errno.EIO)
             with pytest.raises(CheckpointError) as info:
@@ -459,19 +433,16 @@ def read_ahead_fails(folder: Path) -> None:
             assert last not in str(info.value), "the first failure is the first segment's"
             clear()
             take_steps(engine)  # what was read ahead failed, too, and is read again
-            assert_undisturbed(trajectory(engine, run), folder)
+            require_end(engine, run, folder)
 
 
 def closed_while_failing(folder: Path) -> None:
     for storage in STORAGES.values():
-        run = fresh(folder)
-        with nothing_left(), opened(storage, folder, run) as engine:
-            take_steps(engine, until=2)
+        with tried(storage, folder, until=2) as (engine, _):
             for path in (CHECKPOINT, DATA, MANIFEST):
                 Rule(Call.READ | Call.WRITE | Call.SYNC, path, count=EVER, error=errno.EIO)
             with contextlib.suppress(ZO2Error):
                 engine.step(BATCH, seed=PLAN.seeds[2])
-        assert_resumable(storage, folder, run)
 
 
 UNNAMED = "(deleted)"  # in the path of the temporary file of inputs
@@ -481,12 +452,13 @@ SMALL_BATCH = make_batch(len(WORDS), [4])
 def of_adapter(folder: Path, run: Path) -> Engine:
     """An engine whose inputs of blocks have no room in memory."""
     peft: Any = pytest.importorskip("peft")
+    run.mkdir(exist_ok=True)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     return Engine(
         open_checkpoint(folder / "base", adapter=Adapter(config=config, seed=1)),
         FirstOrder(partial(torch.optim.AdamW, lr=1e-2), lr=lambda step: 1e-2, options={"name": "adamw"}),
         run=run,
-        memory=MemoryPolicy(host=HostPlan((), budget=0, buckets=1, keep_noise=False), activations=1),
+        memory=memory(1, 1),
     )
 
 
@@ -499,34 +471,25 @@ def adapter_after(engine: Engine, batches: Sequence[dict[str, torch.Tensor]]) ->
 def inputs_fail(calls: Call, error: int, folder: Path) -> None:
     """Inputs cannot be written, or read: the step is not taken, the run goes on with other batches, or is resumed."""
     batches = [BATCH, SMALL_BATCH, BATCH]
-    run = fresh(folder)
-    run.mkdir()
-    with of_adapter(folder, run) as engine:
+    with of_adapter(folder, fresh(folder)) as engine:
         rule = Rule(calls, UNNAMED, NEVER)
         expected = adapter_after(engine, batches)
         count = rule.seen
     clear()
     assert count >= len(batches)
     for nth in some(count):
-        run = fresh(folder)
-        run.mkdir()
         with nothing_left():
-            with of_adapter(folder, run) as engine:
+            with of_adapter(folder, fresh(folder)) as engine:
                 rule, errors = Rule(calls, UNNAMED, nth, error=error), list[ZO2Error]()
                 for taken, batch in enumerate(batches):
-
-                    def step(taken: int = taken, batch: dict[str, torch.Tensor] = batch) -> None:
-                        assert engine.version == taken
-                        engine.step(batch)
-
-                    retried(errors, [ScratchError], step)
+                    retried(errors, [ScratchError], partial(engine.step, batch))
+                    assert engine.version == taken + 1
                 assert (len(errors), rule.hits) == (1, 1)
                 assert os.strerror(error) in str(errors[0])
                 assert ("the step was not taken" in str(errors[0])) is (calls is Call.WRITE)
                 assert adapter_after(engine, []) == expected
             clear()
             run = fresh(folder)
-            run.mkdir()
             Rule(calls, UNNAMED, nth, EVER, error=error)  # the disk stays full
             with of_adapter(folder, run) as engine, pytest.raises(ScratchError):
                 adapter_after(engine, batches)

@@ -12,7 +12,6 @@ import re
 import resource
 import signal
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,12 @@ from hypothesis import strategies as st
 from models import CONFIGS, save_model, save_tokenizer, small_config
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from updates import line_of, record_of, update_of
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.tokenizer import render_chat
-from zo2core import Evaluation, Journal, Update, ZO2Error
+from zo2core import Journal, Update, ZO2Error
 from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
 
 SECONDS = 5  # an example takes some milliseconds
@@ -128,18 +128,6 @@ def find_inside(path: Path) -> None:
     assert all(entry.path.parent == path.parent for entry in find_tensors(path.parent).values())
 
 
-def update(step: int) -> Update:
-    evaluations = (Evaluation(step, 1.0), Evaluation(step, -1.0))
-    return Update(step, evaluations, (step,), (0.1 * step,), 1e-6, 1e-3, 0.0, True, (1.5, 1.25))
-
-
-def to_line(raw: bytes) -> bytes:
-    """A line whose checksum holds: of the present format, or, where the JSON is no object to add to, of the earlier one."""
-    if raw.startswith(b"{") and raw.endswith(b"}") and raw != b"{}":
-        return b'%s,"crc32":"%08x"}\n' % (raw[:-1], zlib.crc32(raw[:-1]))
-    return b"%08x %s\n" % (zlib.crc32(raw), raw)
-
-
 def check_types(updates: Sequence[Update]) -> None:
     for step, each in enumerate(updates):
         assert each.step == step
@@ -157,7 +145,7 @@ def go_on(path: Path) -> None:
         check_types(found.updates)
         if found.header is None:
             return
-        found.append(update(len(found.updates)))
+        found.append(update_of(len(found.updates)))
     again = Journal(path)
     check_types(again.updates)
     assert repr(again.updates) == repr(found.updates)
@@ -224,11 +212,9 @@ def journal(folder: Path) -> Reader:
     path = folder / "journal.jsonl"
     with contextlib.closing(Journal(path)) as made:
         made.begin({"base": "b", "options": {"lr": 0.5}})
-        made.append(update(0))
-    parts = [json.loads(line) for line in path.read_bytes().splitlines()]
-    for part in parts:
-        del part["crc32"]
-    return Reader(path, parts, lambda parts: b"".join(map(to_line, parts)), go_on)
+        made.append(update_of(0))
+    parts = list(map(record_of, path.read_bytes().splitlines()))
+    return Reader(path, parts, lambda parts: b"".join(map(line_of, parts)), go_on)
 
 
 def config(model_type: str, folder: Path) -> Reader:

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from segments import segments
+from updates import update_of
 
 import zo2core
-from zo2core import Evaluation, Journal, Update
+from zo2core import Journal
 from zo2core.io.durable import RecordFile
 from zo2core.perturbation import FactorFile
 from zo2core.sources.slot_file import Scratch
-from zo2core.types import BlockLayout, ParameterSpec, SegmentKind
+from zo2core.types import ParameterSpec
 
 HEADER = {"base": "b", "parameters": "p", "noise": "n", "estimator": {"name": "e"}, "seed": 0}
 DIGESTS = {"embedding": "0a", "block 0": "0b"}
@@ -33,20 +35,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing loses power here: the disk need not be waited for."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
-
-
-def update(step: int) -> Update:
-    return Update(
-        step=step,
-        evaluations=(Evaluation(7 + step, 1.0), Evaluation(7 + step, -1.0)),
-        seeds=(7 + step,),
-        projected_grads=(0.5,),
-        lr=1e-3,
-        zo_eps=1e-3,
-        weight_decay=0.0,
-        perturb_in_place=True,
-        losses=(1.0, 2.0),
-    )
 
 
 def interrupted(action: Callable[[], Any], at: int) -> bool:
@@ -94,8 +82,8 @@ def state(journal: Journal) -> tuple[object, ...]:
 class Journals:
     """A journal on disk, an action on it to interrupt, and what then has to hold."""
 
-    def __init__(self, folder: Path, begun: bool, steps: int, act: Callable[[Journal], Any]) -> None:
-        self._folder, self._begun, self._steps, self._act = folder, begun, steps, act
+    def __init__(self, folder: Path, begun: bool, steps: int, reopens: bool, act: Callable[[Journal], Any]) -> None:
+        self._folder, self._begun, self._steps, self._reopens, self._act = folder, begun, steps, reopens, act
         self.journal = Journal()
 
     def make(self, at: int) -> Callable[[], Any]:
@@ -104,7 +92,10 @@ class Journals:
         if self._begun:
             self.journal.begin(HEADER)
         for step in range(self._steps):
-            self.journal.append(update(step))
+            self.journal.append(update_of(step))
+        if self._reopens:
+            self.journal.close()
+            self.journal = Journal(self.path)
         return lambda: self._act(self.journal)
 
     def check(self, at: int) -> None:
@@ -112,68 +103,43 @@ class Journals:
         if journal.header is None:
             assert not self.path.exists(), f"{at}: a journal that was not begun leaves no file"
         else:
-            with contextlib.closing(Journal(self.path)) as read:
-                assert not read.torn, at
-                assert state(read) == state(journal), at
+            self.require_read(at)
         journal.begin(HEADER)
         for _ in range(2):
-            journal.append(update(len(journal.updates)))
+            journal.append(update_of(len(journal.updates)))
         journal.note_base(DIGESTS)
         journal.close()
+        self.require_read(at)
+
+    def require_read(self, at: int) -> None:
+        """What is read back is what is in memory."""
         with contextlib.closing(Journal(self.path)) as read:
-            assert state(read) == state(journal), at
+            assert not read.torn, at
+            assert state(read) == state(self.journal), at
+
+    def check_withdrawn(self, at: int) -> None:
+        self.journal.begin(HEADER)
+        self.check(at)
 
 
-ACTIONS: dict[str, tuple[bool, int, Callable[[Journal], Any]]] = {
-    "begin": (False, 0, lambda journal: journal.begin(HEADER)),
-    "the first append": (True, 0, lambda journal: journal.append(update(0))),
-    "a later append": (True, 2, lambda journal: journal.append(update(2))),
-    "note_base": (True, 1, lambda journal: journal.note_base(DIGESTS)),
-    "withdraw": (True, 0, lambda journal: journal.withdraw()),
+# Whether the journal was begun, how many steps it has, whether it is opened anew, and what is interrupted.
+ACTIONS: dict[str, tuple[bool, int, bool, Callable[[Journal], Any]]] = {
+    "begin": (False, 0, False, lambda journal: journal.begin(HEADER)),
+    "the first append": (True, 0, False, lambda journal: journal.append(update_of(0))),
+    "a later append": (True, 2, False, lambda journal: journal.append(update_of(2))),
+    "an append that also opens and locks": (True, 1, True, lambda journal: journal.append(update_of(1))),
+    "note_base": (True, 1, False, lambda journal: journal.note_base(DIGESTS)),
+    "withdraw": (True, 0, False, lambda journal: journal.withdraw()),
 }
 
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_an_interrupt_at_any_line_leaves_file_and_memory_of_a_journal_alike(action: str, tmp_path: Path) -> None:
     journals = Journals(tmp_path, *ACTIONS[action])
-    every_line(journals.make, journals.check if action != "withdraw" else lambda at: withdrawn(journals, at))
+    every_line(journals.make, journals.check_withdrawn if action == "withdraw" else journals.check)
 
 
-def withdrawn(journals: Journals, at: int) -> None:
-    """A journal whose withdrawal was interrupted is begun again and read."""
-    journals.journal.begin(HEADER)
-    journals.check(at)
-
-
-def test_a_reopened_journal_that_is_interrupted_goes_on(tmp_path: Path) -> None:
-    """The first append of a process also opens and locks the file."""
-    with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as begun:
-        begun.begin(HEADER)
-        begun.append(update(0))
-    whole, opened = (tmp_path / "journal.jsonl").read_bytes(), Journal()
-
-    def make(at: int) -> Callable[[], Any]:
-        nonlocal opened
-        (tmp_path / f"{at}.jsonl").write_bytes(whole)
-        opened = Journal(tmp_path / f"{at}.jsonl")
-        return lambda: opened.append(update(1))
-
-    def check(at: int) -> None:
-        while len(opened.updates) < 3:
-            opened.append(update(len(opened.updates)))
-        opened.close()
-        assert list(Journal(tmp_path / f"{at}.jsonl").updates) == [update(step) for step in range(3)], at
-
-    every_line(make, check)
-
-
-def layouts() -> list[BlockLayout]:
-    """Embedding, two blocks and head of a page each."""
-    kinds = [SegmentKind.EMBEDDING, SegmentKind.BLOCK, SegmentKind.BLOCK, SegmentKind.HEAD]
-    return [
-        BlockLayout(f"segment {i}", kind, (ParameterSpec(f"p{i}", (1024,), torch.float32, i, decays=False),))
-        for i, kind in enumerate(kinds)
-    ]
+LAYOUTS = segments([1024] * 4)  # a page each
 
 
 def content(segment: int, version: int) -> torch.Tensor:
@@ -185,7 +151,7 @@ def test_an_interrupt_at_any_line_of_a_write_back_loses_no_slot_and_no_bytes(tmp
 
     def make(at: int) -> Callable[[], Any]:
         nonlocal scratch
-        scratch = Scratch(tmp_path / str(at), layouts(), lambda version: 100 + version)
+        scratch = Scratch(tmp_path / str(at), LAYOUTS, lambda version: 100 + version)
         for segment in (1, 2):
             scratch.write(segment, content(segment, 1), 1)
         return lambda: scratch.write(1, content(1, 2), 2)
@@ -207,7 +173,7 @@ def test_an_interrupt_at_any_line_of_a_write_back_loses_no_slot_and_no_bytes(tmp
             scratch.write(segment, content(segment, 3), 3)
             holds(scratch, at)
         scratch.close()
-        again = Scratch(tmp_path / str(at), layouts(), lambda version: 100 + version)
+        again = Scratch(tmp_path / str(at), LAYOUTS, lambda version: 100 + version)
         assert [again.version(segment) for segment in (1, 2)] == [3, 3], at
         holds(again, at)
         again.close()
@@ -221,7 +187,7 @@ def test_an_interrupt_at_any_line_of_keeping_a_period_leaves_a_manifest_that_cou
     journal = Journal()
     journal.begin(HEADER)
     for step in range(3):
-        journal.append(update(step))
+        journal.append(update_of(step))
     file: FactorFile
 
     def opened(at: int) -> FactorFile:

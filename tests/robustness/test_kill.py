@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 import pytest
-from command_lines import Apart, Ended, done, make_place, refusal
+from command_lines import Apart, Ended, done, make_place, refusal, wait_until
 from profiles import LONG, short_first
 from runs import outcome
 from strikes import (
@@ -52,30 +52,32 @@ GENERATION, TASK = "zo2adapters.tasks.generation", "zo2adapters.tasks.task"
 TORCH_UPDATE = ("zo2core.optimizers", "TorchOptimizer", "apply")  # four calls a step
 PROBES = 4  # of them, by which the plan of a run measures the optimizer, before its first step
 
-SNAPSHOT_PLACES: Mapping[str, Place] = {
+ENDS: Mapping[str, Place] = {
     "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
+}
+SNAPSHOT_PLACES: Mapping[str, Place] = {
+    **ENDS,
     "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
     "before a row of metrics": (METRICS, "", "write_row", 6, "before"),
     "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
     "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
     "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
-    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
 }
 UPDATE_PLACES: Mapping[str, Place] = {
     f"{moment} update {at}": (*TORCH_UPDATE, PROBES + at, moment) for at in (1, 5, 9, 14) for moment in ("after", "before")
 }
 TURN_PLACES: Mapping[str, Place] = {
-    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    **ENDS,
     "a commit is durable, and the turn is not written": (JOURNAL, "Journal", "append", 4, "after"),
     "before a block is written": (SLOTS, "Generations", "write", 2, "before"),
     "a block is written, and not named": (RECORDS, "RecordFile", "append", 8, "before"),
     "a block is written, and not durable": (SLOTS, "Generations", "write", 2, "after"),
     "a block is written and named": (SLOTS, "Generations", "commit", 2, "after"),
     "between two updates": ("zo2core.optimizers", "BAdam", "apply", 5, "before"),
-    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
 }
 COMMIT_PLACES: Mapping[str, Place] = {
-    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    **ENDS,
     "a step is recorded, and its blocks are not committed": (JOURNAL, "Journal", "append", 4, "after"),
     "before a block is written": (SLOTS, "Generations", "write", 9, "before"),
     "a block is written": (SLOTS, "Generations", "write", 10, "after"),
@@ -84,7 +86,6 @@ COMMIT_PLACES: Mapping[str, Place] = {
     "the commit is durable": (SLOTS, "Generations", "commit", 3, "after"),
     "between two updates": (*TORCH_UPDATE, PROBES + 7, "before"),
     "before a row of metrics": (METRICS, "", "write_row", 6, "before"),
-    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
 }
 REWARD_PLACES: Mapping[str, Place] = {
     "all is generated, and no reward is computed": (TASK, "Rewards", "of", 4, "before"),
@@ -207,10 +208,7 @@ def ended(run: Path) -> dict[str, object]:
     snapshots = {name for name in names if name.startswith("snapshot")}
     assert len(snapshots) <= 3, "the last two, and the best"
     assert FILES <= names - snapshots <= FILES | KEPT, "a killed process's leavings are cleared away"
-    end = time.monotonic() + 60
-    while reward_processes():
-        assert time.monotonic() < end, "a reward's process outlives its run"
-        time.sleep(0.01)
+    wait_until(lambda: not reward_processes())  # none outlives its run
     assert not list(Path("temporary").iterdir())
     told = outcome(run)
     for row in told["metrics"]:

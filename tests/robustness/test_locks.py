@@ -1,26 +1,70 @@
-"""One engine at a time writes a journal and a directory of written-back blocks; reading them needs no lock."""
+"""Files of a run that others hold, link or block: one engine writes them at a time, and nothing is written through links."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from locked_engines import BATCH, beside, engine, small_llama, toy
-from models import make_batch
+import torch
+from engines import memory, zeroth_order
+from models import make_batch, save_model, small_config
 from parity import assert_same_weights
+from toy import ToyBlockModel
 
-from zo2core import Engine, Journal
+from zo2adapters import open_checkpoint
+from zo2adapters.commands.journal import ShowJournal
+from zo2adapters.trainers.run_directory import replace_file as replace_text
+from zo2core import (
+    Engine,
+    Journal,
+    LowRankPerturbation,
+    MeZOSGD,
+    PhiloxNoise,
+    WriteBackPolicy,
+    ZerothOrder,
+)
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
 from zo2core.io.durable import LockedFileError, RecordFile, close_locked, open_locked
+from zo2core.journal import copy_journal
 from zo2core.perturbation import DATA as FACTORS
 from zo2core.sources.slot_file import DATA, MANIFEST
+
+IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def toy(run: Path) -> ToyBlockModel:
+    return ToyBlockModel(50, 40, 4, tied=True, dtype=torch.float32, file=run.parent / "toy.safetensors")
+
+
+def engine(run: Path, *, journal: Journal | Path | None = None, every: int = 1, lr: float = 1e-2) -> Engine:
+    return zeroth_order(
+        toy(run),
+        MeZOSGD(lr=lr, zo_eps=1e-3),
+        noise=PhiloxNoise(),
+        journal=journal,
+        memory=memory(1, budget=2**28),
+        write_back=WriteBackPolicy(directory=run, every=every),
+    )
+
+
+def beside(base: Path, run: Path, journal: Path) -> Engine:
+    return Engine(
+        open_checkpoint(base),
+        ZerothOrder(
+            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2, period=2)
+        ),
+        journal=journal,
+        write_back=WriteBackPolicy(directory=run),
+    )
 
 
 @contextlib.contextmanager
@@ -164,7 +208,7 @@ else:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_llama(tmp_path_factory.mktemp("locks"))
+    return save_model(tmp_path_factory.mktemp("locks") / "base", small_config("llama"), torch.bfloat16)
 
 
 def test_ended_periods_have_one_writer(base: Path, tmp_path: Path) -> None:
@@ -191,3 +235,122 @@ def test_ended_periods_have_one_writer(base: Path, tmp_path: Path) -> None:
         assert contents(run) == before
     with beside(base, run, tmp_path / "one.jsonl") as one:
         assert one.version == 4
+
+
+SECRET = b"correct horse battery staple"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    path = tmp_path / "victim"
+    path.write_bytes(SECRET)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A directory with written-back blocks."""
+    with engine(tmp_path / "run", journal=tmp_path / "journal.jsonl") as first:
+        for _ in range(2):
+            first.step(BATCH)
+    return tmp_path / "run"
+
+
+def resume(run: Path, version: int = 3) -> None:
+    with engine(run, journal=run.parent / "journal.jsonl") as again:
+        again.step(BATCH)
+        assert again.version == version
+
+
+@pytest.mark.parametrize("name", ["scratch.bin", "scratch.jsonl"])
+def test_written_back_blocks_are_not_opened_through_a_fifo(name: str, run: Path) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(ScratchError, match=rf"{name}: found no regular file"):
+        resume(run)
+
+
+def test_written_back_blocks_are_not_written_through_a_link_but_a_directory_may_be_one(run: Path, victim: Path) -> None:
+    partial, data, manifest = (run / name for name in (".scratch.jsonl.partial", "scratch.bin", "scratch.jsonl"))
+    data.rename(run / "kept")
+    data.symlink_to(victim)
+    with pytest.raises(ScratchError, match=r"scratch\.bin: found a symbolic link"):
+        resume(run)
+    data.unlink()
+    (run / "kept").rename(data)
+    partial.symlink_to(victim)
+    (run.parent / "link").symlink_to(run)
+    resume(run.parent / "link")
+    assert not os.path.lexists(partial)
+    data.unlink()
+    manifest.unlink()
+    manifest.symlink_to(victim)
+    os.mkfifo(partial)  # which is not waited for
+    resume(run, 4)  # the link itself is replaced
+    assert victim.read_bytes() == SECRET
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent.parent / "victim")])
+@pytest.mark.parametrize("name", ["factors.bin", ".factors.jsonl.partial"])
+def test_ended_periods_are_not_written_through_links_and_fifos(
+    name: str, make: Callable[[Path], None], base: Path, victim: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "periods"
+    directory.mkdir()
+    make(directory / name)
+    told = (
+        pytest.warns(ZO2Warning, match="a symbolic link|no regular file")
+        if name == "factors.bin"
+        else contextlib.nullcontext()
+    )
+    with told, beside(base, directory, tmp_path / "journal.jsonl") as training:
+        for _ in range(4):
+            training.step({key: value % 40 for key, value in BATCH.items()})
+    assert victim.read_bytes() == SECRET
+    assert (directory / "factors.jsonl").exists() == (name == ".factors.jsonl.partial")
+
+
+def test_a_journal_is_read_through_a_link_and_not_written(run: Path, tmp_path: Path) -> None:
+    """The hub's cache has links; a run that goes on has a file of its own."""
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "journal.jsonl")
+    before = (tmp_path / "journal.jsonl").read_bytes()
+    with Engine(toy(run), journal=link) as replayer:
+        assert replayer.version == 2
+    with pytest.raises(JournalError, match=r"link\.jsonl: found a symbolic link"):
+        engine(tmp_path / "other", journal=link)
+    assert (tmp_path / "journal.jsonl").read_bytes() == before
+    missing = tmp_path / "missing.jsonl"
+    missing.symlink_to(tmp_path / "made")
+    with pytest.raises(JournalError):
+        engine(tmp_path / "other", journal=missing)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\nmore\n", b"\n" + bytes(9)])
+@pytest.mark.parametrize("content", [SECRET, b'{"format":' + SECRET, b'{"key": "%s"}' % SECRET, b"01234567 " + SECRET])
+def test_an_error_about_a_file_that_is_no_journal_prints_nothing_of_it(
+    content: bytes, ending: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(content + ending)
+    with pytest.raises(JournalError) as info:
+        ShowJournal(run_directory=tmp_path).run()
+    assert "horse" not in str(info.value)
+    assert "horse" not in capsys.readouterr().out
+
+
+def test_replaced_files_replace_links_and_leave_files_of_the_same_stem(run: Path, victim: Path, tmp_path: Path) -> None:
+    for name in ("options.json", ".options.json.partial"):
+        (tmp_path / name).symlink_to(victim)
+    for name in ("options.partial", "options.json.partial"):
+        (tmp_path / name).write_text("a download")
+    replace_text(tmp_path / "options.json", "{}\n")
+    assert (tmp_path / "options.json").read_text() == "{}\n"
+    names = {"options.json", "options.partial", "options.json.partial"}
+    assert {path.name for path in tmp_path.iterdir() if "options" in path.name} == names
+    (tmp_path / "copy.jsonl").symlink_to(victim)
+    (tmp_path / ".copy.jsonl.partial").symlink_to(victim)
+    with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
+        copy_journal(journal, tmp_path / "copy.jsonl")
+    assert len(Journal(tmp_path / "copy.jsonl").updates) == 2
+    assert victim.read_bytes() == SECRET

@@ -26,9 +26,6 @@ DTYPES = ["auto", "float32", "bfloat16", "float16", "float64", "int8", ""]
 DEVICES = ["cpu", "cuda:99", "gpu", ""]
 FLAG = None  # an option that takes no value
 
-Choices = dict[str, list[Any] | None]  # the values of an option
-
-BATCHING: Choices = {"batch-size": WHOLE, "micro-batch-size": WHOLE, "loss-chunk": WHOLE, "sequence-length": WHOLE}
 PATHS = [
     "{place}/nowhere",
     "{place}/rows.jsonl",
@@ -41,85 +38,49 @@ PATHS = [
 ]
 DATA = ["{place}/rows.jsonl", "{place}/choices.jsonl", *PATHS]
 MODELS = ["{place}/base", *PATHS]
-STEP: Choices = {
-    "model": MODELS,
-    "journal": ["{place}/run/journal.jsonl", *PATHS],
-    "run": ["{place}/run", *PATHS],
-    "at": WHOLE,
-    "dtype": DTYPES,
-    "memory": SIZES,
-    "device": DEVICES,
-    "device-memory": SIZES,
-}
 OUTPUTS = ["{place}/new", "{place}/deep/new", *PATHS]
 
-OPTIONS: dict[str, Choices] = {
-    "train": {
-        **BATCHING,
-        "model": MODELS,
-        "data": DATA,
-        "evaluation": DATA,
-        "output": OUTPUTS,
-        "steps": [1, 2, 3, 0, -1, "1e3", "x"],
-        "evaluate-every": WHOLE,
-        "seed": WHOLE,
-        "dtype": DTYPES,
-        "lr": REAL,
-        "zo-eps": REAL,
-        "weight-decay": REAL,
-        "noise": ["mezo", "gaussian", "rademacher", "white"],
-        "perturb-in-place": FLAG,
-        "decay": ["constant", "linear", "cosine", "steep"],
-        "estimator": ["mezo", "fzoo", "adam", "mezo:exact", "exact=no", "es:fitness=ranks,exact"],
-        "queries": [1, 2, 3, 0, -1, 2**63, "x"],
-        "warmup-steps": WHOLE,
-        "memory": SIZES,
-        "write-back-every": [*WHOLE, "auto", "never"],
-        "snapshot-every": WHOLE,
-        "clip": ["norm=1", "projected=0", "median=nan,value=2", "norm", ""],
-        "device": DEVICES,
-        "device-memory": SIZES,
-        "trace": OUTPUTS,
-        "scheduler": ["serial", "overlapped", "none"],
-        "resume": ["{place}/run", *PATHS],
-    },
-    "evaluate": {**STEP, **BATCHING, "data": DATA, "activation-memory": SIZES, "trace": OUTPUTS},
-    "generate": {
-        **STEP,
-        "prompt": ["the cat", "", "the", "nothing known", " " * 9, "\udcff"],
-        "max-new-tokens": WHOLE,
-        "temperature": REAL,
-        "top-p": REAL,
-        "seed": WHOLE,
-    },
-    "export": {**STEP, "output": OUTPUTS},
-    "verify": {
-        "model": MODELS,
-        "dtype": DTYPES,
-        "steps": [1, 2, 0, -1, "x"],
-        "batch-size": WHOLE,
-        "tokens": WHOLE,
-        "lr": REAL,
-        "zo-eps": REAL,
-        "weight-decay": REAL,
-        "seed": WHOLE,
-    },
-    "plan": {
-        **BATCHING,
-        "model": MODELS,
-        "dtype": DTYPES,
-        "memory": SIZES,
-        "scratch": PATHS,
-        "device-memory": SIZES,
-        "bus": SIZES,
-        "json": FLAG,
-        "noise": ["mezo", "gaussian", "rademacher", "white"],
-        "estimator": ["mezo", "fzoo", "adam", "mezo:exact", "exact=no", "es:fitness=ranks,exact"],
-        "queries": WHOLE,
-    },
-    "journal": {"last": WHOLE, "": ["{place}/run", *PATHS]},
-    "convert": {"model": MODELS, "output": OUTPUTS},
-    "demo": {"keep": ["{place}/base", "/dev/full"], "seed": ["x"]},
+RUNS = ["{place}/run", *PATHS]
+VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has it
+    **dict.fromkeys(("batch-size", "micro-batch-size", "loss-chunk", "sequence-length", "tokens", "max-new-tokens"), WHOLE),
+    **dict.fromkeys(("at", "last", "seed", "evaluate-every", "snapshot-every", "warmup-steps"), WHOLE),
+    **dict.fromkeys(("lr", "zo-eps", "weight-decay", "temperature", "top-p"), REAL),
+    **dict.fromkeys(("memory", "device-memory", "activation-memory", "bus"), SIZES),
+    **dict.fromkeys(("perturb-in-place", "json"), FLAG),
+    **dict.fromkeys(("data", "evaluation"), DATA),
+    **dict.fromkeys(("output", "trace"), OUTPUTS),
+    **dict.fromkeys(("run", "resume", ""), RUNS),  # "": an argument that is no option's value
+    "model": MODELS,
+    "journal": ["{place}/run/journal.jsonl", *PATHS],
+    "scratch": PATHS,
+    "keep": ["{place}/base", "/dev/full"],
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "steps": [1, 2, 3, 0, -1, "1e3", "x"],
+    "noise": ["mezo", "gaussian", "rademacher", "white"],
+    "decay": ["constant", "linear", "cosine", "steep"],
+    "estimator": ["mezo", "fzoo", "adam", "mezo:exact", "exact=no", "es:fitness=ranks,exact"],
+    "queries": [1, 2, 3, 0, -1, 2**63, "x"],
+    "write-back-every": [*WHOLE, "auto", "never"],
+    "clip": ["norm=1", "projected=0", "median=nan,value=2", "norm", ""],
+    "scheduler": ["serial", "overlapped", "none"],
+    "prompt": ["the cat", "", "the", "nothing known", " " * 9, "\udcff"],
+}
+BATCHING = ["batch-size", "micro-batch-size", "loss-chunk", "sequence-length"]
+STEP = ["model", "journal", "run", "at", "dtype", "memory", "device", "device-memory"]
+STEPS = ["steps", "seed", "lr", "zo-eps", "weight-decay"]
+RUN = ["evaluate-every", "perturb-in-place", "decay", "warmup-steps", "write-back-every", "snapshot-every", "clip", "trace"]
+MODEL = ["model", "dtype", "noise", "estimator", "queries", "memory", "device-memory"]
+OPTIONS = {
+    "train": [*BATCHING, *STEPS, *RUN, *MODEL, "data", "evaluation", "output", "device", "scheduler", "resume"],
+    "evaluate": [*STEP, *BATCHING, "data", "activation-memory", "trace"],
+    "generate": [*STEP, "prompt", "max-new-tokens", "temperature", "top-p", "seed"],
+    "export": [*STEP, "output"],
+    "verify": [*STEPS, "model", "dtype", "batch-size", "tokens"],
+    "plan": [*BATCHING, *MODEL, "scratch", "bus", "json"],
+    "journal": ["last", ""],
+    "convert": ["model", "output"],
+    "demo": ["keep", "seed"],
 }
 
 # What a command line holds unless something else was drawn: most draws should come as far as the model.
@@ -162,13 +123,12 @@ def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @st.composite
 def command_lines(draw: st.DrawFn, name: str) -> list[str]:
-    options = OPTIONS[name]
-    chosen = draw(st.lists(st.sampled_from(sorted(options)), max_size=3, unique=True))
+    chosen = draw(st.lists(st.sampled_from(OPTIONS[name]), max_size=3, unique=True))
     values: dict[str, str | None] = dict(DEFAULTS[name])
     if name == "train" and "resume" in chosen:
         values = {}
     for option in chosen:
-        of_option = options[option]
+        of_option = VALUES[option]
         values[option] = None if of_option is None else str(draw(st.sampled_from(of_option)))
     words: list[str] = []
     for option, value in values.items():

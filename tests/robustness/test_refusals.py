@@ -168,31 +168,13 @@ def test_a_run_that_is_refused_leaves_nothing(place: Path, arguments: list[str],
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_command_that_is_none_is_refused_in_one_line() -> None:
-    said = refusal("trian")
-    assert "command: found 'trian'; expected one of demo, init, train" in said
-    assert "; did you mean train." in said
-
-
-def test_the_program_alone_says_what_to_do_first() -> None:
-    ended = run_here()
-    assert ended.status == 0
-    commands = [line.split()[1] for line in ended.out.splitlines() if line.startswith("  zo2 ")]
-    assert commands == ["demo", "init", "train", "chat"]
-
-
-def test_an_absurd_learning_rate_that_is_within_bounds_ends_with_a_warning(place: Path) -> None:
-    ended = run_here(*train(place), "--steps", 30, "--lr", 1.0, "--no-guard")
+def test_an_absurd_learning_rate_and_a_batch_larger_than_the_data_end_with_a_warning(place: Path) -> None:
+    ended = run_here(*train(place), "--steps", 30, "--lr", 1.0, "--no-guard", "--batch-size", 100)
+    assert ended.err.count("the data has 9 rows: a batch of 100 contains the same ones more than once") == 1
     if ended.status == 0:
         assert "the steps were too large and destroyed the model; zo2 tune" in ended.err
     else:
         assert_typed(ended)
-
-
-def test_a_batch_larger_than_the_data_says_that_it_repeats_rows(place: Path) -> None:
-    ended = run_here(*train(place), "--steps", 1, "--batch-size", 100)
-    assert ended.status == 0
-    assert ended.err.count("the data has 9 rows: a batch of 100 contains the same ones more than once") == 1
 
 
 # A run that was refused at its first step
@@ -241,11 +223,6 @@ def test_a_refused_run_never_removes_a_directory_that_the_user_made(
 # Damaged side files
 
 
-def rewrite_metrics(run: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
-    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_bytes(b"".join(change(lines)))
-
-
 METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "empty": lambda lines: [],
     "torn": lambda lines: [*lines[:-1], lines[-1][:20]],
@@ -274,7 +251,8 @@ METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 @pytest.mark.parametrize("damage", METRICS)
 def test_damaged_metrics_block_no_resume_and_are_made_up_from_the_journal(run: Path, damage: str) -> None:
     unfinish(run)
-    rewrite_metrics(run, METRICS[damage])
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(METRICS[damage](lines)))
     assert run_here("train", "--resume", run).status == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     updates = Journal(run / "journal.jsonl").updates
@@ -283,24 +261,15 @@ def test_damaged_metrics_block_no_resume_and_are_made_up_from_the_journal(run: P
     assert (run / "model/model.safetensors").exists()
 
 
-def test_metrics_of_another_run_are_made_up_anew(run: Path, place: Path) -> None:
-    unfinish(run)
-    assert run_here(*train(place, "other"), "--steps", 9, "--lr", 1e-3, "--seed", 8).status == 0
-    shutil.copy(place / "other/metrics.jsonl", run / "metrics.jsonl")
-    assert run_here("train", "--resume", run).status == 0
-
-
-@pytest.mark.parametrize("kind", ["fifo", "directory"])
-def test_metrics_that_are_no_file_do_not_hang(run: Path, kind: str) -> None:
+def test_metrics_that_are_no_file_do_not_hang(run: Path) -> None:
     unfinish(run)
     (run / "metrics.jsonl").unlink()
-    if kind == "fifo":
-        os.mkfifo(run / "metrics.jsonl")
-        assert run_here("train", "--resume", run).status == 0
-        assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
-    else:
-        (run / "metrics.jsonl").mkdir()
-        assert "metrics.jsonl: found Is a directory" in refusal("train", "--resume", run)
+    (run / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl: found Is a directory" in refusal("train", "--resume", run)
+    (run / "metrics.jsonl").rmdir()
+    os.mkfifo(run / "metrics.jsonl")
+    assert run_here("train", "--resume", run).status == 0
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_rows_that_the_journal_has_lost_are_told_and_kept(run: Path) -> None:
@@ -316,49 +285,31 @@ def test_rows_that_the_journal_has_lost_are_told_and_kept(run: Path) -> None:
     assert run_here("train", "--resume", run).status == 0
 
 
-OPTIONS: list[tuple[str, object]] = [
-    ("options", None),
-    ("options", 7),
-    ("options.steps", "6"),
-    ("options.steps", None),
-    ("options.steps", True),
-    ("options.steps", 6.0),
-    ("options.steps", 0),
-    ("options.steps", int(HUGE)),
-    ("options.steps", float("inf")),
-    ("options.seed", int(HUGE)),
-    ("options.seed", []),
-    ("options.model", 3),
-    ("options.model", "a\0b"),
-    ("options.data", {}),
-    ("options.data", "n" * 300),
-    ("options.dtype", "int8"),
-    ("options.dtype", ["auto"]),
-    ("options.evaluation", 5),
-    ("options.evaluate_every", "often"),
-    ("options.optimization", []),
-    ("options.optimization.lr", "1e-6"),
-    ("options.optimization.lr", int(HUGE)),
-    ("options.optimization.decay", "steep"),
-    ("options.optimization.decay", []),
-    ("options.optimization.queries", 2.5),
-    ("options.optimization.estimator", "adam"),
-    ("options.optimization.estimator", []),
-    ("options.optimization.exact_mezo", "yes"),
-    ("options.batching.batch_size", None),
-    ("options.batching.batch_size", -3),
-    ("options.batching.sequence_length", "long"),
-    ("options.storage.memory", 8),
-    ("options.storage.memory", HUGE),
-    ("options.storage.write_back_every", "sometimes"),
-    ("options.storage.write_back_every", 0),
-    ("options.storage.device", None),
-    ("options.storage", "here"),
-    ("checksums", 3),
-    ("checksums", ["a"]),
-    ("tokens", None),
-    ("tokens", "ab"),
-]
+WRONG: dict[str, list[object]] = {
+    "options": [None, 7],
+    "options.steps": ["6", None, True, 6.0, 0, int(HUGE), float("inf")],
+    "options.seed": [int(HUGE), []],
+    "options.model": [3, "a\0b"],
+    "options.data": [{}, "n" * 300],
+    "options.dtype": ["int8", ["auto"]],
+    "options.evaluation": [5],
+    "options.evaluate_every": ["often"],
+    "options.optimization": [[]],
+    "options.optimization.lr": ["1e-6", int(HUGE)],
+    "options.optimization.decay": ["steep", []],
+    "options.optimization.queries": [2.5],
+    "options.optimization.estimator": ["adam", []],
+    "options.optimization.exact_mezo": ["yes"],
+    "options.batching.batch_size": [None, -3],
+    "options.batching.sequence_length": ["long"],
+    "options.storage": ["here"],
+    "options.storage.memory": [8, HUGE],
+    "options.storage.write_back_every": ["sometimes", 0],
+    "options.storage.device": [None],
+    "checksums": [3, ["a"]],
+    "tokens": [None, "ab"],
+}
+OPTIONS = [(key, value) for key, values in WRONG.items() for value in values]
 
 
 @pytest.mark.few(14)
@@ -374,20 +325,18 @@ def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value
     refusal("train", "--resume", run)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"options": {}}', bytes(99)])
-def test_options_that_are_none_are_told(run: Path, content: bytes) -> None:
-    (run / "options.json").write_bytes(content)
-    for arguments in (["train", "--resume", run], ["export", "--run", run, "--output", run.parent / "new"]):
-        assert "options.json" in refusal(*arguments)
-
-
-def test_options_that_are_a_pipe_or_a_directory_do_not_hang(run: Path) -> None:
-    (run / "options.json").unlink()
-    os.mkfifo(run / "options.json")
+def test_options_that_are_none_are_told_and_do_not_hang(run: Path) -> None:
+    path, export = run / "options.json", ["export", "--run", run, "--output", run.parent / "new"]
+    for content in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"options": {}}', bytes(99)):
+        path.write_bytes(content)
+        for arguments in (["train", "--resume", run], export):
+            assert "options.json" in refusal(*arguments)
+    path.unlink()
+    os.mkfifo(path)
     assert "no regular file" in refusal("train", "--resume", run)
-    (run / "options.json").unlink()
-    (run / "options.json").mkdir()
-    assert "no readable options.json" in refusal("export", "--run", run, "--output", run.parent / "new")
+    path.unlink()
+    path.mkdir()
+    assert "no readable options.json" in refusal(*export)
 
 
 def test_a_header_without_noise_is_told(run: Path) -> None:
@@ -402,53 +351,45 @@ def test_a_header_without_noise_is_told(run: Path) -> None:
     assert run_here("journal", run).status == 0
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b"\xff", b'{"model": 3}', b'{"version": "1.0", "model": {"type": "BPE"}}']
-)
-def test_a_damaged_tokenizer_is_told(place: Path, content: bytes) -> None:
-    (place / "base/tokenizer.json").write_bytes(content)
-    refusal(*train(place))
-    refusal("generate", "--model", place / "base", "--prompt", "the")
-    assert not (place / "run").exists()
+def test_a_damaged_tokenizer_is_told(place: Path) -> None:
+    for content in (b"", b"{}", b"[]", b"\xff", b'{"model": 3}', b'{"version": "1.0", "model": {"type": "BPE"}}'):
+        (place / "base/tokenizer.json").write_bytes(content)
+        refusal(*train(place))
+        refusal("generate", "--model", place / "base", "--prompt", "the")
+        assert not (place / "run").exists()
 
 
-def test_pipes_and_directories_in_place_of_data_do_not_hang(place: Path) -> None:
+def test_pipes_directories_and_numbers_of_many_digits_in_place_of_data_are_told(place: Path) -> None:
     os.mkfifo(place / "pipe")
     (place / "folder").mkdir()
     for name, said in (("pipe", "no regular file"), ("folder", "no regular file")):
         for option in ("--data", "--evaluation"):
             assert said in refusal(*train(place), option, place / name)
         assert said in refusal("evaluate", "--model", place / "base", "--data", place / name)
+    (place / "many.jsonl").write_text('{"text": ' + "9" * 5000 + "}\n")
+    assert "many.jsonl, line 1" in refusal(*train(place), "--data", place / "many.jsonl")
+    write_rows(place / "few.jsonl", [{"prompt": "the", "candidates": [" cat", " dog"], "answer": int(HUGE)}])
+    assert "few.jsonl, line 1" in refusal("evaluate", "--model", place / "base", "--data", place / "few.jsonl")
     (place / "base/tokenizer.json").unlink()
     os.mkfifo(place / "base/tokenizer.json")
     assert "base/tokenizer.json" in refusal(*train(place))
 
 
-def test_numbers_of_many_digits_in_a_row_are_told(place: Path) -> None:
-    (place / "many.jsonl").write_text('{"text": ' + "9" * 5000 + "}\n")
-    assert "many.jsonl, line 1" in refusal(*train(place), "--data", place / "many.jsonl")
-    write_rows(place / "few.jsonl", [{"prompt": "the", "candidates": [" cat", " dog"], "answer": int(HUGE)}])
-    assert "few.jsonl, line 1" in refusal("evaluate", "--model", place / "base", "--data", place / "few.jsonl")
-
-
 # The exported model
 
 
-def test_a_model_directory_that_is_empty_is_filled(run: Path) -> None:
+def test_a_model_that_is_none_is_told_and_a_directory_that_is_empty_filled(run: Path) -> None:
+    told, model = "found files that are not a complete model", run / "model"
+    (model / "model.safetensors").unlink()
+    assert told in refusal("train", "--resume", run)
     unfinish(run)
-    (run / "model").mkdir()
+    for make in (lambda: model.write_text("no model"), lambda: model.symlink_to("nowhere")):
+        make()
+        assert told in refusal("train", "--resume", run)
+        model.unlink()
+    model.mkdir()
     assert run_here("train", "--resume", run).status == 0
-    assert (run / "model/model.safetensors").exists()
-
-
-@pytest.mark.parametrize("kind", ["file", "half", "link"])
-def test_a_model_that_is_none_is_told(run: Path, kind: str) -> None:
-    if kind == "half":
-        (run / "model/model.safetensors").unlink()
-    else:
-        unfinish(run)
-        (run / "model").write_text("no model") if kind == "file" else (run / "model").symlink_to("nowhere")
-    assert "found files that are not a complete model" in refusal("train", "--resume", run)
+    assert (model / "model.safetensors").exists()
 
 
 def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,31 +425,24 @@ def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
     assert (run / "journal.jsonl").read_bytes() == journal
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--lr", "1e-3"], "--lr: found 0.001; expected 0.01, as in the run"),
-        (["--batch-size", "4"], "--batch-size: found 4; expected 3, as in the run"),
-        (["--device", "cuda"], '--device: found "cuda"; expected "cpu", as in the run'),
-        (["--steps", "5"], "--steps: found 5; expected at least 6, the steps that the run has already taken"),
-        (["--output", "elsewhere"], "--output: found elsewhere; expected none beside --resume"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_resumed_run_refuses_what_its_result_depends_on(run: Path, arguments: list[str], said: str) -> None:
-    options = (run / "options.json").read_bytes()
-    assert said in refusal("train", "--resume", run, *arguments)
-    assert (run / "options.json").read_bytes() == options
-
-
-def test_the_options_that_a_run_has_anyway_may_be_given_again(
+def test_a_resumed_run_refuses_what_its_result_depends_on_unless_it_is_the_same(
     run: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
+    options = (run / "options.json").read_bytes()
+    for option, value, said in (
+        ("--lr", "1e-3", "found 0.001; expected 0.01, as in the run"),
+        ("--batch-size", "4", "found 4; expected 3, as in the run"),
+        ("--device", "cuda", 'found "cuda"; expected "cpu", as in the run'),
+        ("--steps", "5", "found 5; expected at least 6, the steps that the run has already taken"),
+        ("--output", "elsewhere", "found elsewhere; expected none beside --resume"),
+    ):
+        assert f"{option}: {said}" in refusal("train", "--resume", run, option, value)
+        assert (run / "options.json").read_bytes() == options
     assert run_here("train", "--resume", run, "--lr", "1e-2", "--data", "rows.jsonl", "--model", "base").status == 0
 
 
-def test_more_steps_lengthen_a_run_of_constant_lr_as_if_it_had_had_them(run: Path, place: Path) -> None:
+def test_more_steps_lengthen_a_run_as_if_it_had_had_them_but_for_one_whose_schedule_ends(run: Path, place: Path) -> None:
     assert run_here("train", "--resume", run, "--steps", 9).status == 0
     assert run_here(*train(place, "whole"), "--steps", 9, "--lr", 1e-2).status == 0
     ours, theirs = (Journal(place / name / "journal.jsonl").updates for name in ("run", "whole"))
@@ -518,11 +452,8 @@ def test_more_steps_lengthen_a_run_of_constant_lr_as_if_it_had_had_them(run: Pat
     weights = [(place / name / "model/model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
     assert run_here("train", "--resume", run).status == 0
-
-
-def test_a_run_whose_schedule_ends_is_not_lengthened(place: Path) -> None:
-    assert run_here(*train(place), "--steps", 2, "--decay", "cosine").status == 0
-    said = refusal("train", "--resume", place / "run", "--steps", 4)
+    assert run_here(*train(place, "ends"), "--steps", 2, "--decay", "cosine").status == 0
+    said = refusal("train", "--resume", place / "ends", "--steps", 4)
     assert "--steps: found 4; expected 2, the steps of this run's cosine schedule" in said
 
 
@@ -691,12 +622,19 @@ def test_a_command_imports_what_it_uses(prepared: Path) -> None:
     subprocess.run([sys.executable, "-c", code, line], check=True, capture_output=True, env=environment())
 
 
-def test_the_help_of_train_is_what_people_need_first() -> None:
+def test_the_help_is_what_people_need_first() -> None:
+    ended = run_here()
+    assert ended.status == 0
+    commands = [line.split()[1] for line in ended.out.splitlines() if line.startswith("  zo2 ")]
+    assert commands == ["demo", "init", "train", "chat"]
     short, whole = (run_here("train", option).out for option in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 50
     assert short.count("\n  --") == 12
     assert "more options: zo2 train --help-all" in short
     assert all(option in whole for option in ("--snapshot-every", "--loss-chunk", "--trace"))
+    said = refusal("trian")
+    assert "command: found 'trian'; expected one of demo, init, train" in said
+    assert "; did you mean train." in said
 
 
 def test_errors_come_at_once() -> None:

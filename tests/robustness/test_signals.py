@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_lines import Apart, Ended, Forker, command, environment, make_place, run_here
+from command_lines import Apart, Ended, Forker, command, environment, make_place, run_here, wait_until
 from profiles import LONG
 from runs import outcome
 
@@ -65,10 +65,8 @@ def train(folder: Path, output: Path) -> list[object]:
 
 def wait_for_steps(run: Path, steps: int) -> None:
     """Wait until a run writes the step after so many: an interrupt may still take that one back."""
-    journal, end = run / "journal.jsonl", time.monotonic() + 100
-    while not (journal.exists() and journal.read_bytes().count(b"projected_grads") > steps):
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    journal = run / "journal.jsonl"
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"projected_grads") > steps)
 
 
 def assert_interrupted(ended: Ended, number: signal.Signals) -> None:
@@ -136,14 +134,13 @@ def test_a_signal_while_a_command_starts_leaves_nothing(
 
 def wait_until_handled(pid: int) -> None:
     """Wait until a process has handlers: before that it is Python that starts, not the command."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
+
+    def is_handled() -> bool:
         status = Path(f"/proc/{pid}/status").read_text()
         caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
-        if caught >> (signal.SIGTERM - 1) & 1:
-            return
-        time.sleep(0.002)
-    raise AssertionError("no handler")
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+    wait_until(is_handled)
 
 
 SLOWLY = """
@@ -163,10 +160,7 @@ def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
     prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
 ) -> None:
     apart.start("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=SLOWLY)
-    end = time.monotonic() + 100
-    while not list(tmp_path.glob(".new.partial-*/new/model.safetensors")):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: list(tmp_path.glob(".new.partial-*/new/model.safetensors")))
     apart.send(number)
     apart.send(number)
     ended = apart.finish()

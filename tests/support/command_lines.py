@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
@@ -100,6 +101,14 @@ def torchrun_command(size: int, *arguments: object) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """The environment of such a process: one thread, and this process's modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
+
+
+def wait_until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    """Wait for what another process or thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not come"
+        time.sleep(0.002)
 
 
 class Forker:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ def memory(
 
 
 @contextmanager
-def behind_copies(seconds: float = 0.0) -> Iterator[ThreadedDevice]:
+def behind_copies(seconds: float = 0.0, *, per_byte: float = 0.0) -> Iterator[ThreadedDevice]:
     """A device with memory of its own, to and from which each copy takes so long."""
-    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: seconds))) as device:
+    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: seconds + nbytes * per_byte))) as device:
         yield device
 
 
@@ -81,6 +82,18 @@ def outcome(engine: Engine, batches: Iterable[Any], part: str = "") -> Outcome:
 def assert_same_outcome(ours: Outcome, theirs: Outcome) -> None:
     assert ours[0] == theirs[0]
     assert_equal(ours[1], theirs[1])
+
+
+def fails_at(real: Callable[..., Any], at: int, error: BaseException) -> Callable[..., Any]:
+    """A function whose call number ``at``, from 1, fails instead."""
+    calls = count(1)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == at:
+            raise error
+        return real(*arguments, **options)
+
+    return call
 
 
 class Proxy:

@@ -7,33 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TYPE_NUMBERS: dict[str, int] = {
-    "F32": 0,
-    "F16": 1,
-    "BF16": 30,
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q5_0": 6,
-    "Q5_1": 7,
-    "Q8_0": 8,
-    "Q2_K": 10,
-    "Q3_K": 11,
-    "Q4_K": 12,
-    "Q5_K": 13,
-    "Q6_K": 14,
-    "IQ4_NL": 20,
-    "IQ4_XS": 23,
-    "TQ1_0": 34,
-    "TQ2_0": 35,
-    "MXFP4": 39,
-    "IQ1_S": 19,
-    "IQ1_M": 29,
-    "IQ2_XXS": 16,
-    "IQ2_XS": 17,
-    "IQ2_S": 22,
-    "IQ3_XXS": 18,
-    "IQ3_S": 21,
-}
+import gguf
+
+TYPE_NUMBERS = {kind.name: int(kind) for kind in gguf.GGMLQuantizationType}
 _KINDS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
 
 

@@ -192,6 +192,21 @@ storages = st.builds(
 )
 
 
+def go_between(what: str, engine: Engine, make: Callable[[], Engine], batch: Batch, loss: Callable[[], float]) -> Engine:
+    """Do one of ``BETWEEN`` after a step, and return the engine that goes on."""
+    if what == "evaluate":
+        expected, found = loss(), engine.evaluate([batch]).losses[0]
+        assert found == expected or (math.isnan(found) and math.isnan(expected))
+    elif what == "flush":
+        engine.flush()
+    elif what == "look":
+        list(engine.parameters_now())
+    elif what == "reopen":
+        engine.close()
+        engine = make()
+    return engine
+
+
 def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batch: Batch) -> Engine:
     """Run the plan on both and compare everything on the way."""
     engine = make()
@@ -223,16 +238,8 @@ def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batc
         assert ours.losses == theirs.losses
         assert ours.projected_grads == theirs.projected_grads
         assert ours.loss == theirs.losses[0]
-        if between == "evaluate":
-            expected = mono.loss(batch).item()
-            found = engine.evaluate([batch]).losses[0]
-            assert found == expected or (math.isnan(found) and math.isnan(expected))
-        elif between == "flush":
-            engine.flush()
-        elif between == "look":
+        engine = go_between(between, engine, make, batch, lambda: mono.loss(batch).item())
+        if between == "look":
             assert_same_parameters(engine, whole)
-        elif between == "reopen":
-            engine.close()
-            engine = make()
     assert_same_parameters(engine, whole)
     return engine

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import fails_at
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.trainers.optimization import Decay, Optimization
@@ -60,16 +61,8 @@ def finish(options: TrainOptions, *, resume: bool = False) -> None:
 def interrupt_after(options: TrainOptions, steps: int) -> None:
     """Train for some steps and end as a killed process does: nothing is flushed, exported or closed in order."""
     with Trainer(options, quiet=True) as trainer:
-        step, taken = trainer.engine.step, 0
-
-        def counted(*arguments: Any) -> object:
-            nonlocal taken
-            if taken == steps:
-                raise KeyboardInterrupt
-            taken += 1
-            return step(*arguments)
-
-        trainer.engine.step = counted
+        engine: Any = trainer.engine
+        engine.step = fails_at(trainer.engine.step, steps + 1, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
 

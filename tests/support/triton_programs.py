@@ -23,34 +23,16 @@ from zo2core.kernels import dispatch
 from zo2core.sweep import perturbers
 from zo2core.types import Descend, Perturb, Program
 
-ARGUMENTS = {
-    "theta": "*{}",
-    "out": "*{}",
-    "instructions": "*i32",
-    "scalars": "*fp32",
-    "directions": "*i64",
-    "in_place": "i32",
-    "length": "i32",
-    "numel": "i32",
-    "parameter": "i32",
-    "start": "i64",
-    "seed": "i64",
-    "first": "i32",
-    "given": "*{}",
-    "base": "*{}",
-    "left": "*fp32",
-    "right": "*fp32",
-    "rows": "i32",
-    "columns": "i32",
-    "rank": "i32",
-    "HIGH": "constexpr",
-    "WIDE": "constexpr",
-    "places": "*i64",
-    "GIVEN": "constexpr",
-    "GAUSSIAN": "constexpr",
-    "ROWS": "constexpr",
-    "BLOCK": "constexpr",
+KINDS = {
+    "*{}": ("theta", "out", "given", "base"),
+    "*fp32": ("scalars", "left", "right"),
+    "*i32": ("instructions",),
+    "*i64": ("directions", "places"),
+    "i32": ("in_place", "length", "numel", "parameter", "first", "rows", "columns", "rank"),
+    "i64": ("start", "seed"),
+    "constexpr": ("HIGH", "WIDE", "GIVEN", "GAUSSIAN", "ROWS", "BLOCK"),
 }
+ARGUMENTS = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def interpret() -> None:

@@ -1,14 +1,15 @@
-"""A source that checks the bytes it is given back, and durations that make a missing wait fail."""
+"""A source that checks the bytes it is given back, a visitor in two steps, and durations that make a missing wait fail."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from segments import segments
 
-from zo2core.protocols import Wait
-from zo2core.types import BlockLayout, Bucket, ParameterSpec, SegmentKind
+from zo2core.protocols import Store
+from zo2core.types import Bucket
 
 BLOCKS = 5
 NUMBERS = 64  # a segment
@@ -19,13 +20,11 @@ class CheckingSource:
     """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is found out."""
 
     def __init__(self, capacity: int = BLOCKS) -> None:
-        kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * BLOCKS, SegmentKind.HEAD]
-        specs = [ParameterSpec(f"p{i}", (NUMBERS,), torch.float32, i, True) for i in range(len(kinds))]
-        self.layouts = [BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True)]
+        self.layouts = segments([NUMBERS] * (BLOCKS + 2))
         self.capacity = capacity
         self.acquired: set[int] = set()
         self.write_back_every = None
-        self.versions = [0] * len(kinds)
+        self.versions = [0] * len(self.layouts)
         self.memory = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in self.layouts]
         self.errors: list[str] = []
         self._lock = threading.Lock()
@@ -66,10 +65,15 @@ def slow() -> float:
     return SLOW
 
 
-# The case in which each wait counts: what it waits for is slow.
-FOR_ACTIVATIONS = {  # in test_activations.py
-    Wait.COMPUTED,
-    Wait.STAGING_OFFLOADED,
-    Wait.ACTIVATIONS_UPLOADED,
-}
-FOR_INPUTS = {*FOR_ACTIVATIONS, Wait.STAGING_READ, Wait.INPUT_OFFLOADED, Wait.INPUT_UPLOADED}  # in test_kept_inputs.py
+class TwoStepVisitor:
+    """Commits what it replayed, and evaluates then, as a zeroth-order visit does."""
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        commit(self.replay(index, store, version))
+        self.evaluate(index, store)
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        raise NotImplementedError
+
+    def evaluate(self, index: int, store: Store) -> None:
+        raise NotImplementedError

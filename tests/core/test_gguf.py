@@ -1,23 +1,30 @@
-"""GGUF files: headers are read as llama.cpp's own package reads them; damaged ones are refused by name."""
+"""GGUF files: headers and blocks are read as the gguf package reads them; damaged ones are refused by name."""
 
 from __future__ import annotations
 
 import random
 import struct
+import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+import torch
 from damages import damaged
 from gguf_files import Tensor, gguf_bytes, write_gguf
+from gguf_models import SCALES
 
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import GGUFFile, read_gguf
-from zo2core.encodings import GGUF_BLOCKS
-from zo2core.errors import CheckpointError, UnsupportedModelError
+from zo2core.encodings import GGUF_BLOCKS, GGUFRows
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
+from zo2core.kernels import dispatch
+from zo2core.kernels.encoding import decode, grid_of
+from zo2core.types import ParameterSpec
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -100,29 +107,22 @@ def test_the_files_of_a_split_model_are_one(tmp_path: Path) -> None:
     assert not any(key.startswith("split.") for key in model.metadata)
 
 
-def test_a_split_model_is_opened_by_its_first_file(tmp_path: Path) -> None:
-    split(tmp_path, 3)
+def test_other_files_of_a_split_model_are_refused(tmp_path: Path) -> None:
+    """Not the first one, exchanged ones, one that is missing, and one that lies elsewhere."""
+    second = tmp_path / "model-00002-of-00003.gguf"
+    path = split(tmp_path, 3)
     with pytest.raises(CheckpointError, match="pass the path of the file 00001"):
-        read_gguf(tmp_path / "model-00002-of-00003.gguf")
-
-
-def test_a_missing_or_exchanged_file_of_a_split_model_is_refused(tmp_path: Path) -> None:
-    path = split(tmp_path, 3, numbers=[0, 2, 1])
-    with pytest.raises(CheckpointError, match="counted from 0"):
-        read_gguf(path)
-    (tmp_path / "model-00002-of-00003.gguf").unlink()
+        read_gguf(second)
+    second.rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(CheckpointError, match="model-00002-of-00003"):
         read_gguf(path)
-
-
-def test_a_file_of_a_split_model_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    path = split(tmp_path / "model", 2)
-    second = tmp_path / "model" / "model-00002-of-00002.gguf"
-    second.rename(tmp_path / "elsewhere.gguf")
-    second.symlink_to(tmp_path / "elsewhere.gguf")
+    second.symlink_to(tmp_path.parent / "elsewhere.gguf")
+    (tmp_path / "elsewhere.gguf").rename(tmp_path.parent / "elsewhere.gguf")
     with pytest.raises(CheckpointError, match="a link to"):
         read_gguf(path)
+    second.unlink()
+    with pytest.raises(CheckpointError, match="counted from 0"):
+        read_gguf(split(tmp_path, 3, numbers=[0, 2, 1]))
 
 
 @pytest.mark.parametrize(
@@ -202,3 +202,95 @@ def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, p
     assert refused > used / 2
     assert used > 50
     assert 0 < peak < len(whole)
+
+
+# As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with payloads
+EDGES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01)
+
+
+def oracle(codes: np.ndarray, name: str) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.array(gguf.dequantize(codes, gguf.GGMLQuantizationType[name])))
+
+
+def edge_blocks(name: str, rng: np.random.Generator) -> np.ndarray:
+    """(blocks, bytes): every byte takes every value, and scales take all edges, in all pairs."""
+    block = GGUF_BLOCKS[name]
+    pairs = [(first, second) for first in EDGES for second in EDGES]
+    codes = rng.integers(0, 256, (512, block.nbytes), dtype=np.uint8)
+    codes[:256] = np.arange(256, dtype=np.uint8)[:, None] + np.arange(block.nbytes, dtype=np.uint8)
+    for at, edges in zip(SCALES.get(name, ()), zip(*pairs, strict=True), strict=False):
+        codes[: len(pairs), at : at + 2] = np.array(edges, dtype="<u2")[:, None].view(np.uint8)
+        codes[256 : 256 + len(pairs), at : at + 2] = np.array(edges, dtype="<u2")[:, None].view(np.uint8)
+    return codes
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether all bits are the same, but for what a NaN carries."""
+    nan = torch.isnan(expected)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
+    bits_agree = found.view(integers)[~nan].equal(expected.view(integers)[~nan])
+    return bits_agree and bool(torch.isnan(found)[nan].all())
+
+
+def decoded(
+    name: str, codes: np.ndarray, dtype: torch.dtype, *, heads: int = 0, offset: int = 0, workers: int = 0
+) -> torch.Tensor:
+    block = GGUF_BLOCKS[name]
+    shape = (len(codes), codes.shape[1] // block.nbytes * block.weights)
+    spec = ParameterSpec("weight", shape, dtype, 0, decays=False, encoding=GGUFRows(name, heads))
+    memory = torch.empty(codes.size + offset, dtype=torch.uint8)
+    stored = memory[offset:]
+    stored.copy_(torch.from_numpy(codes.reshape(-1)))
+    assert spec.nbytes == stored.numel()
+    out = torch.empty(shape, dtype=dtype)
+    if workers:
+        with ThreadPoolExecutor(workers) as pool:
+            decode(spec, stored, out, pool)
+    else:
+        decode(spec, stored, out)
+    return out
+
+
+@pytest.fixture(params=["compiled", "reference"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "reference":
+        monkeypatch.setattr(dispatch, "library", lambda: None)
+    elif dispatch.library() is None:
+        pytest.skip("no compiled kernels")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", GGUF_BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_blocks_have_the_bits_of_the_gguf_package(name: str, dtype: torch.dtype, kernels: str) -> None:
+    blocks = edge_blocks(name, np.random.default_rng(0))
+    for across in (1, 4, 16):  # 16 blocks of 256 are more than the kernel decodes at once
+        codes = blocks.reshape(len(blocks) // across, -1)
+        expected = oracle(codes, name)
+        found = decoded(name, codes, dtype, offset=across % 3)
+        assert same_bits(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q6_K"])
+def test_rows_of_heads_are_put_back(name: str, kernels: str) -> None:
+    heads, rows, block = 3, 24, GGUF_BLOCKS[name]
+    codes = np.random.default_rng(1).integers(0, 60, (rows, block.nbytes * 2), dtype=np.uint8)
+    weights = oracle(codes, name)
+    expected = weights.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(rows, -1)  # as transformers does
+    assert not expected.equal(weights)
+    assert same_bits(decoded(name, codes, torch.float32, heads=heads), expected)
+
+
+def test_types_whose_values_another_package_has_are_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_of.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(OptionError, match=r"IQ2_S; expected the package gguf.*pip install gguf"):
+        decoded("IQ2_S", edge_blocks("IQ2_S", np.random.default_rng(0)), torch.float32)
+
+
+@pytest.mark.parametrize("heads", [0, 5])
+def test_two_threads_decode_the_same(heads: int) -> None:
+    codes = np.random.default_rng(2).integers(0, 60, (530, GGUF_BLOCKS["Q4_K"].nbytes * 4), dtype=np.uint8)
+    alone = decoded("Q4_K", codes, torch.bfloat16, heads=heads)
+    assert same_bits(decoded("Q4_K", codes, torch.bfloat16, heads=heads, workers=1), alone)
