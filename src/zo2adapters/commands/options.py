@@ -320,6 +320,10 @@ def _meant(near: str | None) -> str:
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
     """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
+
+    def refused(found: str, expected: str, remedy: str) -> OptionError:
+        return OptionError(where, found=found, expected=expected, remedy=remedy)
+
     listed = {option.name: option for option in option_fields(options)}
     arguments, seen = list[str](), set[str]()
     for name, key, value in _settings_last(_flat(values, where)):
@@ -328,8 +332,7 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         if option not in listed:
             raise unknown_option(where, found, name, listed.values(), "zo2 train")
         if (name if setting else option) in seen:
-            found = f"the key {option} twice"
-            raise OptionError(where, found=found, expected="each option once", remedy="remove one of the two")
+            raise refused(f"the key {option} twice", "each option once", "remove one of the two")
         seen.add(name if setting else option)
         if setting:
             value = setting_text(None, {setting: value})
@@ -339,14 +342,12 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
         if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
-            found, expected = f"a {type(value).__name__} as {key}", "a single value, or a list of single values"
-            raise OptionError(where, found=found, expected=expected, remedy="see zo2 train --help-all")
+            expected = "a single value, or a list of single values"
+            raise refused(f"a {type(value).__name__} as {key}", expected, "see zo2 train --help-all")
         if is_list and any(item is None or isinstance(item, bool) for item in items):
-            found, remedy = f"{value!r} as {key}", "write each text between quotes"
-            raise OptionError(where, found=found, expected="texts or numbers", remedy=remedy)
+            raise refused(f"{value!r} as {key}", "texts or numbers", "write each text between quotes")
         if any("\0" in text for text in texts):
-            found, expected = f"NUL in the value of {key}", "text without NUL, which no path can have"
-            raise OptionError(where, found=found, expected=expected, remedy="correct the value")
+            raise refused(f"NUL in the value of {key}", "text without NUL, which no path can have", "correct the value")
         if isinstance(value, bool):
             arguments.append(f"--{called}" if value else f"--no-{called}")
         else:

@@ -355,22 +355,16 @@ class RunOptions:
         if method is None:
             self.optimization.require_consistent()
         else:
-            self._require_of_method(method)
+            self.model_options.require_method(method)
+            size = self.optimization
+            require_number("weight_decay", size.weight_decay, least=0)
+            if size.lr == Optimization.lr:
+                found = f"{size.lr:g}, the default of zeroth-order steps, which is far too small"
+                remedy = "pass one, such as 2e-4 for adamw, or auto"
+                raise OptionError("lr", found=found, expected=f"a learning rate for {method}", remedy=remedy)
         if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
             found = f"{self.storage.snapshot_every} with stream_blocks of --method"
             raise without_effect("snapshot_every", found, "none with badam: the end of a turn is committed")
-
-    def _require_of_method(self, method: OptimizerName) -> None:
-        """Refuse a method that does not train an adapter, and the rate of zeroth-order steps, which is far too small."""
-        self.model_options.require_method(method)
-        size = self.optimization
-        require_number("weight_decay", size.weight_decay, least=0)
-        if size.lr == Optimization.lr:
-            found = f"{size.lr:g}, the default of zeroth-order steps"
-            remedy = "pass one, such as 2e-4 for adamw, or auto"
-            raise OptionError("lr", found=found, expected=f"a learning rate for {method}", remedy=remedy)
-        if size.lr != "auto":
-            require_number("lr", size.lr, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,21 +483,16 @@ class TrainOptions(RunOptions):
 def _value(value: Any, hint: Any, name: str) -> Any:
     """The value as its field has it."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
-        items = get_args(kind)
-        if get_origin(kind) is Literal and type(value) is str and value in items:
-            return value
-        if get_origin(kind) is tuple and isinstance(value, list) and (items[-1] is ... or len(items) == len(value)):
+        origin, items = get_origin(kind), get_args(kind)
+        if origin is tuple and isinstance(value, list) and (items[-1] is ... or len(items) == len(value)):
             return tuple(_value(item, items[0], name) for item in value)
         if isinstance(kind, type) and issubclass(kind, Enum) and value in [member.value for member in kind]:
             return kind(value)
         if kind in (str, Path) and isinstance(value, str) and "\0" not in value:
             return kind(value)
-        if kind is bool and isinstance(value, bool):
-            return value
-        if kind in (int, float) and type(value) is int and abs(value) <= LARGEST:
-            return value
-        if kind is float and type(value) is float and math.isfinite(value):
-            return value
-        if kind is NoneType and value is None:
+        is_number = kind in (int, float) and type(value) is int and abs(value) <= LARGEST
+        is_number |= kind is float and type(value) is float and math.isfinite(value)
+        is_named = origin is Literal and type(value) is str and value in items
+        if is_number or is_named or (kind in (bool, NoneType) and type(value) is kind):
             return value
     raise TypeError(f"{type(value).__name__} {str(value)[:40]!r} as {name}")
