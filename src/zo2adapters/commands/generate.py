@@ -162,8 +162,8 @@ class Chat(Command):
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
         require_whole("max_new_tokens", self.max_new_tokens, 1)
-        sampling, variants, rows = self.sampling.chosen(), self._variants(), self._rows()
-        session = (_Labelling if rows is not None and rows.labels else _Conversation)(self, variants, rows, sampling)
+        variants, rows = self._variants(), self._rows()
+        session = (_Labelling if rows is not None and rows.labels else _Conversation)(self, variants, rows)
         session.open()
         with closing(session):
             print(session.introduction, file=sys.stderr)
@@ -262,12 +262,10 @@ class _Session(ABC):
     does = "answers"  # what the present variant does with a line
     commands = "/help says this again, /quit ends"
 
-    def __init__(
-        self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None, sampling: Sampling | None
-    ) -> None:
+    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
-        self._options, self._variants, self._rows, self._sampling = options, variants, rows, sampling
+        self._options, self._variants, self._rows, self._sampling = options, variants, rows, options.sampling.chosen()
         self.name = next(iter(variants))
         self._tokenizer = load_tokenizer(self._at.base())
         if len(variants) > 1:
@@ -333,9 +331,9 @@ class _Session(ABC):
 class _Conversation(_Session):
     """A conversation, which goes on when another variant answers. With a run's template each line is a prompt by itself."""
 
-    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None, *more: Any) -> None:
+    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
         template = None if rows is None else RowOptions(prompt_template=rows.prompt_template)
-        super().__init__(options, variants, template, *more)
+        super().__init__(options, variants, template)
         self._messages: list[dict[str, str]] = []
         if rows is not None:
             self.does = f"continues the prompt of the {rows.prompt_columns[0]} that you type"
@@ -388,8 +386,8 @@ class _Conversation(_Session):
 class _Labelling(_Session):
     """A label for each line, of those that the run has learned, compared as the run's evaluations compare them."""
 
-    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None, *more: Any) -> None:
-        super().__init__(options, variants, rows, *more)
+    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
+        super().__init__(options, variants, rows)
         assert rows is not None, "they have the labels"
         [self._column], self._labels = rows.prompt_columns, rows.labels
         listed = ", ".join(self._labels[:_MOST_LABELS]) + (", ..." if len(self._labels) > _MOST_LABELS else "")
