@@ -377,7 +377,7 @@ def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[
     facts: Any = SimpleNamespace(
         options=told_options, directory=Path(told_options.model), tokens=lambda: rows, length=length
     )
-    return provenance(facts, data_sha256=data_sha256(told_options.data), devices=devices)
+    return provenance(facts, data_sha256=data_sha256(told_options.data), devices=devices, task={})
 
 
 def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: TrainOptions) -> None:

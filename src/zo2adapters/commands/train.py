@@ -306,7 +306,7 @@ class Train(RunOptions, Command):
             remedy = "pass the rate that zo2 tune finds"
             raise OptionError("lr", found=f"auto with {refused}", expected="a number", remedy=remedy)
         try:
-            return with_chosen_rate(options, resume=self.resume is not None, announce=tell, quiet=False)
+            return with_chosen_rate(options, resume=self.resume is not None, announce=tell)
         except KeyboardInterrupt:
             if holds_run(options.output):
                 tell(f"\nstopped; to continue: {options.resume_command}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -24,6 +24,8 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 
 PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
 Row = TypeVar("Row")
+Prompts: TypeAlias = Sequence[Sequence[int]]  # token ids of each prompt
+Candidates: TypeAlias = Sequence[Prompts]  # token ids of the candidates of each prompt
 Label = int | float | tuple[float, ...]  # a class, a number, or a number for each class
 
 
@@ -238,11 +240,7 @@ def with_completion(prompt: Sequence[int], completion: Sequence[int], line: int 
 
 
 def choice_batch(
-    prompts: Sequence[Sequence[int]],
-    candidates: Sequence[Sequence[Sequence[int]]],
-    answers: Sequence[int | Sequence[int]],
-    *,
-    pad_token_id: int = 0,
+    prompts: Prompts, candidates: Candidates, answers: Sequence[int | Sequence[int]], *, pad_token_id: int = 0
 ) -> dict[str, torch.Tensor]:
     """Make a batch for objectives of candidates; each pair of prompt and candidate is a row.
 
@@ -281,11 +279,7 @@ def choice_batch(
 
 
 def preference_batch(
-    prompts: Sequence[Sequence[int]],
-    candidates: Sequence[Sequence[Sequence[int]]],
-    references: Sequence[Sequence[float]],
-    *,
-    pad_token_id: int = 0,
+    prompts: Prompts, candidates: Candidates, references: Sequence[Sequence[float]], *, pad_token_id: int = 0
 ) -> dict[str, torch.Tensor]:
     """Make a batch for ``PreferenceLoss``.
 

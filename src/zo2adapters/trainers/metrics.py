@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -106,9 +105,7 @@ def _parsed(line: bytes) -> Row | None:
     return row if is_row and type(row.get("loss", 0.0)) is float and math.isfinite(row.get("loss", 0.0)) else None
 
 
-def step_record(
-    update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, Any]:
+def step_record(update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float]) -> dict[str, Any]:
     """The row of a step in ``metrics.jsonl``, as JSON values."""
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())

@@ -24,7 +24,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock, Timeout
@@ -446,9 +445,7 @@ _TOKENIZER_FILES = (  # names, in the order of their digest
 )
 
 
-def provenance(
-    inputs: RunInputs, *, data_sha256: str, devices: str, task: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+def provenance(inputs: RunInputs, *, data_sha256: str, devices: str, task: Mapping[str, Any]) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
     It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of

@@ -14,14 +14,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
-from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.tasks.rows import Choice, Question, Rows, TokenizedRow, training_batches
+from zo2adapters.tasks.rows import Choice, Question, TokenizedRow, training_batches
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
@@ -134,10 +131,7 @@ class Trainer:
         self._evaluated: Callable[[Engine], dict[str, float]] | None = None
         if evaluation is not None and evaluates:
             self._evaluated = make_evaluation(self._task, model, data, evaluation, task_options)
-        self._samples: Samples | None = None
-        if options.samples:
-            rows = data if evaluation is None else evaluation
-            self._samples = Samples(model, rows, options.samples, inputs.tokenizer, inputs.pad)
+        self._samples = Samples(inputs) if options.samples else None
 
     def _reserved_bytes(self, inputs: RunInputs) -> StepMemory:
         """Memory for activations, those of generated answers included, and the least of it that a device needs."""
@@ -342,13 +336,12 @@ _MOST_TOKENS = 50  # most tokens of an answer
 class Samples:
     """The prompts of a run that are answered."""
 
-    def __init__(
-        self, model: HFBlockModel, rows: Rows, count: int, tokenizer: PreTrainedTokenizerBase, pad_token_id: int
-    ) -> None:
-        self._model, self._tokenizer, self._pad = model, tokenizer, pad_token_id
-        self._prompts = [self._prompt(row) for row in list(rows)[:count]]
+    def __init__(self, inputs: RunInputs) -> None:
+        self._model, self._tokenizer, self._pad = inputs.model, inputs.tokenizer, inputs.pad
+        rows = inputs.data if inputs.evaluation is None else inputs.evaluation
+        self._prompts = [self._prompt(row) for row in rows[: inputs.options.samples]]
         self.longest_prompt = max(len(ids) for ids, _ in self._prompts)
-        room = _MOST_TOKENS if model.longest_row is None else model.longest_row - self.longest_prompt
+        room = _MOST_TOKENS if self._model.longest_row is None else self._model.longest_row - self.longest_prompt
         self._most = min(_MOST_TOKENS, room)
         if self._most < 1:
             found = f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"

@@ -286,9 +286,7 @@ def _open_directory(
 _SHARE = 0.2  # of the run's forward passes that the trials may take; fewer trials run if all do not fit
 
 
-def with_chosen_rate(
-    options: TrainOptions, *, resume: bool, announce: Callable[[str], object] = lambda line: None, quiet: bool = True
-) -> TrainOptions:
+def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[[str], object]) -> TrainOptions:
     """Choose a run's learning rate, and save the run with it. ``Trainer(..., resume=True)`` then takes its steps."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
@@ -303,7 +301,7 @@ def with_chosen_rate(
             trials = [_trial(tried, method, rate, options.optimization.zo_eps) for rate in rates]
             for line in _cost(inputs, plan, schedule):
                 announce(line)
-            ranking = _ranked(trials, tried, schedule, quiet=quiet)
+            ranking = _ranked(trials, tried, schedule, quiet=False)
         except BaseException:
             if not any(options.output.glob(f"{TRIALS}*/*/")):
                 if not resume:
