@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -206,12 +206,6 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock. May be called twice."""
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:

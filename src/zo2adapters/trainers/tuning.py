@@ -290,7 +290,7 @@ def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[
     """Choose a run's learning rate, and save the run with it. ``Trainer(..., resume=True)`` then takes its steps."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
-    with RunDirectory(options.output, resume=resume) as run:
+    with closing(RunDirectory(options.output, resume=resume)) as run:
         try:
             inputs = RunInputs.read(options)
             options, plan = inputs.options, planned(inputs)
