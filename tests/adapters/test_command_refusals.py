@@ -135,7 +135,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     # Gradients
     (f"{ADAMW} --memory 100MB", "expected at least"),
-    (f"{ADAMW} --write-limit-tb 1e-9 --snapshot-every 1", "--snapshot-every: found 1: "),
+    (f"{ADAMW} --write-limit-tb 1e-9 --snapshot-every 1", "--snapshot-every: found 1; expected at least "),
     (f"{ADAMW} --model int8", "which is quantised; expected a model all of whose parameters are trained"),
     (f"{ADAMW} --clip norm=1 --split 2x1", "--split: found 2x1"),
     (f"{ADAMW} --method stream_blocks --lora-rank 2", "stream_blocks of --method: found True with --method adamw and"),

@@ -64,6 +64,8 @@ def with_peak_rate(options: Mapping[str, Any]) -> Mapping[str, Any]:
 LARGEST_LR = 1.0
 LARGEST_EPS = 1.0
 
+_OF_FZOO = "'rademacher', which fzoo requires"
+
 
 class Noise(Enum):
     """What random directions are drawn from."""
@@ -193,7 +195,7 @@ class Optimization(StepSize):
             ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo", apart),
             ("per_row", self.per_row and not is_mezo, name, "the estimator mezo", apart),
             ("fitness", has_fitness, name, "the estimator es", apart),
-            ("noise", is_fzoo and noise is not Noise.RADEMACHER, noise.value, "rademacher, which fzoo requires", apart),
+            ("noise", is_fzoo and noise is not Noise.RADEMACHER, repr(noise.value), _OF_FZOO, apart),
             ("noise", self.rank and noise is Noise.MEZO, in_order, f"other noise with --rank, {any_order}", apart),
             ("queries", is_fzoo and self.queries < 2, self.queries, "at least 2 with fzoo", "pass 8, as FZOO's authors do"),
         ):
