@@ -101,6 +101,7 @@ SUMS = {
     "grpo": Variant("", SUMS_LRS, forwards=GRPO_BATCH),
     "supervised": Variant(f"--method adamw {LORA}", SUMS_LRS, forwards=16),
 }
+EVERY = VARIANTS | SUMS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, help="the task, or the runs to report")
     parser.add_argument("--demo", action="store_true", help="build the demo's task")
     parser.add_argument("--sums", type=Path, metavar="MODEL", help="build sums for this model")
-    names, default = [*VARIANTS, *SUMS], list(VARIANTS)
+    names, default = list(EVERY), list(VARIANTS)
     parser.add_argument("--variants", nargs="+", choices=names, default=default, metavar="NAME", help=", ".join(names))
     parser.add_argument("--lr", type=float, nargs="+", default=[], help="learning rates to use instead of tuning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -137,12 +138,12 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def given(options: argparse.Namespace, name: str, seed: int) -> list[object]:
     """The options of zo2 that tuning and training share."""
-    task, chosen = Task.open(options.directory), shlex.split({**VARIANTS, **SUMS}[name].options)
+    task, chosen = Task.open(options.directory), shlex.split(EVERY[name].options)
     return ["--model", task.model, "--data", task.train, "--seed", seed, "--batch-size", options.batch_size, *chosen]
 
 
 def tuned(options: argparse.Namespace, name: str) -> float:
-    lrs, folder = {**VARIANTS, **SUMS}[name].lrs, options.output / f"tuning-{name}"
+    lrs, folder = EVERY[name].lrs, options.output / f"tuning-{name}"
     if len(lrs) == 1:
         return lrs[0]
     options.output.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ def tuned(options: argparse.Namespace, name: str) -> float:
 
 def train(options: argparse.Namespace, name: str, lr: float, seed: int) -> None:
     """Train once, or continue."""
-    folder, forwards = options.output / f"{name}-lr{lr:g}-seed{seed}", {**VARIANTS, **SUMS}[name].forwards
+    folder, forwards = options.output / f"{name}-lr{lr:g}-seed{seed}", EVERY[name].forwards
     steps, every = (max(number // forwards, 1) for number in (options.forwards, options.every))
     points = read_points(folder)
     if (folder / STOPPED).exists() or (points and points[-1]["step"] >= steps):
@@ -249,7 +250,7 @@ class Run(NamedTuple):
 
     @property
     def forwards(self) -> int:
-        return {**VARIANTS, **SUMS}[self.variant].forwards
+        return EVERY[self.variant].forwards
 
 
 def read_runs(folder: Path) -> list[Run]:
