@@ -64,23 +64,21 @@ def test_every_parameter_is_in_one_segment_and_a_skeleton_holds_real_buffers_alo
         assert torch.equal(ours, theirs)
 
 
-def test_a_tied_weight_is_the_embeddings_and_borrowed_by_the_head() -> None:
+def test_a_tied_weight_is_the_embeddings_and_borrowed_by_the_head_and_decay_goes_by_mezos_rule() -> None:
+    def layouts_of(model_type: str, **changes: Any) -> Any:
+        skeleton = build_skeleton(known_config(model_type, **changes), torch.float32)
+        return segment_layouts(skeleton, ARCHITECTURES[model_type])
+
     for tied in (True, False):
-        layouts = segment_layouts(
-            build_skeleton(known_config("opt", tie_word_embeddings=tied), torch.float32), ARCHITECTURES["opt"]
-        )
-        assert [spec.name for spec in layouts[-1].borrowed] == (["model.decoder.embed_tokens.weight"] if tied else [])
-        assert ("lm_head.weight" in [spec.name for spec in layouts[-1].parameters]) == (not tied)
-
-
-def test_decay_goes_by_mezos_rule() -> None:
-    layouts = segment_layouts(build_skeleton(known_config("qwen3"), torch.float32), ARCHITECTURES["qwen3"])
-    decays = {spec.name: spec.decays for layout in layouts for spec in layout.parameters}
+        head = layouts_of("opt", tie_word_embeddings=tied)[-1]
+        assert [spec.name for spec in head.borrowed] == (["model.decoder.embed_tokens.weight"] if tied else [])
+        assert ("lm_head.weight" in [spec.name for spec in head.parameters]) == (not tied)
+    decays = {spec.name: spec.decays for layout in layouts_of("qwen3") for spec in layout.parameters}
     assert decays["model.norm.weight"]
     assert decays["model.layers.0.self_attn.q_norm.weight"]
     assert not decays["model.layers.0.input_layernorm.weight"]
-    layouts = segment_layouts(build_skeleton(known_config("opt"), torch.float32), ARCHITECTURES["opt"])
-    assert not any(spec.decays for spec in layouts[1].parameters if "bias" in spec.name or "layer_norm" in spec.name)
+    block = layouts_of("opt")[1]
+    assert not any(spec.decays for spec in block.parameters if "bias" in spec.name or "layer_norm" in spec.name)
 
 
 def test_opt_checkpoints_load_with_either_prefix_and_with_a_copy_of_the_tied_head(base: Path, tmp_path: Path) -> None:

@@ -102,17 +102,14 @@ def test_a_converted_model_opens_and_has_every_bit(shards: int, dtype: torch.dty
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_shared_strided_and_partial_tensors_become_copies_of_their_own(tmp_path: Path) -> None:
-    whole = torch.arange(12.0).reshape(3, 4)
+def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_of_the_index(tmp_path: Path) -> None:
+    whole, own = torch.arange(12.0).reshape(3, 4), tmp_path / "own"
     state = {"a": whole, "same": whole, "turned": whole.T, "row": whole[1], "parameter": torch.nn.Parameter(whole[:2])}
-    torch.save(state, tmp_path / SINGLE_FILE)
-    convert(tmp_path, tmp_path / "out")
-    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    own.mkdir()
+    torch.save(state, own / SINGLE_FILE)
+    found = safetensors.torch.load_file(convert(own, tmp_path / "copies") / "model.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
-
-
-def test_a_tensor_in_two_shards_comes_from_the_one_the_index_names(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "1.bin")
     torch.save({"a": torch.ones(2), "extra": torch.ones(1)}, tmp_path / "2.bin")
     write_index(tmp_path, {"weight_map": {"a": "2.bin", "b": "1.bin"}})

@@ -155,7 +155,12 @@ def save_csv(path: str) -> None:
 COLUMNS = ("--prompt-template", "{subject} is", "--columns", "label=mood")
 
 
-def test_a_run_knows_columns_template_and_labels(here: Path) -> None:
+def test_a_run_knows_columns_template_labels_and_how_long_its_rows_may_be(here: Path) -> None:
+    write_rows(Path("mixed.jsonl"), [{"text": "the cat"}, {"text": "the cat sat"}, {"text": "the dog ran"}])
+    train("short", "--sequence-length", 3, "--too-long", "drop", data="mixed.jsonl")
+    told = done("evaluate", "--run", "short", "--data", "mixed.jsonl", "--no-base")
+    assert "left out, since longer: 2 rows" in told.err
+    assert "left out" not in done("evaluate", "--model", "base", "--data", "mixed.jsonl").err
     save_csv("moods.csv")
     train("moods", *COLUMNS, data="moods.csv")
     assert "mood" in refusal("evaluate", "--model", "base", "--data", "moods.csv")
@@ -167,14 +172,6 @@ def test_a_run_knows_columns_template_and_labels(here: Path) -> None:
     Path("other.csv").write_text("topic,mood\nthe cat,no\n")
     other = ("--prompt-template", "{topic} is")
     assert "1 row," in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out
-
-
-def test_a_run_knows_how_long_its_rows_may_be(here: Path) -> None:
-    write_rows(Path("mixed.jsonl"), [{"text": "the cat"}, {"text": "the cat sat"}, {"text": "the dog ran"}])
-    train("short", "--sequence-length", 3, "--too-long", "drop", data="mixed.jsonl")
-    told = done("evaluate", "--run", "short", "--data", "mixed.jsonl", "--no-base")
-    assert "left out, since longer: 2 rows" in told.err
-    assert "left out" not in done("evaluate", "--model", "base", "--data", "mixed.jsonl").err
 
 
 @pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--evaluation", 0.5)], ids=str)

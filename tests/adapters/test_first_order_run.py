@@ -495,10 +495,9 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
 
 
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:
-    """The command of a run."""
-    told = ["train", "--method", method, "--model", "base", "--data", "rows.jsonl", "--output", output]
+    """The command of a run of all parameters."""
     switching = ["--method", "switch_every=2"] if method == "badam" else []
-    return [*told, "--steps", STEPS, "--lr", LR, "--batch-size", 3, *switching, *more]
+    return [word for word in train(output, *switching, *more, method=method) if word not in ("--adapter", CONFIG)]
 
 
 def loop_over_all(directory: Path, method: OptimizerName) -> dict[str, torch.Tensor]:

@@ -118,14 +118,6 @@ def test_what_cannot_be_heeded_is_refused(
         trainer(tmp_path, 1, **options).fit(make(base), ResumableLoader())
 
 
-def test_a_list_of_batches_is_one_step(base: Path, tmp_path: Path) -> None:
-    ours = module(base)
-    lists: Any = [BATCHES[:2], BATCHES[2:4]]
-    trainer(tmp_path, 2).fit(ours, torch.utils.data.DataLoader(lists, batch_size=None))
-    with plain_loop(base, lists) as engine:
-        assert ours.engine.journal.updates == engine.journal.updates
-
-
 class OwnEvaluation(ZOLightningModule):
     """Evaluates each batch by itself, or as all modules do; may fail at the second one."""
 
@@ -233,7 +225,11 @@ def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_pa
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
 
-def test_lists_of_batches_are_accumulated_in_one_pass(base: Path, tmp_path: Path) -> None:
+def test_a_list_of_batches_is_one_step_and_one_pass(base: Path, tmp_path: Path) -> None:
+    zeroth, pairs = module(base), list[Any]([BATCHES[:2], BATCHES[2:4]])
+    trainer(tmp_path / "zeroth", 2).fit(zeroth, torch.utils.data.DataLoader(pairs, batch_size=None))
+    with plain_loop(base, pairs) as engine:
+        assert zeroth.engine.journal.updates == engine.journal.updates
     ours = first_order(base)
     lists: Any = [BATCHES[:2], BATCHES[2:5]]
     trainer(tmp_path, 2).fit(ours, torch.utils.data.DataLoader(lists, batch_size=None))

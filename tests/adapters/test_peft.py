@@ -402,18 +402,15 @@ def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
     assert float(told.split()[1].strip(",")) == pytest.approx(sum(losses) / 2, abs=1e-5)
 
 
-def test_plan_counts_the_adapter_of_either_method(here: Path) -> None:
+def test_plan_counts_the_adapter_of_either_method_and_tune_tries_rates_for_it(here: Path) -> None:
+    common = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--learning-rates", 1e-5, 1e-2)
+    done("tune", *common, "--method", "adamw", "--lora-rank", 2, "--forwards", 60, "--output", "tuned")
+    table = json.loads(Path("tuned/tune.json").read_bytes())
+    done("train", "--resume", "tuned/lr-0.01", "--steps", table["results"][0]["steps"] + 1)
+    assert len(load_file("tuned/lr-0.01/model/adapter_model.safetensors")) == 28
     command = ("plan", "--model", "base", "--data", "rows.jsonl", "--json", "--lora-rank", 2)
     zeroth_order, first_order = (json.loads(done(*command, *METHODS[method]).out) for method in ("zeroth-order", "adamw"))
     assert zeroth_order["write_back_every"] is None, "no block changes"
     assert zeroth_order["model_bytes"] == first_order["model_bytes"]
     without = json.loads(done(*command[:-2]).out)
     assert zeroth_order["model_bytes"] > without["model_bytes"]
-
-
-def test_tune_tries_rates_for_the_adapter(here: Path) -> None:
-    common = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--learning-rates", 1e-5, 1e-2)
-    done("tune", *common, "--method", "adamw", "--lora-rank", 2, "--forwards", 60, "--output", "tuned")
-    table = json.loads(Path("tuned/tune.json").read_bytes())
-    done("train", "--resume", "tuned/lr-0.01", "--steps", table["results"][0]["steps"] + 1)
-    assert len(load_file("tuned/lr-0.01/model/adapter_model.safetensors")) == 28

@@ -402,19 +402,14 @@ def reserved(model: HFBlockModel, optimization: Optimization) -> StepMemory:
     return method_of(options).reserved_bytes(model, RowShapes.of_length(Batching(batch_size=4), 8).longest)
 
 
-@pytest.mark.parametrize(
-    "optimization",
-    [Optimization(rank=4, queries=2, stack=2), Optimization(rank=4, per_row=True), Optimization(per_row=True)],
-)
-def test_a_plan_reserves_what_the_run_reserves(optimization: Optimization, base: Path) -> None:
+def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chunks(base: Path, tmp_path: Path) -> None:
     model = open_checkpoint(base, precision="exact")
-    needed = reserved(model, optimization)
-    assert planned_for_gpu(model, optimization, rows=4).device_plan.activation_bytes == needed.nbytes
-
-
-def test_the_least_memory_counts_logits_in_chunks_where_the_loss_is_computed_in_chunks(tmp_path: Path) -> None:
-    base = save_model(tmp_path, small_config("llama", vocab_size=1000))
-    whole, chunked = open_checkpoint(base), open_checkpoint(base, loss_chunk=1)
+    stacked = Optimization(rank=4, queries=2, stack=2)
+    for optimization in (stacked, Optimization(rank=4, per_row=True), Optimization(per_row=True)):
+        planned = planned_for_gpu(model, optimization, rows=4).device_plan
+        assert planned.activation_bytes == reserved(model, optimization).nbytes
+    wide = save_model(tmp_path, small_config("llama", vocab_size=1000))
+    whole, chunked = open_checkpoint(wide), open_checkpoint(wide, loss_chunk=1)
     least = [reserved(model, Optimization()).least for model in (whole, chunked)]
     assert least == [least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)]
     assert least[1] < least[0]

@@ -226,23 +226,16 @@ def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., End
 @pytest.mark.few(1)
 @each_method
 @pytest.mark.usefixtures("here")
-def test_the_best_of_the_trials_is_chosen_and_the_same_one_each_time(
+def test_the_best_of_the_trials_is_chosen_the_same_each_time_and_what_they_cost_told_before(
     finished: Callable[..., Ended], method: list[object]
 ) -> None:
-    finished("run", *method)
+    said = finished("run", *method).err
     done(*train("again", *method))
     assert trials("run") == trials("again")
     [best, *others] = trials("run")
     assert others
     assert all(best["loss"] <= other["loss"] for other in others if other["steps"] == best["steps"])
     assert len({other["losses"][0] for other in [best, *others]}) == 1, "all start from the base"
-
-
-@pytest.mark.few(1)
-@each_method
-@pytest.mark.usefixtures("here")
-def test_what_the_trials_cost_is_told_before_and_counted(finished: Callable[..., Ended], method: list[object]) -> None:
-    said = finished("run", *method).err
     told = re.search(r"Learning rate: (\d+) rates are tried first, .*: (\d+) steps, (\d+) forward passes of 3 rows", said)
     assert told is not None
     assert said.index("rates are tried first") < said.index("round 1 of 2")

@@ -314,13 +314,6 @@ def test_what_workers_cannot_split_is_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
-def launched(arguments: Sequence[object], output: Path) -> subprocess.Popen[bytes]:
-    """``torchrun`` with two workers that it starts again after a failure."""
-    command = torchrun_command(SIZE, "--max-restarts", 9, "-m", "zo2adapters", *arguments)
-    with output.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, env=environment())
-
-
 def worker_of(launcher: int, rank: int) -> psutil.Process | None:
     """The process of a rank, if the launcher has started it."""
     with contextlib.suppress(psutil.Error):
@@ -362,8 +355,11 @@ def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(
     if not request.config.getoption("--long"):
         pytest.skip("processes that import everything, three times each")
     output, steps = tmp_path / "run", 60
-    process = launched(train(place, output, "--snapshot-every", 7, steps=steps), tmp_path / "output")
     journal = directories(output)[rank] / "journal.jsonl"
+    command = train(place, output, "--snapshot-every", 7, steps=steps)
+    launcher = torchrun_command(SIZE, "--max-restarts", 9, "-m", "zo2adapters", *command)  # it starts workers again
+    with (tmp_path / "output").open("ab") as file:
+        process = subprocess.Popen(launcher, stdout=file, stderr=file, env=environment())
     kills = 0
     try:
         end = time.monotonic() + SECONDS

@@ -96,17 +96,12 @@ def test_sides_with_other_work_run(base: Path) -> None:
     assert rows[mixed]["lanes"]["upload_bytes"] > 0
 
 
-@pytest.mark.parametrize(
-    "option", ["lora adamw", "precision mixed", "rate 1GB", "loss-chunk none", "transfer-dtype bfloat16"]
-)
-def test_what_a_geometry_does_not_heed_is_refused(option: str) -> None:
-    with pytest.raises(SystemExit, match=rf"^opt-125m: a geometry takes no --{option.split()[0]}; write"):
-        compared("opt-125m", [f"--{option}"])
-
-
-def test_a_checkpoint_with_the_name_of_a_geometry_is_the_checkpoint(
+def test_what_a_geometry_does_not_heed_is_refused_and_a_checkpoint_of_its_name_is_the_checkpoint(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for option in ("lora adamw", "precision mixed", "rate 1GB", "loss-chunk none", "transfer-dtype bfloat16"):
+        with pytest.raises(SystemExit, match=rf"^opt-125m: a geometry takes no --{option.split()[0]}; write"):
+            compared("opt-125m", [f"--{option}"])
     (tmp_path / "opt-125m").symlink_to(base)
     monkeypatch.chdir(tmp_path)
     assert list(compared("opt-125m", ["--lora adamw"])) == ["--lora adamw"]

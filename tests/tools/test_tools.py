@@ -51,16 +51,10 @@ def test_a_sparse_checkpoint_is_a_dense_one_but_for_the_data(model_type: str, ma
     first, second = (open_checkpoint(tmp_path / name) for name in ("dense", "sparse"))
     assert first.layouts == second.layouts
     assert first.weights.fingerprint != second.weights.fingerprint
-
-
-def test_a_hole_reads_as_zeros(tmp_path: Path) -> None:
-    make_checkpoint(small_config("opt"), tmp_path / "sparse", dtype=torch.float16, sparse=True)
-    model = open_checkpoint(tmp_path / "sparse")
-    for layout in model.layouts:
-        for spec in layout.parameters:
-            value = torch.ones(spec.numel, dtype=spec.dtype)
-            model.weights.read_into(spec.name, value)
-            assert not value.any(), spec.name
+    for spec in (spec for layout in second.layouts for spec in layout.parameters):
+        value = torch.ones(spec.numel, dtype=spec.dtype)
+        second.weights.read_into(spec.name, value)
+        assert not value.any(), "a hole reads as zeros"
 
 
 def test_opt_175b_takes_no_disk_and_opens(
@@ -119,12 +113,7 @@ def test_each_benchmark_tells_its_options(
     with pytest.raises(SystemExit, match="0"):
         bench.main()
     assert f"python tools/bench.py {name}" in capsys.readouterr().out
-
-
-def test_an_unknown_benchmark_is_refused_with_the_names(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "stap"])
+    monkeypatch.setattr(sys, "argv", ["bench.py", f"no-{name}"])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
     assert "\ncompare\n" in capsys.readouterr().err
