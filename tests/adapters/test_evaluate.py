@@ -158,8 +158,8 @@ COLUMNS = ("--prompt-template", "{subject} is", "--columns", "label=mood")
 def test_a_run_knows_columns_template_labels_and_how_long_its_rows_may_be(here: Path) -> None:
     write_rows(Path("mixed.jsonl"), [{"text": "the cat"}, {"text": "the cat sat"}, {"text": "the dog ran"}])
     train("short", "--sequence-length", 3, "--too-long", "drop", data="mixed.jsonl")
-    told = done("evaluate", "--run", "short", "--data", "mixed.jsonl", "--no-base")
-    assert "left out, since longer: 2 rows" in told.err
+    short = done("evaluate", "--run", "short", "--data", "mixed.jsonl", "--no-base")
+    assert "left out, since longer: 2 rows" in short.err
     assert "left out" not in done("evaluate", "--model", "base", "--data", "mixed.jsonl").err
     save_csv("moods.csv")
     train("moods", *COLUMNS, data="moods.csv")

@@ -226,7 +226,8 @@ def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_pa
 
 
 def test_a_list_of_batches_is_one_step_and_one_pass(base: Path, tmp_path: Path) -> None:
-    zeroth, pairs = module(base), list[Any]([BATCHES[:2], BATCHES[2:4]])
+    zeroth = module(base)
+    pairs: Any = [BATCHES[:2], BATCHES[2:4]]
     trainer(tmp_path / "zeroth", 2).fit(zeroth, torch.utils.data.DataLoader(pairs, batch_size=None))
     with plain_loop(base, pairs) as engine:
         assert zeroth.engine.journal.updates == engine.journal.updates
