@@ -297,6 +297,8 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     Path("recipe.yaml").write_text("mine")
     assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")
     assert Path("recipe.yaml").read_text() == "mine"
+    said = refusal("init", "--model", "base", "--data", "labels.csv", "-o", "nowhere/new.yaml")
+    assert said.startswith("zo2: nowhere/new.yaml: found a directory that does not exist"), "before anything is measured"
     assert "nowhere" in refusal("init", "--model", "nowhere", "--data", "labels.csv", "-o", "new.yaml")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from command_lines import done, refusal
 from models import WORDS, save_model, save_tokenizer, small_config
 
-from zo2adapters.commands.report import page, read_run
+from zo2adapters.commands.report import HEAD, page, read_run
 from zo2core import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -123,6 +124,18 @@ def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
     assert after.items() <= before.items()
     losses = [update.losses[0] for update in Journal("two/journal.jsonl").updates]
     assert [row["loss"] for row in read_run(Path("two")).steps] == losses
+
+
+def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file_and_the_earlier_one(here: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    Path("page.html").write_text(HEAD)
+    for name, left in (("page.html", HEAD), ("new.html", None)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        try:
+            assert f"{name}: found File too large" in refusal("report", "two", "-o", name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (Path(name).read_text() if Path(name).exists() else None) == left
 
 
 def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:

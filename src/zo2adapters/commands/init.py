@@ -15,9 +15,9 @@ from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.options import HeadName, RunModelOptions, Storage, TrainOptions
 from zo2core.errors import OutputError, system_errors_as
-from zo2core.io.durable import create_file
+from zo2core.io.durable import replace_file
 
-_FREE = {"expected": "a path that does not exist", "remedy": "pass --output with another path"}
+_FREE = {"expected": "a new file in a directory that can be written", "remedy": "pass --output with another path"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,7 @@ class Init(Command):
 
     def check(self) -> None:
         """See the contract."""
-        if os.path.lexists(self.output):
-            raise OutputError(self.output, found="a file", **_FREE)
+        self._require_free()
         self._options().require_valid()
         for path in filter(None, (self.data, self.evaluation)):
             require_there(path)
@@ -59,10 +58,17 @@ class Init(Command):
 
         print("zo2 init reads the data and measures the model, which takes some seconds.", file=sys.stderr, flush=True)
         recipe = initial_recipe(self._options())
-        with system_errors_as(OutputError, self.output, **_FREE), create_file(self.output) as file:
-            file.write(recipe.text().encode())
+        self._require_free()  # measuring takes a while
+        with system_errors_as(OutputError, self.output, **_FREE):
+            replace_file(self.output, recipe.text().encode())
         consent = "" if function_file(self.objective) is None else f" --objective {self.objective}"
         print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}{consent}"]))
+
+    def _require_free(self) -> None:
+        if os.path.lexists(self.output):
+            raise OutputError(self.output, found="a file", **_FREE)
+        if not os.access(self.output.parent, os.W_OK):
+            raise OutputError(self.output, found="a directory that does not exist, or is not writable", **_FREE)
 
     def _options(self) -> TrainOptions:
         return TrainOptions(

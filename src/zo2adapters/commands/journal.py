@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
 from zo2core.errors import JournalError, OptionError, OutputError, system_errors_as
-from zo2core.io.durable import create_file, read_regular, replace_file
+from zo2core.io.durable import read_regular, replace_file
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
@@ -172,13 +173,11 @@ class Report(Command):
         text, is_page = page([read_run(path) for given in self.runs for path in runs_in(given)]), False
         with suppress(OSError):
             is_page = read_regular(self.output).startswith(HEAD.encode())
-        expected, remedy = "a path that does not exist, or an earlier report", "pass another path"
-        with system_errors_as(OutputError, self.output, expected=expected, remedy=remedy):
-            if is_page:
-                replace_file(self.output, text.encode())
-            else:
-                with create_file(self.output) as file:
-                    file.write(text.encode())
+        wanted = {"expected": "a new file or an earlier report, in a writable directory", "remedy": "pass another path"}
+        if os.path.lexists(self.output) and not is_page:
+            raise OutputError(self.output, found="something else at this path", **wanted)
+        with system_errors_as(OutputError, self.output, **wanted):
+            replace_file(self.output, text.encode())
         print(self.output)
 
 
