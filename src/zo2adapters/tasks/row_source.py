@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,7 @@ class _Dataset(NamedTuple):
 
 
 def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
-    """Read the rows of a data file, without values that are null.
+    """Read the rows of a data file, without values that are null, or NaN, which pandas writes for an empty cell of numbers.
 
     The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows, ``.csv`` has a header line,
     ``.parquet`` is read with pyarrow, a directory with the package ``datasets``, and every other file is JSONL. A path that
@@ -67,10 +68,14 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
     with system_errors_as(DataError, path, **_UNREADABLE):
         for number, row in _rows(path):
             is_empty = False
-            yield number, {key: value for key, value in row.items() if value is not None}
+            yield number, {key: value for key, value in row.items() if value is not None and not _is_nan(value)}
     if is_empty:
         expected = "a JSON object on each line" if _counts_lines(path) else "at least one row"
         raise DataError(path, found="no rows", expected=expected, remedy="write at least one row")
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def require_there(path: Path) -> None:
