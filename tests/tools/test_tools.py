@@ -1,4 +1,4 @@
-"""The tools: what a sparse checkpoint shares with a dense one, and the benchmarks' command lines."""
+"""The tools: sparse checkpoints, command lines of benchmarks, accumulations, and the table of families and formats."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import bench
+import families
+import formats
 import make_chats
 import pytest
 import torch
@@ -169,3 +171,54 @@ def test_a_run_is_compared_with_its_plan(
     assert len(found["steps"]) == 3
     assert found["planned_bytes"] > 0
     assert found["seconds"]["median"] > 0
+
+
+# Accumulations, and a resumed run
+
+
+def test_small_updates_are_lost_in_place_and_kept_beside_the_base(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--sizes", "1e-5", "--steps", "7", "120", "--side", "64", "--rank", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "accumulation", *arguments])
+    bench.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for look in (found[f"size 1e-05, {steps} steps"] for steps in (7, 120)):
+        assert look["in the weights"] is False
+        float32, in_place, virtual = (look[name] for name in ("float32", "bfloat16 in place", "virtual float32"))
+        assert virtual["error"] < 1e-6 < float32["error"] < 1e-3 < 0.5 < in_place["error"]
+        assert in_place["moved"] < 0.6 < virtual["moved"]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("buckets", "more"), [(None, []), (2, []), (2, ["--journal-alone"])])
+def test_a_resumed_run_is_timed_against_one_without_a_journal(
+    buckets: int | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
+    arguments = [str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--steps", "1"]
+    arguments += more if buckets is None else ["--buckets", str(buckets), *more]
+    output = tmp_path / "resume.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "resume", *arguments, "--output", str(output)])
+    bench.main()
+    measured = json.loads(output.read_text())
+    assert measured["columns of past periods"] == 4
+    assert measured["matrices that are formed"] == measured["matrices"] > 0
+    assert measured["first to first"]["median"] > 0
+    assert measured["kept_bytes"] > 0
+
+
+# The table of families and formats
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "expected"),
+    [("llama", "awq", "="), ("gpt_oss", "mxfp4", "="), ("llama", "mxfp4", ""), ("granitemoe", "awq", "equal, with experts")],
+)
+def test_a_cell_says_what_holds(family: str, form: str, expected: str, tmp_path: Path) -> None:
+    assert formats.outcome(family, form, tmp_path).startswith(expected)
+
+
+def test_steps_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "trained_by_peft", lambda *arguments, steps: ([0.0] * formats.STEPS, {}))
+    assert formats.outcome("llama", "bfloat16", tmp_path) == "different"
