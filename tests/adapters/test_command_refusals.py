@@ -394,17 +394,13 @@ def test_a_reward_that_its_file_does_not_define_is_refused(text: str, found: str
     assert not (place / "run").exists()
 
 
-def test_a_name_means_another_option_only_where_that_one_exists() -> None:
-    assert "did you mean --steps" not in refusal("evaluate", "--epochs", 3)
-
-
-def test_a_task_is_refused_under_torchrun(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("RANK", "0")
-    assert "zo2 rows" in refusal(*TASK.split())
-
-
-def test_chats_that_two_adapters_could_answer_are_refused(place: Path) -> None:
+def test_a_task_is_refused_under_torchrun_and_chats_that_two_adapters_could_answer(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "did you mean --steps" not in refusal("evaluate", "--epochs", 3), "a command that has no such option"
     for folder in ("one", "two"):
         shutil.copytree(place / "mine", place / folder / "same")
     assert "--adapter" in refusal("chat", "--model", "base", "--adapter", "one/same", "two/same")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "0")
+    assert "zo2 rows" in refusal(*TASK.split())

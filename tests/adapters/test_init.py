@@ -139,16 +139,14 @@ def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) 
     assert said[2:] == ["next: zo2 train other.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("header", "label"),
-    [("review,verdict,stars", "verdict"), ("review,label,stars", "label"), ("review,count,stars", "stars")],
-)
-def test_labels_are_words_rather_than_numbers(header: str, label: str, here: Path) -> None:
-    words = "verdict" in header
-    rows = [f"a film of {i},{('bad', 'good')[i % 2] if words else i % 2},{1 + i % 2}" for i in range(20)]
-    Path("films.csv").write_text("\n".join([header, *rows]) + "\n")
-    chosen = survey(Path("films.csv"), RowOptions(), takes_labels=False).options
-    assert (chosen.label_column, chosen.prompt_template) == (label, f"{{review}}\\n{label.capitalize()}:")
+def test_labels_are_words_rather_than_numbers(here: Path) -> None:
+    labels = {"review,verdict,stars": "verdict", "review,label,stars": "label", "review,count,stars": "stars"}
+    for header, label in labels.items():
+        words = "verdict" in header
+        rows = [f"a film of {i},{('bad', 'good')[i % 2] if words else i % 2},{1 + i % 2}" for i in range(20)]
+        Path("films.csv").write_text("\n".join([header, *rows]) + "\n")
+        chosen = survey(Path("films.csv"), RowOptions(), takes_labels=False).options
+        assert (chosen.label_column, chosen.prompt_template) == (label, f"{{review}}\\n{label.capitalize()}:")
 
 
 def test_only_choices_are_written_and_other_objectives_and_models_get_zeroth_order_steps(

@@ -245,7 +245,7 @@ def test_every_epoch_has_every_row_once_in_full_batches_also_after_a_restart(
     assert len(far) == batch_size
 
 
-def test_order_follows_from_seed_and_epoch_alone_in_every_release(data_file: Path) -> None:
+def test_order_follows_from_seed_and_epoch_alone_and_a_digest_from_rows_their_bounds_and_prompts(data_file: Path) -> None:
     def order(seed: int, count: int = 20) -> list[list[int]]:
         return [
             lines(batch) for batch in itertools.islice(training_batches(numbered(count), batch_size=count, seed=seed), 2)
@@ -267,20 +267,13 @@ def test_order_follows_from_seed_and_epoch_alone_in_every_release(data_file: Pat
     with pytest.raises(OptionError, match="sequence_length"):
         read(data_file, {"text": "The sky"}, length=1)
 
+    def digest(*rows: tuple[list[int], int]) -> str:
+        return Rows(tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows)).digest()
 
-def test_a_digest_tells_rows_boundaries_and_prompts_apart() -> None:
-    def dataset(*rows: tuple[list[int], int]) -> Rows:
-        return Rows(tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows))
-
-    sets = [
-        dataset(([1, 2], 0), ([3, 4], 0)),
-        dataset(([1, 2, 3], 0), ([4], 0)),
-        dataset(([1, 2], 1), ([3, 4], 0)),
-        dataset(([3, 4], 0), ([1, 2], 0)),
-        dataset(([1, 2], 0), ([3, 5], 0)),
-    ]
-    assert len({each.digest() for each in sets}) == len(sets)
-    assert sets[0].digest() == dataset(([1, 2], 0), ([3, 4], 0)).digest()
+    first = digest(([1, 2], 0), ([3, 4], 0))
+    bounds, prompts = digest(([1, 2, 3], 0), ([4], 0)), digest(([1, 2], 1), ([3, 4], 0))
+    assert len({first, bounds, prompts, digest(([3, 4], 0), ([1, 2], 0)), digest(([1, 2], 0), ([3, 5], 0))}) == 5
+    assert first == digest(([1, 2], 0), ([3, 4], 0))
 
 
 # As models of the hub have them, in all that they use of the language: the first is Llama 3's, the second Qwen's with tools
