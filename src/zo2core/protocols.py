@@ -16,6 +16,10 @@ Activations: TypeAlias = Any  # values that a model passes from segment to segme
 SEEDS_IN_TURN = 256  # most seeds from which a thread draws alternately, one chunk after the other
 Store: TypeAlias = Sequence[torch.Tensor]  # a segment's owned parameters on the compute device: flat, in layout order
 Stores: TypeAlias = Mapping[int, Store]  # stores of a segment and of the segments that it borrows from, by segment
+# The work of a sweep at a segment, given its index, store and version, and ``commit``. See ``Scheduler.sweep``.
+VisitSegment: TypeAlias = Callable[[int, Store, int, Callable[[int], None]], None]
+# Brings a segment to the present version, given its index, store and version, and returns that version.
+ReplaySegment: TypeAlias = Callable[[int, Store, int], int]
 
 
 class BlockSource(Protocol):
@@ -69,43 +73,16 @@ class BlockSource(Protocol):
         """Stop all work, and free memory and file descriptors. May be called twice."""
 
 
-class Replaying(Protocol):
-    """Brings segments to the present version."""
-
-    def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version, and do nothing else.
-
-        Args:
-            index: Index of the segment in visiting order.
-            store: Parameters of the segment, changed in place.
-            version: Version of ``store`` before.
-
-        Returns:
-            The version of ``store`` afterwards.
-        """
-
-
-class Visitor(Replaying, Protocol):
-    """The work of a sweep at each segment. The scheduler decides when it is done."""
-
-    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Do the sweep's work at a segment.
-
-        Args:
-            index: Index of the segment in visiting order.
-            store: Parameters of the segment, changed in place before ``commit`` and only read afterwards. Those of a
-                resident segment stay valid until the end of the sweep.
-            version: Version of ``store`` before.
-            commit: Called at most once, with the new version of ``store``, when its bytes are final for this sweep; the
-                scheduler may offload them from then on. A visit that does not call it has changed nothing.
-        """
-
-
 class Scheduler(Protocol):
     """Decides the order of uploads, compute and offloads. All schedulers give the same bits."""
 
-    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. The next sweep is expected to have the same order.
+
+        A visit gets the index of the segment in visiting order; its parameters, which it changes in place before ``commit``
+        and only reads afterwards (those of a resident segment stay valid until the end of the sweep); the version of its
+        bytes; and ``commit``, which it calls at most once, with the new version, when the bytes are final for this sweep:
+        the scheduler may offload them from then on. A visit that does not call it has changed nothing.
 
         A block may be in the order more than once: it is released between two visits, and a source keeps segments that are
         visited again soon. Embedding and head are in the order once, except that a first-order sweep visits the embedding
@@ -114,7 +91,7 @@ class Scheduler(Protocol):
         However the sweep ends, all buckets are released, except those that were acquired early for the next sweep.
         """
 
-    def replayed(self, visitor: Replaying, index: int) -> AbstractContextManager[Bucket]:
+    def replayed(self, replay: ReplaySegment, index: int) -> AbstractContextManager[Bucket]:
         """Bring one segment to the present version, with its bytes in its bucket, which is released at the end.
 
         The following segments are expected to be requested next.

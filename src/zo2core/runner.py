@@ -34,7 +34,7 @@ from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.gradient_visitor import GradientVisitor, StoredParameters, TrainedParameters
 from zo2core.sweep.microbatch import grouped
 from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber, FactorPerturber, Groups, Perturber, WorkBuffer
-from zo2core.sweep.visitor import ExclusiveUse, SegmentVisitor, UpdateLoss, Visits, WatchedVisitor
+from zo2core.sweep.visitor import ExclusiveUse, SegmentVisitor, UpdateLoss, Visits, watched
 from zo2core.types import Batch, BlockLayout, Commit, Evaluation, ParameterSpec, StepResult, Update, require_tensors
 from zo2core.workers import Workers, sync_snapshots
 
@@ -152,8 +152,8 @@ class Runner:
 
     def _run(self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
         try:
-            watched = visitor if self.watch is None else WatchedVisitor(visitor, len(order), self.watch)
-            self.scheduler.sweep(watched, order)
+            visit = visitor.visit if self.watch is None else watched(visitor.visit, len(order), self.watch)
+            self.scheduler.sweep(visit, order)
         except BaseException:
             self.recorder.flush()  # its transfers do not count for the next step
             raise
@@ -187,7 +187,7 @@ class Runner:
             visitor = SegmentVisitor(self.visits, version, [], self.model)
             try:
                 for index in segments:
-                    with self.scheduler.replayed(visitor, index) as bucket:
+                    with self.scheduler.replayed(visitor.replay, index) as bucket:
                         parameters = self.model.layouts[index].parameters
                         yield from zip(parameters, bucket.views[: len(parameters)], strict=True)
             finally:

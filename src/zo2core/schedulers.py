@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from zo2core.profiling import Timeline, now
-from zo2core.protocols import BlockSource, Device, Replaying, Scheduler, Store, Transfer, Visitor, Wait
+from zo2core.protocols import BlockSource, Device, ReplaySegment, Scheduler, Store, Transfer, VisitSegment, Wait
 from zo2core.ranges import require_whole
 from zo2core.types import Bucket, Event, Lane
 
@@ -42,7 +42,7 @@ class SerialScheduler:
             if layout.resident and not device.in_place
         }
 
-    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         held: dict[int, Bucket] = {}  # resident segments stay acquired until the sweep has ended
         has_revisits = len(set(order)) < len(order)
@@ -63,7 +63,7 @@ class SerialScheduler:
                     if has_revisits:  # acquired blocks are needed again, before others
                         self._source.prefetch(upcoming(order, position + 1))
                     version = None
-                    visitor.visit(index, self._store(bucket) if is_held else self._upload(bucket), bucket.version, commit)
+                    visit(index, self._store(bucket) if is_held else self._upload(bucket), bucket.version, commit)
                     version = bucket.version if version is None else version
                 finally:
                     if self._layouts[index].resident and version is not None:
@@ -76,12 +76,12 @@ class SerialScheduler:
                 self._source.release(bucket, bucket.version)
 
     @contextmanager
-    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
+    def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         bucket, version = self._source.acquire(index), None
         try:
-            replayed = visitor.replay(index, self._upload(bucket), bucket.version)
+            replayed = replay(index, self._upload(bucket), bucket.version)
             if replayed != bucket.version:
                 self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
             version = replayed
@@ -240,7 +240,7 @@ class OverlappedScheduler:
         self._leaving: deque[_Leaving] = deque()
         self._out = 0  # blocks' buckets acquired and not released
 
-    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         residents: dict[int, _Arrival] = {}  # residents computed in their buckets: released at the end
         arrival: _Arrival | None = None
@@ -262,7 +262,7 @@ class OverlappedScheduler:
                     self._source.prefetch(upcoming(order, position + 1))
                 while started < ready and self._bring_ahead(coming[started]):  # in the order in which they are needed
                     started += 1
-                self._visit(visitor, arrival)
+                self._visit(visit, arrival)
                 visited, arrival = arrival, None
                 if isinstance(visited.held, _InBucket) and self._layouts[index].resident:
                     residents[index] = visited
@@ -281,13 +281,13 @@ class OverlappedScheduler:
             self._release_all()
 
     @contextmanager
-    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
+    def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         arrival = self._arrival(index)
         try:
             before = self._begin(arrival)
-            arrival.version = visitor.replay(index, arrival.store, before)
+            arrival.version = replay(index, arrival.store, before)
             yield (arrival.held if isinstance(arrival.held, _InBucket) else self._return(arrival, arrival.held)).bucket
         finally:
             self._let_go(arrival)
@@ -320,9 +320,9 @@ class OverlappedScheduler:
         self._device.streams.order(arrival.arrived, Wait.UPLOADED)
         return before
 
-    def _visit(self, visitor: Visitor, arrival: _Arrival) -> None:
+    def _visit(self, visit: VisitSegment, arrival: _Arrival) -> None:
         before = self._begin(arrival)
-        visitor.visit(arrival.index, arrival.store, before, partial(self._commit, arrival, before))
+        visit(arrival.index, arrival.store, before, partial(self._commit, arrival, before))
         if arrival.version is None:
             arrival.version = before  # nothing was committed, so nothing was changed
 

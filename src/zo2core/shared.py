@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
@@ -27,7 +27,7 @@ from zo2core.perturbation import DensePerturbation
 from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy, RunRequest, RunSpec, decoded_bytes, plan
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
-from zo2core.protocols import BlockModel, Device, Replaying, Store, Visitor
+from zo2core.protocols import BlockModel, Device, ReplaySegment, Store, VisitSegment
 from zo2core.schedulers import open_scheduler
 from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
@@ -350,9 +350,9 @@ class SharedBase:
         self.close()
 
     @contextmanager
-    def replayed(self, run: SharedRun, visitor: Replaying, index: int) -> Iterator[Bucket]:
+    def replayed(self, run: SharedRun, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
         """Bring a run's part of a segment to the present version, with the run's parameters on the host."""
-        with self._use.locked(), self._segments().scheduler.replayed(_RunReplay(run, visitor), index) as bucket:
+        with self._use.locked(), self._segments().scheduler.replayed(partial(run.replay, replay), index) as bucket:
             views = tuple(view.cpu() for view in run.views(index, bucket.views))
             yield Bucket(index, bucket.data, views, bucket.version)
 
@@ -395,7 +395,7 @@ class SharedBase:
         try:
             with self._use.locked():
                 opened = self._segments()
-                opened.scheduler.sweep(_SharedVisitor(sweeps, self._model, opened), order)
+                opened.scheduler.sweep(_SharedVisitor(sweeps, self._model, opened).visit, order)
         except _SweepEnded:
             pass
         except Exception as error:  # whatever ends the sweep ends it for all runs in it, each of which raises it
@@ -410,8 +410,8 @@ class SharedBase:
 class _RunSweep:
     """What one run does in a shared sweep."""
 
-    def __init__(self, run: SharedRun, visitor: Visitor, order: Sequence[int]) -> None:
-        self.run, self.visitor, self.order = run, visitor, tuple(order)
+    def __init__(self, run: SharedRun, visit: VisitSegment, order: Sequence[int]) -> None:
+        self.run, self.visit, self.order = run, visit, tuple(order)
         self.error: Exception | None = None  # which ended it
 
 
@@ -438,25 +438,9 @@ class _SharedVisitor:
         for sweep in here:
             try:
                 sweep.run.check(index, store, digest)
-                sweep.run.visit(sweep.visitor, index, decoded)
+                sweep.run.visit(sweep.visit, index, decoded)
             except Exception as error:  # of one run: it ends alone, and raises it
                 sweep.error = error
-
-    def replay(self, index: int, store: Store, version: int) -> int:
-        """Do nothing: the base does not change. See the contract."""
-        return version
-
-
-class _RunReplay(NamedTuple):
-    """Brings one run's part of a segment to the present version; the base does not change."""
-
-    run: SharedRun
-    visitor: Replaying
-
-    def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring the run's part to the present version. See the contract."""
-        self.run.replay(self.visitor, index, store)
-        return version
 
 
 class SharedRun:
@@ -491,16 +475,16 @@ class SharedRun:
             sources: dict[str, int | torch.Tensor] = {**positions, **named_views(own, memory)}
             self._sources.append([sources[spec.name] for spec in layout.parameters])
 
-    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        sweep = _RunSweep(self, visitor, order)
+        sweep = _RunSweep(self, visit, order)
         self._base.lockstep.request(sweep)
         if sweep.error is not None:
             raise sweep.error
 
-    def replayed(self, visitor: Replaying, index: int) -> AbstractContextManager[Bucket]:
+    def replayed(self, replay: ReplaySegment, index: int) -> AbstractContextManager[Bucket]:
         """Bring one segment to the present version, with its bytes on the host. See the contract."""
-        return self._base.replayed(self, visitor, index)
+        return self._base.replayed(self, replay, index)
 
     def release_all(self) -> None:
         """Do nothing: nothing newer is on a device than the run's own memory. See the contract."""
@@ -513,21 +497,22 @@ class SharedRun:
         """Return a segment's parameters in the order of the run's layout, given those of the base."""
         return tuple(shared[source] if isinstance(source, int) else source for source in self._sources[index])
 
-    def visit(self, visitor: Visitor, index: int, shared: Store) -> None:
-        """Let the run's visitor visit a segment."""
+    def visit(self, visit: VisitSegment, index: int, shared: Store) -> None:
+        """Let the run visit a segment."""
         store, version = self._at_version(index, shared)
 
         def commit(committed: int) -> None:
             self._versions[index] = committed
 
-        visitor.visit(index, store, version, commit)
+        visit(index, store, version, commit)
         if self._versions[index] is None:
             self._versions[index] = version  # nothing was committed, so nothing was changed
 
-    def replay(self, visitor: Replaying, index: int, shared: Store) -> None:
-        """Let the run's visitor bring a segment to the present version."""
-        store, version = self._at_version(index, shared)
-        self._versions[index] = visitor.replay(index, store, version)
+    def replay(self, replay: ReplaySegment, index: int, shared: Store, version: int) -> int:
+        """Bring the run's part of a segment to the present version; returns the base's, which does not change."""
+        store, own_version = self._at_version(index, shared)
+        self._versions[index] = replay(index, store, own_version)
+        return version
 
     def check(self, index: int, shared: Store, digest: str) -> None:
         """Compare the digest of a segment's base with that of the run, when the run first uses it."""

@@ -156,12 +156,12 @@ def test_each_segment_is_visited_once_in_order_replay_first(
     with benched(make, on, recording_source(tmp_path, buckets=buckets)) as (source, scheduler):
         for _ in range(3):
             visitor = RecordingVisitor(source)
-            scheduler.sweep(visitor, range(4))
+            scheduler.sweep(visitor.visit, range(4))
             assert [index for what, index in visitor.visits if what == "evaluate"] == [0, 1, 2, 3]
             assert all(visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i)) for i in range(4))
             assert len(visitor.visits) == 8
         some = RecordingVisitor(source)
-        scheduler.sweep(some, [2])
+        scheduler.sweep(some.visit, [2])
         assert some.visits == [("replay", 2), ("evaluate", 2)]
 
 
@@ -171,7 +171,7 @@ def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Dev
     for settles in ([0, 1, 2, 3], [3]):
         with benched(make, on, recording_source(tmp_path / f"{settles}")) as (source, scheduler):
             for sweep in range(4):
-                scheduler.sweep(RecordingVisitor(source), range(4))
+                scheduler.sweep(RecordingVisitor(source).visit, range(4))
                 if sweep in settles:
                     for index, found in enumerate(contents(source, scheduler)):
                         assert found[-1] == sweep + 1
@@ -184,7 +184,7 @@ def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device
     device, source = on(), CheckingSource()
     scheduler, visitor = OverlappedScheduler(source, device), AddingVisitor()
     for order in (range(7), [4], [3, 5], range(7)):  # the first blocks are there ahead when the fourth is asked for
-        scheduler.sweep(visitor, order)
+        scheduler.sweep(visitor.visit, order)
     scheduler.release_all()
     assert visitor.visits == [*range(7), 4, 3, 5, *range(7)]
     assert source.errors == []
@@ -197,13 +197,13 @@ def test_a_segment_is_replayed_into_its_bucket(bench: Bench) -> None:
     source, scheduler = bench
     for sweep in range(3):  # before the first one nothing is on the device
         for index in range(4):
-            with scheduler.replayed(RecordingVisitor(source), index) as bucket:
+            with scheduler.replayed(RecordingVisitor(source).replay, index) as bucket:
                 assert bucket.segment == index
                 assert bucket.views[0][0] == tensors()[OWNED[index][0]][0] + 2 * sweep + 1
             assert index not in source.out
-        scheduler.sweep(RecordingVisitor(source), range(4))
+        scheduler.sweep(RecordingVisitor(source).visit, range(4))
     for index in range(4):
-        with pytest.raises(ZeroDivisionError), scheduler.replayed(RecordingVisitor(source, ("replay", index)), index):
+        with pytest.raises(ZeroDivisionError), scheduler.replayed(RecordingVisitor(source, ("replay", index)).replay, index):
             pass
 
 
@@ -214,12 +214,12 @@ def test_a_segment_is_replayed_into_its_bucket(bench: Bench) -> None:
 def test_a_failing_visit_releases_every_bucket(bench: Bench, what: str, index: int) -> None:
     source, scheduler = bench
     with pytest.raises(ZeroDivisionError):
-        scheduler.sweep(RecordingVisitor(source, (what, index)), range(4))
+        scheduler.sweep(RecordingVisitor(source, (what, index)).visit, range(4))
     for each, found in enumerate(contents(source, scheduler)):
         replayed = each < index or (each == index and what == "evaluate")
         assert found[-1] == (1 if replayed else 0), "half-replayed bytes are lost, evaluated ones are not"
         assert found[0] == tensors()[OWNED[each][0]][0] + found[-1]
-    scheduler.sweep(RecordingVisitor(source), range(4))
+    scheduler.sweep(RecordingVisitor(source).visit, range(4))
 
 
 @every_device
@@ -240,10 +240,10 @@ def test_an_interrupt_between_two_visits_releases_every_bucket(
     order = [0, 1, 0, 1, 0]
     with benched(make, on, InterruptedSource(recording_source(tmp_path).inner)) as (source, scheduler):
         with pytest.raises(KeyboardInterrupt):
-            scheduler.sweep(RecordingVisitor(source), order)
+            scheduler.sweep(RecordingVisitor(source).visit, order)
         scheduler.release_all()
         assert source.out == set()
-        scheduler.sweep(RecordingVisitor(source), range(4))
+        scheduler.sweep(RecordingVisitor(source).visit, range(4))
 
 
 @every_device
@@ -263,11 +263,11 @@ def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(bench: Benc
             self.evaluate(index, store)
 
     source, scheduler = bench
-    scheduler.sweep(CommittingLate(source), range(4))
-    scheduler.sweep(Looking(source), range(4))
+    scheduler.sweep(CommittingLate(source).visit, range(4))
+    scheduler.sweep(Looking(source).visit, range(4))
     assert [found[-1] for found in contents(source, scheduler)] == [1, 1, 1, 1], "one change, which was kept"
     with pytest.raises(ZeroDivisionError):
-        scheduler.sweep(CommittingLate(source, ("replay", 2)), range(4))
+        scheduler.sweep(CommittingLate(source, ("replay", 2)).visit, range(4))
     found = contents(source, scheduler)
     assert [own[-1] for own in found[:2]] == [2, 2]
     assert found[2][-1] < 2, "a change that failed half-way is lost"
@@ -282,18 +282,18 @@ def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucke
     weights, device, visitor, present = CountingWeights(), threaded(), AddingVisitor(1), 1
     source = SegmentStore(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
     scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)
-    scheduler.sweep(visitor, order)
+    scheduler.sweep(visitor.visit, order)
     time.sleep(0.2)  # until what comes first in the next sweep is read ahead
     before = weights.reads.total()
     for present in (2, 3, 4):
         visitor.present = present
-        scheduler.sweep(visitor, order)
+        scheduler.sweep(visitor.visit, order)
     time.sleep(0.2)
     # A bucket that is still in use when a sweep ends is filled in the next one: one block more or fewer comes ahead.
     assert abs(weights.reads.total() - before - 3 * reads) <= 1
     assert weights.reads[0] == weights.reads[13] == 1, "embedding and head stay"
     for index in order:
-        with scheduler.replayed(visitor, index) as bucket:
+        with scheduler.replayed(visitor.replay, index) as bucket:
             assert bucket.views[0][0].item() == index + present
     scheduler.release_all()
     device.close()
@@ -319,9 +319,9 @@ def test_the_source_is_told_what_is_acquired_next(on: Callable[[], Device], tmp_
     for number, make in enumerate(SCHEDULERS.values()):
         with benched(make, on, ToldSource(recording_source(tmp_path / f"{number}").inner)) as (source, scheduler):
             for _ in range(3):
-                scheduler.sweep(RecordingVisitor(source), range(4))
+                scheduler.sweep(RecordingVisitor(source).visit, range(4))
             for index in range(4):
-                with scheduler.replayed(RecordingVisitor(source), index):
+                with scheduler.replayed(RecordingVisitor(source).replay, index):
                     pass
             assert source.missed == 0
 

@@ -140,7 +140,7 @@ class Weights(Queued):
         return kind(self.source, self.streams, self.case, replays=self.case.replays)
 
     def sweep(self, order: Sequence[int] = range(BLOCKS + 2), kind: type[IssuingVisitor] = IssuingVisitor) -> None:
-        self.scheduler.sweep(self.visitor(kind), order)
+        self.scheduler.sweep(self.visitor(kind).visit, order)
 
     def end(self) -> list[str]:
         self.scheduler.release_all()
@@ -237,7 +237,7 @@ def test_a_copy_that_cannot_be_started_loses_nothing(lane: Lane, at: int, monkey
         try:
             sweeps.sweep()
             for index in range(BLOCKS + 2):
-                with sweeps.scheduler.replayed(sweeps.visitor(), index) as bucket:
+                with sweeps.scheduler.replayed(sweeps.visitor().replay, index) as bucket:
                     assert bucket.segment == index
         except MemoryError:
             failures += 1

@@ -10,20 +10,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
 from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_positions
 from zo2core.profiling import Timeline
-from zo2core.protocols import BlockSource, Store
+from zo2core.protocols import BlockSource, ReplaySegment
 from zo2core.sources.segment_store import portions
 from zo2core.types import BlockLayout, Bucket, Lane
 
 STAGES = 3  # encoded blocks: one is being copied, one is ready, one is being encoded
-
-Replay: TypeAlias = Callable[[int, Store, int], int]  # (segment, its parameters, their version) -> the new version
 
 
 class _Stage(NamedTuple):
@@ -48,7 +46,7 @@ class LowBitSource:
         source: BlockSource,
         staying: Collection[int],
         host_memory: Callable[[int], torch.Tensor],
-        replay: Replay,
+        replay: ReplaySegment,
         *,
         comes_back: bool,
         timeline: Timeline | None = None,

@@ -28,11 +28,11 @@ from zo2core.protocols import (
     CounterNoise,
     Forward,
     NoiseGenerator,
-    Replaying,
+    ReplaySegment,
     Scheduler,
     Store,
     Streams,
-    Visitor,
+    VisitSegment,
 )
 from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.activations import StreamActivations
@@ -192,22 +192,17 @@ class SegmentVisitor:
         return self._forward.heads(stream.batches, activations)
 
 
-class WatchedVisitor:
-    """Does what another visitor does, and reports each visit."""
+def watched(visit: VisitSegment, visits: int, watch: Callable[[int, int], object]) -> VisitSegment:
+    """A visit that is reported, with the number of visits so far and of all."""
+    done = 0
 
-    def __init__(self, visitor: Visitor, visits: int, watch: Callable[[int, int], object]) -> None:
-        self._visitor, self._visits, self._watch = visitor, visits, watch
-        self._done = 0
+    def visit_and_report(index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        nonlocal done
+        visit(index, store, version, commit)
+        done += 1
+        watch(done, visits)
 
-    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Visit the segment, and report. See the contract."""
-        self._visitor.visit(index, store, version, commit)
-        self._done += 1
-        self._watch(self._done, self._visits)
-
-    def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version. See the contract."""
-        return self._visitor.replay(index, store, version)
+    return visit_and_report
 
 
 class HostReplay:
@@ -225,7 +220,7 @@ class HostReplay:
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the version of the present number of updates. See ``Visitor``."""
+        """Bring a segment to the version of the present number of updates. See ``ReplaySegment``."""
         present = len(self._updates)
         if self._perturber is None or self._perturber.version != present:  # a new sweep
             trajectory = Trajectory(self._updates, present, (), zo_eps=1.0, perturb_in_place=True)
@@ -246,10 +241,10 @@ class LowBitScheduler:
         self._scheduler, self._source = scheduler, source
         self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
 
-    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         self._interrupted = True
-        self._scheduler.sweep(visitor, order)
+        self._scheduler.sweep(visit, order)
         self._interrupted = False
 
     def release_all(self) -> None:
@@ -259,7 +254,7 @@ class LowBitScheduler:
         self._interrupted = False
 
     @contextmanager
-    def replayed(self, visitor: Replaying, index: int) -> Iterator[Bucket]:
+    def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, in its stored dtype. See the contract."""
         if self._interrupted:
             self.release_all()
@@ -268,7 +263,7 @@ class LowBitScheduler:
                 with self._source.stored(index) as bucket:
                     yield bucket
             else:
-                with self._scheduler.replayed(visitor, index) as bucket:
+                with self._scheduler.replayed(replay, index) as bucket:
                     yield bucket
 
 
