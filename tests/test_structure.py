@@ -147,14 +147,14 @@ MOST_LINES = {
     "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2536,
     "zo2adapters/trainers": 4155,
-    "zo2core": 4892,
+    "zo2core": 4882,
     "zo2core/checkpoint": 726,
     "zo2core/io": 390,
-    "zo2core/kernels": 1098,
+    "zo2core/kernels": 1064,
     "zo2core/methods": 698,
     "zo2core/planning": 551,
-    "zo2core/sources": 870,
-    "zo2core/sweep": 1842,
+    "zo2core/sources": 849,
+    "zo2core/sweep": 1820,
 }
 
 

@@ -313,9 +313,6 @@ class SequentialNoise:
             self._advance(stream, current, min(last, stop))
 
 
-SCRATCH = 1 << 24  # elements of a scratch buffer at most: enough for launches to cost little
-
-
 def drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
     """Bytes of the longest chunk of z."""
     specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters if not spec.frozen}

@@ -27,7 +27,7 @@ from zo2core.errors import JournalError, OptionError, ScratchError, UnsupportedM
 from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
 from zo2core.journal import Journal
-from zo2core.kernels import apply_drawing, fill, form, perturb_each
+from zo2core.kernels import Draw, apply, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
 from zo2core.kernels.programs import compile_updates, split_updates
 from zo2core.protocols import SEEDS_IN_TURN, Activations, BlockModel, CounterNoise, Forward, NoiseGenerator, ZOEstimator
@@ -482,7 +482,7 @@ class FactorStore:
             period = sums.version // self._settings.period
             end = min(version, (period + 1) * self._settings.period)
             for program in self._programs(updates, sums.version, end):
-                apply_drawing(sums.now, program, self._distribution, spec.index)
+                apply(sums.now, program, Draw(self._distribution, spec.index))
             if end % self._settings.period == 0:
                 ended = sums.now
                 if len(spec.shape) == 2:

@@ -310,7 +310,7 @@ class Table(NamedTuple):
 class Program:
     """The instructions for each weight of a parameter, in order; kernels run them in one pass over memory.
 
-    A program keeps its encoded tables, which live as long as it does: for a sweep, or in the cache of ``programs.copying``.
+    A program keeps its encoded tables, which live as long as it does: for a sweep.
     """
 
     seeds: tuple[int, ...]  # of the directions

@@ -25,7 +25,7 @@ from zo2adapters.trainers.options import RunModelOptions, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Distribution, Engine, Journal, MeZOSGD, ZerothOrder
 from zo2core.errors import OptionError
-from zo2core.kernels import dispatch
+from zo2core.kernels import Draw, dispatch
 from zo2core.types import Descend, Lane, Perturb, Program
 
 BATCH = make_batch(40, [12, 7])
@@ -183,13 +183,13 @@ def test_kernels_round_what_leaves_them_once(
             theta = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
             out = None if then is None else torch.empty(3000, dtype=stored)
             rounded = torch.empty(3000, dtype=computed)
-            dispatch.apply_drawing(theta, program, Distribution.GAUSSIAN, 9, 777, out=out, rounded=rounded)
+            dispatch.apply(theta, program, Draw(Distribution.GAUSSIAN, 9, 777), out=out, rounded=rounded)
             outcomes.append((theta, theta if out is None else out, rounded))
             assert_same_bits("rounded", rounded, outcomes[-1][1].to(computed))
             alone = torch.empty(3000, dtype=computed)
             if then is not None:
                 start = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
-                dispatch.apply_drawing(start, program, Distribution.GAUSSIAN, 9, 777, out=alone)
+                dispatch.apply(start, program, Draw(Distribution.GAUSSIAN, 9, 777), out=alone)
                 assert_same_bits("without a copy that is not rounded", alone, rounded)
         monkeypatch.undo()
         for ours, theirs in zip(*outcomes, strict=True):

@@ -132,9 +132,9 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
             threads.add(threading.current_thread().name)
             if failing and len(threads) == 2:
                 raise FailureError
-            zo2core.kernels.apply_drawing(*args, **options)
+            zo2core.kernels.apply(*args, **options)
 
-        monkeypatch.setattr(zo2core.sweep.perturbers, "apply_drawing", watched)
+        monkeypatch.setattr(zo2core.sweep.perturbers, "apply", watched)
         expected.append(engine.step(BATCH).losses)
         assert len(threads) == 2
         failing = True

@@ -38,7 +38,7 @@ from zo2core import perturbation as factor_store
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
-from zo2core.kernels import dispatch, reference
+from zo2core.kernels import Draw, dispatch, reference
 from zo2core.kernels.encoding import decode
 from zo2core.kernels.low_bit import FP8
 from zo2core.planning.memory import DevicePlan, Replay
@@ -278,7 +278,7 @@ def test_the_kernel_gives_the_references_bits(distribution: Distribution, dtype:
     found = []
     for device in ("cpu", "cuda"):
         weights, out = theta.to(device, copy=True), torch.empty(numel, dtype=dtype, device=device)
-        dispatch.apply_drawing(weights, program, distribution, 3, start, out=out)
+        dispatch.apply(weights, program, Draw(distribution, 3, start), out=out)
         found.append((weights.cpu(), out.cpu()))
     z, there = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
     reference.fill(z, distribution, seed, 3, 0)
@@ -294,7 +294,7 @@ def test_the_kernel_takes_any_number_as_a_parameters_place() -> None:
         program, results = Program((number,), (Perturb(0, 1.0, 1e-3),), then=None), []
         for device in ("cpu", "cuda"):
             weights, z = theta.to(device, copy=True), torch.empty(3000, device=device)
-            dispatch.apply_drawing(weights, program, Distribution.GAUSSIAN, min(number, 99), number)
+            dispatch.apply(weights, program, Draw(Distribution.GAUSSIAN, min(number, 99), number))
             dispatch.fill(z, Distribution.GAUSSIAN, number, min(number, 99), number)
             results.append((weights.cpu(), z.cpu()))
         for ours, theirs in zip(*results, strict=True):

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core.errors import ZO2Warning
-from zo2core.kernels import dispatch, form, reference
+from zo2core.kernels import Draw, dispatch, form, reference
 from zo2core.kernels.programs import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
@@ -79,10 +79,10 @@ def test_compiled_arithmetic_gives_the_references_bits(dtype: torch.dtype, data:
     program = Program(tuple(range(directions)), tuple(data.draw(instructions(directions))))
     theta = weights(length, dtype, seed)
     zs = [weights(length, dtype, 10 + i) for i in range(directions)]
-    ours, scratch, other = unaligned(theta), torch.empty_like(theta), torch.empty_like(theta)
+    ours = unaligned(theta)
     assert dispatch.takes(ours, *zs)
-    dispatch.apply(ours, program, zs, scratch=scratch, decay_scratch=other)
-    reference.apply(theta, program, zs, scratch=scratch, decay_scratch=other)
+    dispatch.apply(ours, program, zs)
+    reference.apply(theta, program, zs)
     assert_same(ours, theta)
 
 
@@ -110,19 +110,19 @@ def test_one_pass_is_the_composition_of_its_parts(dtype: torch.dtype, with_libra
     program = Program(tuple(range(40, 40 + directions)), tuple(draw(instructions(directions))), then)
     in_place, distribution = draw(st.booleans()), draw(st.sampled_from(Distribution))
     theta = weights(length, dtype, start % 10)
-    expected, scratch, other = theta.clone(), torch.empty_like(theta), torch.empty_like(theta)
+    expected = theta.clone()
     zs = [torch.empty_like(theta) for _ in program.seeds]
     for z, seed in zip(zs, program.seeds, strict=True):
         reference.fill(z, distribution, seed, 6, start)
-    reference.apply(expected, program, zs, scratch=scratch, decay_scratch=other)
+    reference.apply(expected, program, zs)
     moved = expected.clone()
     if then is not None:
-        reference.perturb(moved, expected, zs[then.direction], then, scratch=scratch)
+        reference.perturb(moved, expected, zs[then.direction], then)
     out = None if then is None else theta if in_place else torch.empty_like(theta)
     with pytest.MonkeyPatch.context() as patch:
         if not with_library:
             patch.setattr(dispatch, "library", lambda: None)
-        dispatch.apply_drawing(theta, program, distribution, 6, start, out=out)
+        dispatch.apply(theta, program, Draw(distribution, 6, start), out=out)
     if out is not None:
         assert_same(out, moved)
     if out is not theta:
@@ -133,16 +133,16 @@ def test_one_pass_is_the_composition_of_its_parts(dtype: torch.dtype, with_libra
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_kernels_give_the_references_bits(dtype: torch.dtype) -> None:
     theta, z = weights(3000, dtype, 1), weights(3000, dtype, 2)
-    scratch, other, ours, theirs = (torch.empty_like(theta) for _ in range(4))
+    ours, theirs = torch.empty_like(theta), torch.empty_like(theta)
     for shift in (1.0, -2.0, -0.3):
-        dispatch.perturb(ours, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
-        reference.perturb(theirs, theta, z, Perturb(0, shift, 1e-3), scratch=scratch)
+        dispatch.apply(theta, Program((0,), (), Perturb(0, shift, 1e-3)), [z], out=ours)
+        reference.perturb(theirs, theta, z, Perturb(0, shift, 1e-3))
         assert_same(ours, theirs)
     for decay in (0.0, 0.1):
         ours, theirs = theta.clone(), theta.clone()
         program = Program((0,), (Descend(0, 0.7, 1e-3, decay),))
-        dispatch.apply(ours, program, [z], scratch=scratch, decay_scratch=other)
-        reference.descend(theirs, z, Descend(0, 0.7, 1e-3, decay), scratch=scratch, decay_scratch=other)
+        dispatch.apply(ours, program, [z])
+        reference.descend(theirs, z, Descend(0, 0.7, 1e-3, decay))
         assert_same(ours, theirs)
 
 
@@ -286,7 +286,7 @@ def test_moves_by_themselves_are_each_one_move(compiles: bool, data: st.DataObje
             expected = theta.to(into, copy=True)
             if shift != 0:
                 alone = Program((moves.seeds[place],), (), then=Perturb(0, shift, 1e-3))
-                dispatch.apply_drawing(theta, alone, distribution, 3, out=expected)
+                dispatch.apply(theta, alone, Draw(distribution, 3), out=expected)
             assert_same(row, expected)
 
 

@@ -65,7 +65,7 @@ from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.durable import RecordFile
 from zo2core.journal import Journal
-from zo2core.kernels import apply_drawing
+from zo2core.kernels import apply
 from zo2core.perturbation import DATA, MANIFEST, Factors, PerturbedParameter, kept_bytes_a_step, sum_elements
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Lane, Program
@@ -358,7 +358,7 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
     found, calls = [], count(1)
 
     def interrupting(*arguments: Any, **options: Any) -> None:
-        apply_drawing(*arguments, **options)
+        apply(*arguments, **options)
         if next(calls) == fails_at:
             raise KeyboardInterrupt
 
@@ -367,7 +367,7 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
             for _ in range(3):
                 engine.step(BATCH)
             if disturbed:
-                with patch.object(factor_store, "apply_drawing", interrupting), pytest.raises(KeyboardInterrupt):
+                with patch.object(factor_store, "apply", interrupting), pytest.raises(KeyboardInterrupt):
                     engine.step(BATCH)
             engine.step(BATCH)
             found.append(weights(engine))
@@ -441,7 +441,7 @@ class Counting:
 
     def __call__(self, theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
         self.drawn += len(program.seeds)
-        apply_drawing(theta, program, *arguments, **options)
+        apply(theta, program, *arguments, **options)
 
 
 def opened(base: Path, run: Path, **policy: Any) -> Engine:
@@ -468,7 +468,7 @@ class Stopped(NamedTuple):
     def resume(self, run: Path, **policy: Any) -> int:
         """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
         drawing = Counting()
-        with patch.object(factor_store, "apply_drawing", drawing):
+        with patch.object(factor_store, "apply", drawing):
             assert_equal(outcome(opened(self.base, run, **policy), [BATCH])[1], self.expected)
         return drawing.drawn
 

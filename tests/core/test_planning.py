@@ -43,7 +43,7 @@ from zo2core import (
 )
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING
-from zo2core.kernels import apply_drawing
+from zo2core.kernels import apply
 from zo2core.noise import SequentialNoise
 from zo2core.planning.memory import DevicePlan, HostPlan, Machine, RunRequest, free_memory, plan_device_memory, plan_host
 from zo2core.planning.speeds import (
@@ -186,9 +186,9 @@ def test_a_first_evaluation_draws_the_updates_direction_and_its_own(monkeypatch:
     def recorded(theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
         moves = (*program.instructions, *([program.then] if program.then else []))
         passes.add(len({program.seeds[move.direction] for move in moves}))
-        apply_drawing(theta, program, *arguments, **options)
+        apply(theta, program, *arguments, **options)
 
-    monkeypatch.setattr(zo2core.planning.speeds, "apply_drawing", recorded)
+    monkeypatch.setattr(zo2core.planning.speeds, "apply", recorded)
     first, other = evaluation_seconds(PhiloxNoise(), layouts())
     assert min(first, other) > 0
     assert passes == {1, 2}
@@ -409,10 +409,10 @@ def test_replay_is_not_measured_on_denormal_numbers(monkeypatch: pytest.MonkeyPa
     smallest: list[float] = []
 
     def watching(theta: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        apply_drawing(theta, *arguments, **options)
+        apply(theta, *arguments, **options)
         smallest.append(theta.abs().min().item())
 
-    monkeypatch.setattr(zo2core.planning.speeds, "apply_drawing", watching)
+    monkeypatch.setattr(zo2core.planning.speeds, "apply", watching)
     spec = ParameterSpec("p", (1 << 20,), torch.float16, 0, True)
     assert replay_seconds(PhiloxNoise(), [BlockLayout("b", SegmentKind.BLOCK, (spec,))], in_place=False) > 0
     assert min(smallest) > torch.finfo(torch.float16).tiny

@@ -19,7 +19,7 @@ from models import make_batch
 from toy import ToyBlockModel
 
 from zo2core import Distribution, HostPlan, MemoryPolicy, MeZOSGD, MultiQueryRGE, PhiloxNoise
-from zo2core.kernels import dispatch
+from zo2core.kernels import Draw, dispatch
 from zo2core.sweep import perturbers
 from zo2core.types import Descend, Perturb, Program
 
@@ -55,17 +55,14 @@ def interpret() -> None:
                     theirs, out, expected = ours.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
                     program = Program(seeds, own, then)
                     triton_kernels.apply_drawing([ours], program, distribution, [9], start, outs=[out])
-                    dispatch.apply_drawing(theirs, program, distribution, 9, start, out=expected)
+                    dispatch.apply(theirs, program, Draw(distribution, 9, start), out=expected)
                     given, zs = ours.clone(), [torch.randn(length).to(dtype) for _ in seeds]
                     also, then_given, then_expected = given.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
-                    memory = {"scratch": torch.empty_like(ours), "decay_scratch": torch.empty_like(ours)}
-                    triton_kernels.apply([given], program, [[z] for z in zs])
-                    dispatch.apply(also, program, zs, **memory)
-                    for shift in (1.0, 0.3):
-                        triton_kernels.perturb([then_given], [given], [zs[0]], Perturb(0, shift, 1e-3))
-                        scratch = memory["scratch"]
-                        dispatch.perturb(then_expected, also, zs[0], Perturb(0, shift, 1e-3), scratch=scratch)
-                        assert torch.equal(then_given.view(integer), then_expected.view(integer)), (dtype, shift)
+                    for also_then in (Perturb(0, 1.0, 1e-3), Perturb(1, 0.3, 1e-3), then):
+                        program = Program(seeds, own, also_then)
+                        triton_kernels.apply([given], program, [[z] for z in zs], [then_given])
+                        dispatch.apply(also, program, zs, out=then_expected)
+                        assert torch.equal(then_given.view(integer), then_expected.view(integer)), (dtype, also_then)
                     compared = (("theta", ours, theirs), ("out", out, expected), ("z given", given, also))
                     for name, a, b in compared:
                         assert torch.equal(a.view(integer), b.view(integer)), (distribution, dtype, start, name)
@@ -139,8 +136,7 @@ def engines() -> None:
         # Three segments. A replay takes a launch for each kind of decay, every evaluation one; for an untied head two, whose
         # matrix fills the memory for z.
         if estimator is MeZOSGD and noise is None:
-            assert per_step["apply"] == (3 if weight_decay else 4), per_step
-            assert per_step["perturb"] == 2 * (3 + (not tied)), per_step
+            assert per_step["apply"] == (3 if weight_decay else 4) + 2 * (3 + (not tied)), per_step
         elif estimator is MeZOSGD:
             assert per_step["apply_drawing"] <= 3 * (2 + bool(weight_decay) + tied), per_step
 
@@ -156,7 +152,7 @@ def counting(counted: Counter[str]) -> SimpleNamespace:
 
         return call
 
-    return SimpleNamespace(**{name: counts(name) for name in ("apply", "perturb", "apply_drawing")})
+    return SimpleNamespace(**{name: counts(name) for name in ("apply", "apply_drawing")})
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "engines": engines, "compile": compile_to_ptx}

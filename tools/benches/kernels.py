@@ -25,7 +25,7 @@ from measuring import spread, timed
 from zo2adapters.models.checkpoint import DTYPES
 from zo2core import CudaDevice, Distribution
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows, NF4Blocks
-from zo2core.kernels import dispatch, reference
+from zo2core.kernels import Draw, dispatch, reference
 from zo2core.kernels.encoding import decode
 from zo2core.types import Descend, ParameterSpec, Perturb, Program
 
@@ -88,8 +88,8 @@ def passes(dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
         return lambda start, stop: fill(target(start, stop), distribution, 5, 0, start)
 
     def apply(source: torch.Tensor, program: Program, distribution: Distribution) -> Work:
-        return lambda start, stop: dispatch.apply_drawing(
-            source[start:stop], program, distribution, 0, start, out=target(start, stop)
+        return lambda start, stop: dispatch.apply(
+            source[start:stop], program, Draw(distribution, 0, start), out=target(start, stop)
         )
 
     def mezo(start: int, stop: int) -> None:

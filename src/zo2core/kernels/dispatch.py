@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zo2core.errors import ZO2Warning
 from zo2core.kernels import reference
-from zo2core.kernels.programs import copying, table
+from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 12  # of the C files
@@ -144,8 +144,6 @@ def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
     return library() is not None and stored.device.type == "cpu" and stored.is_contiguous() and rounds_to(out)
 
 
-_CHUNK = 32768  # elements that the reference draws at a time on the CPU
-_DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more than memory
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 _TWO_THREADS = 1 << 16  # weights of a matrix from which a second thread pays
@@ -157,27 +155,47 @@ class _Direction(ctypes.Structure):
     _fields_ = (("seed", ctypes.c_uint64), ("z", ctypes.c_void_p))
 
 
-def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor, rounded: Tensor | None = None) -> None:
-    """Do what ``reference.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
-    if takes(theta, z) and rounds_to(out, rounded):
-        _walk(theta, copying(by), _given([z]), (0, 0, 0), out, rounded)
+def apply(
+    theta: Tensor,
+    program: Program,
+    z: Draw | Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    rounded: Tensor | None = None,
+) -> None:
+    """Run a program on a range of a parameter, in one pass over memory. Thread-safe.
+
+    Args:
+        theta: The range's weights, 1-D, contiguous, changed in place.
+        program: Instructions to run.
+        z: The range's directions, one for each seed of the program, or how they are drawn.
+        out: Memory for the perturbed copy that ``program.then`` makes: ``theta`` itself, or memory that does not overlap it;
+            if its dtype is another one, the copy is rounded to it once.
+        rounded: Memory for a second copy of the result (``out``, or ``theta`` without it), rounded once to its dtype; it
+            overlaps no other tensor.
+    """
+    assert (out is None) == (program.then is None)
+    zs: Sequence[Tensor] = () if isinstance(z, Draw) else z
+    if takes(theta, *zs) and rounds_to(out, rounded):
+        coded, in_place = table(program, theta.device), len(program.instructions)
+        if isinstance(z, Draw):
+            directions: object = coded.directions.data_ptr()
+            drawn = _DISTRIBUTIONS[z.distribution], z.parameter, z.start
+        else:
+            directions, drawn = (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs]), (0, 0, 0)
+        memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
+        run = coded.instructions.data_ptr(), in_place, in_place + (out is not None), directions
+        functions().zo2core_walk(*memory, *run, *drawn)
         return
-    if (kernels := triton_kernels(theta)) is not None:
-        kernels.perturb([out], [theta], [z], by)
+    outs = None if out is None else [out]
+    if (kernels := triton_kernels(theta)) is None:
+        reference.apply(theta, program, z, out=out)
+    elif isinstance(z, Draw):
+        kernels.apply_drawing([theta], program, z.distribution, [z.parameter], z.start, outs=outs)
     else:
-        reference.perturb(out, theta, z, by, scratch=scratch)
+        kernels.apply([theta], program, [[given] for given in zs], outs)
     if rounded is not None:
-        rounded.copy_(out)
-
-
-def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
-    """Do what ``reference.apply`` does."""
-    if takes(theta, *zs):
-        _walk(theta, program, _given(zs), (0, 0, 0))
-    elif (kernels := triton_kernels(theta)) is not None:
-        kernels.apply([theta], program, [[z] for z in zs])
-    else:
-        reference.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+        rounded.copy_(theta if out is None else out)
 
 
 def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
@@ -189,56 +207,9 @@ def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, sta
     if (kernels := triton_kernels(out)) is not None:
         kernels.fill(out, distribution, seed, parameter, start)
         return
-    length = _chunk(out)
+    length = reference.chunk(out)
     for first in range(0, out.numel(), length):
         reference.fill(out[first : first + length], distribution, seed, parameter, start + first)
-
-
-def apply_drawing(
-    theta: Tensor,
-    program: Program,
-    distribution: Distribution,
-    parameter: int,
-    start: int = 0,
-    *,
-    out: Tensor | None = None,
-    rounded: Tensor | None = None,
-) -> None:
-    """Draw a program's directions and run it on a range of a parameter, in one pass over memory. Thread-safe.
-
-    Args:
-        theta: The range's weights, 1-D, contiguous, changed in place.
-        program: Instructions to run.
-        distribution: Distribution of z.
-        parameter: Index of the parameter in registration order.
-        start: Element of the parameter at which ``theta`` starts.
-        out: Memory for the perturbed copy that ``program.then`` makes: ``theta`` itself, or memory that does not overlap it;
-            if its dtype is another one, the copy is rounded to it once.
-        rounded: Memory for a second copy of the result (``out``, or ``theta`` without it), rounded once to its dtype; it
-            overlaps no other tensor.
-    """
-    assert (out is None) == (program.then is None)
-    if takes(theta) and rounds_to(out, rounded):
-        directions = table(program, theta.device).directions.data_ptr()
-        _walk(theta, program, directions, (_DISTRIBUTIONS[distribution], parameter, start), out, rounded)
-        return
-    if (kernels := triton_kernels(theta)) is not None:
-        outs = None if out is None else [out]
-        kernels.apply_drawing([theta], program, distribution, [parameter], start, outs=outs)
-    else:  # the reference draws all directions of a chunk, then runs the program on it
-        length = min(_chunk(theta), theta.numel())
-        memory = [torch.empty(length, dtype=theta.dtype, device=theta.device) for _ in range(2 + len(program.seeds))]
-        for first in range(0, theta.numel(), max(length, 1)):
-            chunk = theta[first : first + length]
-            scratch, decay_scratch, *zs = (buffer[: chunk.numel()] for buffer in memory)
-            for z, seed in zip(zs, program.seeds, strict=True):
-                reference.fill(z, distribution, seed, parameter, start + first)
-            reference.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
-            if program.then is not None and out is not None:
-                copy, z = out[first : first + length], zs[program.then.direction]
-                reference.perturb(copy, chunk, z, program.then, scratch=scratch)
-    if rounded is not None:
-        rounded.copy_(theta if out is None else out)
 
 
 def perturb_each(theta: Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: Tensor) -> None:
@@ -263,27 +234,7 @@ def perturb_each(theta: Tensor, perturbations: Program, distribution: Distributi
             row.copy_(theta)
         else:
             program = Program((perturbations.seeds[perturbation.direction],), (), then=perturbation._replace(direction=0))
-            apply_drawing(theta, program, distribution, parameter, out=row)
-
-
-def _walk(
-    theta: Tensor,
-    program: Program,
-    directions: object,
-    drawn: tuple[int, int, int],  # distribution, parameter and start: of no effect where z is given
-    out: Tensor | None = None,
-    rounded: Tensor | None = None,
-) -> None:
-    """Run a program on host memory with the compiled kernels, with its ``then`` where there is memory for that copy."""
-    coded, in_place = table(program, theta.device).instructions.data_ptr(), len(program.instructions)
-    memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
-    run = coded, in_place, in_place + (out is not None), directions
-    functions().zo2core_walk(*memory, *run, *drawn)
-
-
-def _given(zs: Sequence[Tensor]) -> object:
-    """Directions that were already drawn."""
-    return (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
+            apply(theta, program, Draw(distribution, parameter), out=row)
 
 
 def _results(theta: Tensor, out: Tensor | None, rounded: Tensor | None) -> tuple[int | None, int, int | None]:
@@ -293,11 +244,6 @@ def _results(theta: Tensor, out: Tensor | None, rounded: Tensor | None) -> tuple
         out, rounded = None, out
     unrounded = None if out is None else out.data_ptr()
     return (unrounded, 0, None) if rounded is None else (unrounded, DTYPES[rounded.dtype], rounded.data_ptr())
-
-
-def _chunk(tensor: Tensor) -> int:
-    """Elements that the reference draws at a time on a tensor's device."""
-    return _CHUNK if tensor.is_cpu else _DEVICE_CHUNK
 
 
 def triton_kernels(tensor: Tensor) -> ModuleType | None:

@@ -22,15 +22,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from zo2core.types import Descend, Evaluation, Perturb, Program, Table, Update, aligned
+from zo2core.types import Descend, Distribution, Evaluation, Perturb, Program, Table, Update, aligned
 
 _PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)  # kinds of instructions
+
+
+class Draw(NamedTuple):
+    """How kernels draw z of a range of a parameter, in each pass that uses it."""
+
+    distribution: Distribution
+    parameter: int  # index in registration order
+    start: int = 0  # element of the parameter at which the range starts
 
 
 class Trajectory(NamedTuple):
@@ -126,12 +133,6 @@ def _row(instruction: Perturb | Descend) -> tuple[int, float, float, float]:
     if folds(instruction.shift):
         return _PERTURB_FOLDED, instruction.shift * instruction.zo_eps, 0.0, 0.0
     return _PERTURB, instruction.shift, instruction.zo_eps, 0.0
-
-
-@lru_cache(maxsize=256)
-def copying(by: Perturb) -> Program:
-    """The program of one perturbed copy. Cached: coding it takes as long as the pass over a small parameter."""
-    return Program((0,), (), then=by._replace(direction=0))
 
 
 def table(program: Program, device: torch.device) -> Table:

@@ -35,9 +35,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zo2core.kernels.programs import folds
+from zo2core.kernels.programs import Draw, folds
 from zo2core.types import Descend, Distribution, Perturb, Program
 
+_CHUNK = 32768  # elements that are processed at a time on the CPU
+_DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more than memory
 _FORMED_AT_ONCE = 1 << 18  # weights that are summed at a time
 _WORD = 0xFFFFFFFF
 _LOG = (0.20213786, -0.3244516, 0.3450166, -0.3980033, 0.4993982, -0.6667012, 1.0000073, -1.9999999)
@@ -46,7 +48,12 @@ _COSINE = (-0.0003188805, 0.015849914, -0.30842426, 1.0)
 _SQRT_HALF = 0x3F3504F3  # bits of sqrt(1/2)
 
 
-def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tensor) -> None:
+def chunk(tensor: Tensor) -> int:
+    """Elements that are processed at a time on a tensor's device."""
+    return _CHUNK if tensor.is_cpu else _DEVICE_CHUNK
+
+
+def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb) -> None:
     """``out = theta + ((shift * z) * zo_eps)`` (MeZO, Algorithm 1, PerturbParameters).
 
     Args:
@@ -54,24 +61,15 @@ def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb, *, scratch: Tens
         theta: Weights.
         z: Direction.
         by: Shift and scale; its direction is not used.
-        scratch: Memory to overwrite, which overlaps no other tensor. If it is shorter, the work is done in chunks.
     """
-    length = max(scratch.numel(), 1)
-    for start in range(0, theta.numel(), length):
-        chunk = theta[start : start + length]
-        delta = scratch[: len(chunk)]
-        if folds(by.shift):
-            torch.mul(z[start : start + length], by.shift * by.zo_eps, out=delta)
-        else:
-            torch.mul(z[start : start + length], by.shift, out=delta)
-            delta.mul_(by.zo_eps)
-        if out.dtype is theta.dtype:
-            torch.add(chunk, delta, out=out[start : start + length])
-        else:
-            out[start : start + length].copy_(torch.add(chunk, delta, out=delta))
+    delta = z * (by.shift * by.zo_eps) if folds(by.shift) else (z * by.shift).mul_(by.zo_eps)
+    if out.dtype is theta.dtype:
+        torch.add(theta, delta, out=out)
+    else:
+        out.copy_(torch.add(theta, delta, out=delta))
 
 
-def descend(theta: Tensor, z: Tensor, by: Descend, *, scratch: Tensor, decay_scratch: Tensor) -> None:
+def descend(theta: Tensor, z: Tensor, by: Descend) -> None:
     """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it is 0.
 
     MeZO's trainer writes the decay term for every decayed parameter, also with a decay of 0. Leaving it out gives the same
@@ -82,37 +80,32 @@ def descend(theta: Tensor, z: Tensor, by: Descend, *, scratch: Tensor, decay_scr
         theta: Weights, changed in place.
         z: Direction.
         by: The scalar g, learning rate and weight decay; its direction is not used.
-        scratch: Memory to overwrite, which overlaps no other tensor.
-        decay_scratch: A second such memory.
     """
-    torch.mul(z, by.projected_grad, out=scratch)
+    step = z * by.projected_grad
     if by.weight_decay != 0:
-        torch.mul(theta, by.weight_decay, out=decay_scratch)
-        scratch.add_(decay_scratch)
-    scratch.mul_(by.lr)
-    theta.sub_(scratch)
+        step.add_(theta * by.weight_decay)
+    theta.sub_(step.mul_(by.lr))
 
 
-def apply(theta: Tensor, program: Program, zs: Sequence[Tensor], *, scratch: Tensor, decay_scratch: Tensor) -> None:
-    """Run a program's instructions on weights. Its ``then``, the perturbed copy, is not made.
-
-    Args:
-        theta: Weights, changed in place.
-        program: Instructions to run.
-        zs: Directions, one for each seed of the program.
-        scratch: Memory to overwrite, which overlaps no other tensor. If it is shorter, the work is done in chunks.
-        decay_scratch: A second such memory, as long as the first.
-    """
-    length = max(scratch.numel(), 1)
-    for start in range(0, theta.numel(), length):
-        chunk = theta[start : start + length]
-        first, second = scratch[: len(chunk)], decay_scratch[: len(chunk)]
+def apply(theta: Tensor, program: Program, z: Draw | Sequence[Tensor], *, out: Tensor | None = None) -> None:
+    """Run a program on a range of a parameter, a chunk at a time. See ``dispatch.apply``."""
+    length = chunk(theta)
+    for first in range(0, theta.numel(), length):
+        part = slice(first, first + length)
+        weights = theta[part]
+        if isinstance(z, Draw):
+            zs = [torch.empty_like(weights) for _ in program.seeds]
+            for drawn, seed in zip(zs, program.seeds, strict=True):
+                fill(drawn, z.distribution, seed, z.parameter, z.start + first)
+        else:
+            zs = [given[part] for given in z]
         for instruction in program.instructions:
-            z = zs[instruction.direction][start : start + length]
             if isinstance(instruction, Perturb):
-                perturb(chunk, chunk, z, instruction, scratch=first)
+                perturb(weights, weights, zs[instruction.direction], instruction)
             else:
-                descend(chunk, z, instruction, scratch=first, decay_scratch=second)
+                descend(weights, zs[instruction.direction], instruction)
+        if out is not None and program.then is not None:
+            perturb(out[part], weights, zs[program.then.direction], program.then)
 
 
 def words(seed: int, parameter: int, first: int, count: int, device: torch.device) -> Tensor:

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.programs import copying, table
-from zo2core.types import Distribution, Perturb, Program
+from zo2core.kernels.programs import table
+from zo2core.types import Distribution, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups
 TILE = 16, 128  # rows and columns that a program instance forms
@@ -235,7 +235,7 @@ def apply_drawing(
     *,
     outs: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Do what ``dispatch.apply_drawing`` does, for parameters of one dtype in one launch."""
+    """Do what ``dispatch.apply`` does, for parameters of one dtype in one launch."""
     in_place = len(program.instructions)
     length = in_place if outs is None else in_place + 1
     if length > 0:
@@ -261,25 +261,25 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
         _fill[(blocks,)](out, seed, out.numel(), parameter, start, GAUSSIAN=is_gaussian, BLOCK=BLOCK, **LAUNCH)
 
 
-def apply(thetas: Sequence[torch.Tensor], program: Program, zs: Sequence[Sequence[torch.Tensor]]) -> None:
+def apply(
+    thetas: Sequence[torch.Tensor],
+    program: Program,
+    zs: Sequence[Sequence[torch.Tensor]],
+    outs: Sequence[torch.Tensor] | None = None,
+) -> None:
     """Do what ``dispatch.apply`` does, for parameters of one dtype: one launch for each run along one direction.
 
     ``zs`` has each direction's numbers, by parameter.
     """
-    coded = table(program, thetas[0].device)
+    coded, in_place = table(program, thetas[0].device), len(program.instructions)
+    run = program.instructions if outs is None or program.then is None else (*program.instructions, program.then)
     first = 0
-    for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
-        last = first + len(list(run))
-        places = _launch_over(thetas, zs=zs[direction])
-        memory = thetas[0], thetas[0], zs[direction][0], places.table
-        _launch(_run, places, *memory, *coded, first, last, last, 0, GIVEN=True, GAUSSIAN=True)
+    for direction, along in groupby(run, lambda instruction: instruction.direction):
+        last = first + len(list(along))
+        places = _launch_over(thetas, outs, zs[direction])
+        memory = thetas[0], (thetas if outs is None else outs)[0], zs[direction][0], places.table
+        _launch(_run, places, *memory, *coded, first, min(in_place, last), last, 0, GIVEN=True, GAUSSIAN=True)
         first = last
-
-
-def perturb(outs: Sequence[torch.Tensor], thetas: Sequence[torch.Tensor], zs: Sequence[torch.Tensor], by: Perturb) -> None:
-    """Do what ``dispatch.perturb`` does, for parameters of one dtype in one launch."""
-    places, coded = _launch_over(thetas, outs, zs), table(copying(by), thetas[0].device)
-    _launch(_run, places, thetas[0], outs[0], zs[0], places.table, *coded, 0, 0, 1, 0, GIVEN=True, GAUSSIAN=True)
 
 
 def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from zo2core.devices import resident_memory as resident_memory
 from zo2core.errors import MemoryBudgetError, OptionError, without_effect
 from zo2core.io.direct_file import STAGING, whole_pages
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
-from zo2core.noise import SCRATCH, PhiloxNoise, drawn_bytes, noise_bytes
+from zo2core.noise import PhiloxNoise, drawn_bytes, noise_bytes
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.speeds import MOST_USEFUL_BUCKETS, MeasuredSpeeds, WriteBackPolicy, write_interval
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator
@@ -244,7 +244,6 @@ def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, b
 # some meanwhile.
 AUTO_SHARE = 0.9  # of the free memory
 DEVICE_SHARE = 0.95  # of the free memory; the rest is left to the allocator
-_SCRATCHES = 3  # buffers: replay, weight decay, perturbation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,8 +473,6 @@ def plan_device_memory(
     transferred = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
     slot = max((layout.nbytes for layout in transferred), default=0)
     drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
-    itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
-    scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
     most, allowed = request.memory.activation_bytes, request.memory.least_activation_bytes
     least = most if allowed is None else min(allowed, most)
 
@@ -487,7 +484,7 @@ def plan_device_memory(
             MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
             MemoryPart(f"{kept} blocks that stay", kept * largest),
             MemoryPart("work buffer", request.work_bytes),
-            MemoryPart("noise as it is drawn", (request.directions + 1) * drawn + scratch),
+            MemoryPart("noise as it is drawn", (request.directions + 1) * drawn),
             *(part for part in further if part.nbytes),
             MemoryPart("activations, reserved", activations),
         )

@@ -20,7 +20,7 @@ import torch
 from zo2core.devices import HostDevice
 from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
-from zo2core.kernels import apply, apply_drawing
+from zo2core.kernels import Draw, apply
 from zo2core.kernels.programs import compile_updates
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.ranges import require_number, require_whole
@@ -101,17 +101,17 @@ def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], program: Pro
     largest = max(specs, key=lambda spec: spec.numel)
     chunks = noise.chunks(largest)[:_CHUNKS]
     longest = max(stop - start for start, stop in chunks)
-    memory = [torch.full((longest,), _WEIGHT, dtype=largest.dtype) for _ in range(4)]
+    memory = [torch.full((longest,), _WEIGHT, dtype=largest.dtype) for _ in range(2)]
 
     def run() -> None:
         for start, stop in chunks:
-            theta, z, scratch, decay_scratch = (buffer[: stop - start] for buffer in memory)
+            theta, z = (buffer[: stop - start] for buffer in memory)
             if isinstance(noise, CounterNoise):
                 out = None if program.then is None else z
-                apply_drawing(theta, program, noise.distribution, largest.index, start, out=out)
+                apply(theta, program, Draw(noise.distribution, largest.index, start), out=out)
             else:
                 noise.fill(z, 0, largest, start)
-                apply(theta, program, [z], scratch=scratch, decay_scratch=decay_scratch)
+                apply(theta, program, [z])
 
     threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
     share = sum(stop - start for start, stop in chunks) / sum(spec.numel for spec in specs)

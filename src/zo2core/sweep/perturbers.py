@@ -32,11 +32,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.kernels import apply, apply_drawing, encoding, perturb
+from zo2core.kernels import Draw, apply, encoding
 from zo2core.kernels.dispatch import triton_kernels
 from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
 from zo2core.kernels.programs import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
-from zo2core.noise import SCRATCH, noise_bytes
+from zo2core.noise import noise_bytes
 from zo2core.perturbation import FactorStore, StackedForward, StackedModel
 from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Device, Forward, NoiseGenerator, Store, Stores
 from zo2core.types import (
@@ -158,7 +158,7 @@ class WorkBuffer:
         ]
         self.is_low_bit = [any(spec.is_low_bit for spec in layout.used) for layout in layouts]
         self.elements = [sum(view.spec.numel for view in views) for views in self.segments]
-        self._scratch: dict[tuple[torch.dtype, str], torch.Tensor] = {}
+        self._drawings: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._chunk = max(
             (stop - start for views in self.segments for view in views for start, stop in view.chunks), default=0
         )
@@ -220,18 +220,11 @@ class WorkBuffer:
 
     def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """Return memory for a chunk of z: one buffer for each dtype and purpose, kept."""
-        return self._memory(dtype, purpose, self._chunk)
-
-    def scratch(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """Return memory for arithmetic on a chunk or a part of one: one buffer for each dtype and purpose, kept."""
-        return self._memory(dtype, purpose, min(self._chunk, SCRATCH))
-
-    def _memory(self, dtype: torch.dtype, purpose: str, length: int) -> torch.Tensor:
         key = (dtype, purpose)
-        if key not in self._scratch:
-            nbytes = length * dtype.itemsize
-            self._scratch[key] = self._device.empty(nbytes)[:nbytes].view(dtype)
-        return self._scratch[key]
+        if key not in self._drawings:
+            nbytes = self._chunk * dtype.itemsize
+            self._drawings[key] = self._device.empty(nbytes)[:nbytes].view(dtype)
+        return self._drawings[key]
 
 
 def named_views(specs: Sequence[ParameterSpec], memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -247,6 +240,7 @@ RANGE = 1 << 18  # elements
 
 Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
 Programs: TypeAlias = Mapping[bool, Program]  # of updates, by whether weight decay applies to a parameter
+Work: TypeAlias = tuple[ParameterView, Sequence[Program]]  # a parameter, and what is run on it
 Replayed: TypeAlias = SimpleQueue[int | None]  # ends of replayed chunks; None: the replay failed
 
 
@@ -291,7 +285,7 @@ class Perturber(ABC):
 
 
 class TrajectoryPerturber(Perturber):
-    """A perturber that replays a trajectory's updates and perturbs along its evaluations."""
+    """Replays a trajectory's updates, and perturbs along its evaluations. How z is drawn is up to the two kinds of it."""
 
     def __init__(self, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory) -> None:
         super().__init__(buffer, trajectory.version)
@@ -300,18 +294,52 @@ class TrajectoryPerturber(Perturber):
         self._parallel_from = PARALLEL_FROM
         first = trajectory.evaluations[0] if trajectory.evaluations else None
         self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
+        self._is_prepared = False  # whether the work buffer has the first evaluation's weights since the replay
         # All segments share programs, so that each is encoded for the kernels once. These caches do not refer to the
         # perturber, which is freed with its sweep, and so is the memory that it uses.
         self._compiled: Callable[[Update], Programs] = cache(lambda update: compile_updates([update]))
-        self._move = cache(partial(compile_moves, zo_eps=trajectory.zo_eps))  # from one evaluation's weights to the next's
+        # Perturbs a copy of the weights, which stay unchanged.
+        self._copy: Callable[[Evaluation], Program] = cache(
+            lambda evaluation: compile_updates((), evaluation, trajectory.zo_eps)[False]
+        )
+        self._moves: Callable[[Evaluation | None, Evaluation | None], Sequence[Program]] = cache(
+            lambda before, after: [compile_moves(before, after, trajectory.zo_eps)]
+        )  # from one evaluation's weights to the next's
 
-    def _origin(self, evaluation: int) -> Evaluation | None:
-        """The evaluation from whose weights another one is perturbed in place; None: it is perturbed from the stores."""
-        return self._trajectory.evaluations[evaluation - 1] if evaluation and self._trajectory.perturb_in_place else None
+    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
+        """Write an evaluation's weights to the work buffer, unless the replay has done so. See the contract."""
+        if self._is_prepared and evaluation == 0:
+            return
+        at = self._trajectory.evaluations[evaluation]
+        if evaluation and self._trajectory.perturb_in_place:  # from the weights of the evaluation before
+            for move in self._moves(self._trajectory.evaluations[evaluation - 1], at):
+                self._run(index, None, [{False: move, True: move}], move)
+        elif at is None or at.shift == 0:
+            self.buffer.load(index, stores)
+        else:
+            self.buffer.load_low_bit(index, stores)
+            copy = self._copy(at)
+            self._run(index, stores, [{False: copy, True: copy}], copy)
 
     def _missing_updates(self, version: int) -> list[Sequence[Update]]:
         """The updates that a version lacks, in parts for whose seeds a thread draws in turn."""
         return list(split_updates(self._trajectory.updates[version : self.version], SEEDS_IN_TURN))
+
+    def _run(self, index: int, stores: Stores | None, owned: Sequence[Programs], borrowed: Program | None) -> None:
+        """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
+        owned = [programs for programs in owned if programs[False].instructions or programs[False].then is not None]
+        work: list[Work] = []
+        for view in self.buffer.segments[index]:
+            if view.owner == index:
+                work.append((view, [programs[view.spec.decays] for programs in owned]))
+            elif borrowed is not None:
+                work.append((view, [borrowed]))
+        if owned and work:
+            self._run_all(index, stores, work)
+
+    @abstractmethod
+    def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
+        """Run programs on parameters of a segment, equally many on each."""
 
     def _kernels(self, index: int) -> ModuleType | None:
         """Kernels that change a segment's parameters in one launch; None if each is changed by itself."""
@@ -347,15 +375,23 @@ class TrajectoryPerturber(Perturber):
         return self._worker is not None and self.buffer.elements[index] >= self._parallel_from
 
 
-def in_one_launch(work: Iterable[tuple[ParameterView, Program]]) -> list[tuple[Program, list[ParameterView]]]:
-    """Divide parameters into those that one launch changes: they share a program and a dtype."""
+def in_one_launch(
+    work: Iterable[tuple[ParameterView, Program]], stores: Stores | None
+) -> Iterator[tuple[Program, list[ParameterView], list[torch.Tensor], list[torch.Tensor] | None]]:
+    """Divide parameters into those that one launch changes, since they share a program and a dtype.
+
+    Yields:
+        The program, the parameters, their weights, and memory for copies if the program makes them.
+    """
     groups: dict[tuple[int, torch.dtype], tuple[Program, list[ParameterView]]] = {}
     for view, program in work:
         groups.setdefault((id(program), view.spec.dtype), (program, []))[1].append(view)
-    return list(groups.values())
+    for program, views in groups.values():
+        outs = None if program.then is None else [view.work for view in views]
+        yield program, views, [_weights(view, stores, copied=outs is not None) for view in views], outs
 
 
-def _weights(view: ParameterView, stores: Stores | None, *, copied: bool = False) -> torch.Tensor:
+def _weights(view: ParameterView, stores: Stores | None, *, copied: bool) -> torch.Tensor:
     """Return stored weights, or perturbed ones without stores; copies of low-bit ones begin in their stored dtype."""
     if stores is None:
         return view.targets()[0]
@@ -381,10 +417,7 @@ class CounterPerturber(TrajectoryPerturber):
         super().__init__(buffer, worker if helpers > 0 else None, trajectory)
         self._distribution = noise.distribution
         self._helpers = helpers
-        self._is_prepared = False  # whether a replay has written the first evaluation's weights to the work buffer
         self._replays: dict[tuple[int, bool], list[Programs]] = {}  # by the arguments of ``_programs``
-        # Perturbs a copy of the weights, which stay unchanged.
-        self._copy = cache(lambda evaluation: compile_updates((), evaluation, trajectory.zo_eps)[False])
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version, and write the first evaluation's weights in the same pass."""
@@ -395,7 +428,7 @@ class CounterPerturber(TrajectoryPerturber):
         prepares = not self.buffer.is_low_bit[index]
         for programs in self._programs(version, prepares=prepares):
             is_last = programs[False].then is not None
-            self._run(index, stores, programs, self._copy(self._first) if is_last else None)
+            self._run(index, stores, [programs], self._copy(self._first) if is_last and self._first is not None else None)
         self._is_prepared = prepares and self._first is not None
         return self.version
 
@@ -407,23 +440,8 @@ class CounterPerturber(TrajectoryPerturber):
         if missing and version == 0:  # the base has not been rounded to the transfer dtype
             self.buffer.round_to_transfer_dtype(index, stores[index])
         for update in missing:
-            self._run(index, stores, self._compiled(update), None)
+            self._run(index, stores, [self._compiled(update)], None)
             self.buffer.round_to_transfer_dtype(index, stores[index])
-
-    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write an evaluation's weights to the work buffer, unless the replay has done so. See the contract."""
-        origin, at = self._origin(evaluation), self._trajectory.evaluations[evaluation]
-        if self._is_prepared and evaluation == 0:
-            return
-        if origin is not None:
-            move = self._move(origin, at)
-            self._run(index, None, {False: move, True: move}, move)
-        elif at is None or at.shift == 0:
-            self.buffer.load(index, stores)
-        else:
-            self.buffer.load_low_bit(index, stores)
-            copy = self._copy(at)
-            self._run(index, stores, {False: copy, True: copy}, copy)
 
     def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
         """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
@@ -433,39 +451,23 @@ class CounterPerturber(TrajectoryPerturber):
             self._replays[version, prepares] = [*map(compile_updates, before), last_programs]
         return self._replays[version, prepares]
 
-    def _run(self, index: int, stores: Stores | None, owned: Programs, borrowed: Program | None) -> None:
-        """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
-        if not owned[False].instructions and owned[False].then is None:
+    def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
+        if (kernels := self._kernels(index)) is not None:
+            for program, views, thetas, outs in in_one_launch(((view, program) for view, (program,) in work), stores):
+                kernels.apply_drawing(thetas, program, self._distribution, [view.spec.index for view in views], outs=outs)
             return
-        programs = [
-            (view, owned[view.spec.decays] if view.owner == index else borrowed) for view in self.buffer.segments[index]
+        length = RANGE if self._divides(index) else max(self.buffer.elements[index], 1)
+        tasks = [
+            partial(self._run_range, view, program, stores, start, min(start + length, view.spec.numel))
+            for view, (program,) in work
+            for start in range(0, view.spec.numel, length)
         ]
-        work = [(view, program) for view, program in programs if program is not None]
-        if (kernels := self._kernels(index)) is None:
-            length = RANGE if self._divides(index) else max(self.buffer.elements[index], 1)
-            tasks = [
-                partial(self._run_range, view, program, stores, start, min(start + length, view.spec.numel))
-                for view, program in work
-                for start in range(0, view.spec.numel, length)
-            ]
-            self._divide(index, tasks, self._helpers)
-            return
-        for program, group in in_one_launch(work):
-            thetas = [_weights(view, stores, copied=program.then is not None) for view in group]
-            outs = None if program.then is None else [view.work for view in group]
-            kernels.apply_drawing(thetas, program, self._distribution, [view.spec.index for view in group], outs=outs)
+        self._divide(index, tasks, self._helpers)
 
     def _run_range(self, view: ParameterView, program: Program, stores: Stores | None, start: int, stop: int) -> None:
         copies, (out, rounded) = program.then is not None, view.targets(start, stop)
-        apply_drawing(
-            _weights(view, stores, copied=copies)[start:stop],
-            program,
-            self._distribution,
-            view.spec.index,
-            start,
-            out=out if copies else None,
-            rounded=rounded if copies or stores is None else None,
-        )
+        theta, z = _weights(view, stores, copied=copies)[start:stop], Draw(self._distribution, view.spec.index, start)
+        apply(theta, program, z, out=out if copies else None, rounded=rounded if copies or stores is None else None)
 
 
 class DrawnPerturber(TrajectoryPerturber):
@@ -478,7 +480,10 @@ class DrawnPerturber(TrajectoryPerturber):
         self._noise = noise
         self.seeds: set[int] = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
         self._replays: dict[int, list[Sequence[Programs]]] = {}  # by version, in parts
+        whole_moves = self._moves
+        self._moves = cache(lambda before, after: [move for whole in whole_moves(before, after) for move in _apart(whole)])
         self._ahead: Future[None] | None = None  # writes the first evaluation's weights on the second thread
+        self._replayed: Replayed | None = None  # is told which chunks are replayed
         self._drawn_at_once: tuple[int, ...] = ()  # seed and parameters of what ``_drawn_together`` has drawn
         # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the weight is tied.
         self._drawn: dict[str, int] = {}
@@ -490,8 +495,8 @@ class DrawnPerturber(TrajectoryPerturber):
             missing = self._missing(version)
             self._begin_ahead(index, stores, missing, replayed)
             for programs in missing:
-                is_awaited = self._ahead is not None and programs is missing[-1]
-                self._replay_segment(index, stores[index], programs, replayed if is_awaited else None)
+                self._replayed = replayed if self._is_prepared and programs is missing[-1] else None
+                self._run(index, stores, programs, None)
         except BaseException:
             replayed.put(None)  # ends the second thread's work, if it has any
             self.finish()
@@ -503,23 +508,12 @@ class DrawnPerturber(TrajectoryPerturber):
         if self._ahead is not None:  # this is the first evaluation
             self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
             self._ahead = None
-            return
-        origin = self._origin(evaluation)
-        program = self._move(origin, self._trajectory.evaluations[evaluation])
-        if origin is None and not program.instructions:
-            self.buffer.load(index, stores)
-        sources = None if origin is not None else stores
-        for instruction in program.instructions:
-            assert isinstance(instruction, Perturb)
-            self._perturb_segment(index, instruction, program, sources)
-            sources = None
+        super().perturb(index, stores, evaluation)
 
     def finish(self) -> None:
         """Wait until the second thread no longer uses the memory. See the contract."""
         if self._ahead is not None:
             wait([self._ahead])
-
-    # ---- replay
 
     def _missing(self, version: int) -> list[Sequence[Programs]]:
         """Compile the updates that a version lacks, one by one: z of each takes memory."""
@@ -529,37 +523,9 @@ class DrawnPerturber(TrajectoryPerturber):
             self._replays[version] = [[self._compiled(update) for update in updates] for updates in parts]
         return self._replays[version]
 
-    def _replay_segment(self, index: int, store: Store, programs: Sequence[Programs], replayed: Replayed | None) -> None:
-        views = [view for view in self.buffer.segments[index] if view.owner == index]
-        kernels = self._kernels(index)
-        if kernels is None or any(len(program[False].seeds) != 1 for program in programs):
-            for view in views:
-                for_parameter = [program[view.spec.decays] for program in programs]
-                self._replay_parameter(view, store[view.position], for_parameter, replayed)
-            return
-        for owned in programs:
-            for part, zs in self._drawn_together(views, owned[False].seeds[0]):
-                for program, group in in_one_launch((view, owned[view.spec.decays]) for view in part):
-                    kernels.apply([store[view.position] for view in group], program, [[zs[v.spec.index] for v in group]])
-
-    def _replay_parameter(
-        self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: Replayed | None
-    ) -> None:
-        spec, buffer = view.spec, self.buffer
-        scratch, decay_scratch = buffer.scratch(spec.dtype, "replay"), buffer.scratch(spec.dtype, "decay")
-        for start, stop in view.chunks:
-            length = stop - start
-            for program in programs:
-                zs = [buffer.drawing(spec.dtype, f"z {number}")[:length] for number in range(len(program.seeds))]
-                for z, seed in zip(zs, program.seeds, strict=True):
-                    self._noise.fill(z, seed, spec, start)
-                apply(theta[start:stop], program, zs, scratch=scratch[:length], decay_scratch=decay_scratch[:length])
-            if replayed is not None:
-                replayed.put(stop)
-
     def _begin_ahead(self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed) -> None:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
-        first = self._first
+        self._is_prepared, first = False, self._first
         if self._worker is None or first is None or self._kernels(index) is not None:
             return
         owned = sum(view.spec.numel for view in self.buffer.segments[index] if view.owner == index)
@@ -567,70 +533,75 @@ class DrawnPerturber(TrajectoryPerturber):
             return  # there is little to replay; later both threads perturb the borrowed weights
         if any(first.seed in program[False].seeds for programs in missing for program in programs):
             return  # two threads would draw from one seed's generator, which would start over for each chunk
-        move = Perturb(0, first.shift, self._trajectory.zo_eps)
-        self._ahead = self._worker.submit(self._perturb_chunks, index, move, first.seed, stores, replayed=replayed)
+        work: list[Work] = [(view, [self._copy(first)]) for view in self.buffer.segments[index]]
+        self._is_prepared = True
+        is_behind = any(programs[False].instructions for programs in missing[-1])
+        awaited = replayed if is_behind else None
+        self._ahead = self._worker.submit(self._run_chunks, index, stores, work, awaited=awaited)
 
-    # ---- evaluations
-
-    def _perturb_segment(self, index: int, move: Perturb, program: Program, sources: Stores | None) -> None:
-        """Perturb along a direction into the work buffer, from the stores, or in place if ``sources`` is None."""
-        seed = program.seeds[move.direction]
-        if (kernels := self._kernels(index)) is not None:
-            for part, zs in self._drawn_together(self.buffer.segments[index], seed):
-                for _, group in in_one_launch((view, program) for view in part):
-                    thetas, drawn = [_weights(view, sources) for view in group], [zs[view.spec.index] for view in group]
-                    kernels.perturb([view.work for view in group], thetas, drawn, move)
-        elif all(self._drawn.get(view.spec.name) == seed for view in self.buffer.segments[index]):
-            halves = [partial(self._perturb_chunks, index, move, seed, sources, part=part, parts=2) for part in range(2)]
+    def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
+        programs = work[0][1]
+        kernels = None if self.buffer.keeps_noise else self._kernels(index)
+        if kernels is not None and all(len(program.seeds) == 1 for program in programs):
+            for number, program in enumerate(programs):
+                for zs in self._drawn_together([view for view, _ in work], program.seeds[0]):
+                    part = ((view, each[number]) for view, each in work if view.spec.index in zs)
+                    for launched, views, thetas, outs in in_one_launch(part, stores):
+                        kernels.apply(thetas, launched, [[zs[view.spec.index] for view in views]], outs)
+        elif _perturbs(programs[0], stores) and all(self._has_drawn(view, programs[0]) for view, _ in work):
+            halves = [partial(self._run_chunks, index, stores, work, part=part, parts=2) for part in range(2)]
             self._divide(index, halves)
         else:
-            self._perturb_chunks(index, move, seed, sources)
+            self._run_chunks(index, stores, work)
 
     @torch.inference_mode()
-    def _perturb_chunks(
+    def _run_chunks(
         self,
         index: int,
-        move: Perturb,
-        seed: int,
-        sources: Stores | None,
+        stores: Stores | None,
+        work: Sequence[Work],
         *,
         part: int = 0,
         parts: int = 1,
-        replayed: Replayed | None = None,
+        awaited: Replayed | None = None,
     ) -> None:
-        """Perturb every ``parts``-th chunk of each parameter, along z that is in the noise buffer or is drawn now.
+        """Run programs on every ``parts``-th chunk of each parameter, along z that is in the noise buffer or is drawn now.
 
-        With ``replayed``, each chunk of the segment's own parameters waits for a message that it is up to date.
+        With ``awaited``, each chunk of the segment's own parameters waits for a message that it is up to date.
         """
-        for view in self.buffer.segments[index]:
-            name, dtype, own = view.spec.name, view.spec.dtype, view.owner == index
-            z = self.buffer.drawing(dtype, "z move") if view.z is None else view.z  # a chunk at a time, or all
-            is_drawn, scratch = self._drawn.get(name) == seed, self.buffer.scratch(dtype, f"move {part}")
+        for view, programs in work:
+            spec, perturbs, has_drawn = view.spec, _perturbs(programs[0], stores), self._has_drawn(view, programs[0])
             for start, stop in view.chunks[part::parts]:
-                drawn = z[: stop - start] if view.z is None else z[start:stop]
-                if not is_drawn:
-                    self._noise.fill(drawn, seed, view.spec, start)
-                if replayed is not None and own and replayed.get() is None:
-                    return
-                (out, rounded), theta = view.targets(start, stop), _weights(view, sources)[start:stop]
-                perturb(out, theta, drawn, move, scratch=scratch[: stop - start], rounded=rounded)
-            if view.z is not None:
-                self._drawn[name] = seed
+                out, rounded = view.targets(start, stop)
+                for program in programs:
+                    if perturbs and view.z is not None:
+                        zs = [view.z[start:stop]]
+                    else:
+                        names = ["z move"] if perturbs else [f"z {number}" for number in range(len(program.seeds))]
+                        zs = [self.buffer.drawing(spec.dtype, name)[: stop - start] for name in names]
+                    for z, seed in () if has_drawn else zip(zs, program.seeds, strict=True):
+                        self._noise.fill(z, seed, spec, start)
+                    if awaited is not None and view.owner == index and awaited.get() is None:
+                        return
+                    copies = program.then is not None
+                    theta = _weights(view, stores, copied=copies)[start:stop]
+                    apply(theta, program, zs, out=out if copies else None, rounded=rounded if perturbs else None)
+                if not perturbs and self._replayed is not None:
+                    self._replayed.put(stop)
+            if perturbs and view.z is not None:
+                self._drawn[spec.name] = programs[0].seeds[0]
 
-    # ---- several parameters in one launch
+    def _has_drawn(self, view: ParameterView, program: Program) -> bool:
+        """Whether the noise buffer has z of the direction along which a program perturbs a parameter."""
+        return view.z is not None and (self._drawn.get(view.spec.name),) == program.seeds
 
-    def _kernels(self, index: int) -> ModuleType | None:
-        return None if self.buffer.keeps_noise else super()._kernels(index)
-
-    def _drawn_together(
-        self, views: Sequence[ParameterView], seed: int
-    ) -> Iterator[tuple[Sequence[ParameterView], Mapping[int, torch.Tensor]]]:
+    def _drawn_together(self, views: Sequence[ParameterView], seed: int) -> Iterator[Mapping[int, torch.Tensor]]:
         """Draw one direction for parameters in turn, as many at a time as the memory for each dtype's longest one holds.
 
         What a part of a segment has drawn there is used again for the next evaluation along the same direction.
 
         Yields:
-            A part of the parameters, and their z by index.
+            The z of a part of the parameters, by index.
         """
         parts: list[dict[int, torch.Tensor]] = [{}]
         ends: dict[torch.dtype, int] = {}
@@ -643,13 +614,23 @@ class DrawnPerturber(TrajectoryPerturber):
             parts[-1][view.spec.index] = memory[start : start + numel]
             ends[view.spec.dtype] = start + aligned(numel * memory.itemsize) // memory.itemsize
         for zs in parts:
-            part = [view for view in views if view.spec.index in zs]
             if self._drawn_at_once != (seed, *zs):
-                for view in part:
-                    for start, stop in view.chunks:
+                for view in views:
+                    for start, stop in view.chunks if view.spec.index in zs else ():
                         self._noise.fill(zs[view.spec.index][start:stop], seed, view.spec, start)
                 self._drawn_at_once = (seed, *zs)
-            yield part, zs
+            yield zs
+
+
+def _perturbs(program: Program, stores: Stores | None) -> bool:
+    """Whether a program writes perturbed weights, where others bring stores to another version."""
+    return stores is None or program.then is not None
+
+
+def _apart(program: Program) -> list[Program]:
+    """The perturbations of a program, each as one of its own: z of several directions would take memory."""
+    moves = [move for move in program.instructions if isinstance(move, Perturb)]
+    return [Program((program.seeds[move.direction],), (move._replace(direction=0),)) for move in moves]
 
 
 class FactorPerturber(Perturber):

@@ -87,12 +87,12 @@ class UpdateLoss:
 
     def _changed(self, before: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
-        after, memory = before.clone(), [torch.empty_like(before) for _ in range(2)]
+        after = before.clone()
         for direction, grad in enumerate(update.projected_grads):
             z = torch.empty_like(before)
             fill(z, self._distribution, direction, 0)
             step = Program((0,), (Descend(0, grad, update.lr, 0.0),))
-            apply(after, step, [z], scratch=memory[0], decay_scratch=memory[1])
+            apply(after, step, [z])
         return int((after != before).sum())
 
 
