@@ -37,14 +37,14 @@ from zo2core.runner import Runner, RunOptions, Steps, Trained, TrainedSteps
 from zo2core.schedulers import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
-from zo2core.sources.low_bit import LowBitSource
+from zo2core.sources.low_bit import LowBitScheduler, LowBitSource
 from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.gradient_visitor import StoredParameters, TrainedParameters
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturbers import WorkBuffer
-from zo2core.sweep.visitor import HostReplay, LowBitScheduler, UpdateLoss, Visits, sole_use
+from zo2core.sweep.visitor import HostReplay, UpdateLoss, Visits, sole_use
 from zo2core.types import Distribution
 from zo2core.workers import Workers, require_agreement, sync_journals
 

@@ -61,27 +61,19 @@ def decode(spec: ParameterSpec, stored: Tensor, out: Tensor, helper: Executor | 
         helper: Runs half of the work in parallel if compiled kernels do it.
     """
     assert spec.encoding is not None, "only encoded parameters are decoded"
-    _decode_matrix(spec.encoding, stored, out.view(-1, spec.shape[-1]), spec.shape, helper)
-
-
-def _decode_matrix(
-    encoding: encodings.Encoding, stored: Tensor, matrix: Tensor, shape: Sequence[int], helper: Executor | None
-) -> None:
-    if isinstance(encoding, encodings.MatrixStack):
-        first, begin = 0, 0
-        for own, rows in encoding.matrices:
-            of_one = rows, matrix.shape[1]
-            end = begin + encodings.encoded_bytes(own, of_one)
-            _decode_matrix(own, stored[begin:end], matrix[first : first + rows], of_one, helper)
-            first, begin = first + rows, end
-        return
-    parts = _Parts(encoding.parts(shape), stored)
-    if not dispatch.decodes(stored, matrix):
-        _decode(encoding, parts, matrix)
-        return
-    units, run = _compiled(encoding, parts, matrix, shape)
-    splits_block = isinstance(encoding, encodings.NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
-    dispatch.run_in_halves(run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper)
+    whole, first, begin = out.view(-1, spec.shape[-1]), 0, 0
+    of_all = spec.encoding.matrices if isinstance(spec.encoding, encodings.MatrixStack) else ((spec.encoding, len(whole)),)
+    for encoding, rows in of_all:
+        matrix = whole[first : first + rows]
+        shape = spec.shape if isinstance(encoding, encodings.MXFP4Stack) else tuple(matrix.shape)
+        parts = _Parts(encoding.parts(shape), stored[begin:])
+        first, begin = first + rows, begin + encodings.encoded_bytes(encoding, shape)
+        if not dispatch.decodes(stored, out):
+            _decode(encoding, parts, matrix)
+            continue
+        units, run = _compiled(encoding, parts, matrix, shape)
+        splits_block = isinstance(encoding, encodings.NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
+        dispatch.run_in_halves(run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper)
 
 
 def _compiled(
@@ -92,15 +84,14 @@ def _compiled(
     memory = dispatch.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
     if isinstance(encoding, encodings.MXFP4Stack):
         *stack, inputs, outputs = shape
+        sizes = inputs, outputs
         powers = stored["scales"].data_ptr()
-        return math.prod(stack), lambda first, last: compiled.zo2core_decode_mxfp4(
-            *memory, powers, first, last, inputs, outputs
-        )
+        return math.prod(stack), lambda first, last: compiled.zo2core_decode_mxfp4(*memory, powers, first, last, *sizes)
     if isinstance(encoding, encodings.GGUFRows):
         grid = grid_of(encoding.name)
         table = _GGUF_KINDS[encoding.name], None if grid is None else grid.data_ptr()  # kept by the module
-        sizes = *table, encoding.heads, rows, columns, stored["codes"].numel() // rows
-        return rows, lambda first, last: compiled.zo2core_decode_gguf(*memory, *sizes, first, last)
+        of_rows = *table, encoding.heads, rows, columns, stored["codes"].numel() // rows
+        return rows, lambda first, last: compiled.zo2core_decode_gguf(*memory, *of_rows, first, last)
     if isinstance(encoding, encodings.FourBitGroups):
         groups = _groups(encoding, parts)
         layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0  # the order of decode.c's enum

@@ -17,7 +17,7 @@ import torch
 from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_positions
 from zo2core.profiling import Timeline
-from zo2core.protocols import BlockSource, ReplaySegment
+from zo2core.protocols import BlockSource, ReplaySegment, Scheduler, VisitSegment
 from zo2core.sources.segment_store import portions
 from zo2core.types import BlockLayout, Bucket, Lane
 
@@ -216,3 +216,36 @@ class LowBitSource:
         finally:
             self._free.append(stage.memory)
             self._source.release(stored, decoded)
+
+
+class LowBitScheduler:
+    """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
+
+    def __init__(self, scheduler: Scheduler, source: LowBitSource) -> None:
+        self._scheduler, self._source = scheduler, source
+        self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
+
+    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
+        """Visit the segments in this order. See the contract."""
+        self._interrupted = True
+        self._scheduler.sweep(visit, order)
+        self._interrupted = False
+
+    def release_all(self) -> None:
+        """Give back all buckets. See the contract."""
+        with self._source.only_when_acquired():
+            self._scheduler.release_all()
+        self._interrupted = False
+
+    @contextmanager
+    def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
+        """Bring one segment to the present version, in its stored dtype. See the contract."""
+        if self._interrupted:
+            self.release_all()
+        with self._source.only_when_acquired():
+            if index in self._source.low_bit_segments:
+                with self._source.stored(index) as bucket:
+                    yield bucket
+            else:
+                with self._scheduler.replayed(replay, index) as bucket:
+                    yield bucket

@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,21 +22,10 @@ from zo2core.kernels import Distribution, apply, fill
 from zo2core.kernels.programs import Trajectory
 from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
-from zo2core.protocols import (
-    Activations,
-    CounterNoise,
-    Forward,
-    NoiseGenerator,
-    ReplaySegment,
-    Scheduler,
-    Store,
-    Streams,
-    VisitSegment,
-)
-from zo2core.sources.low_bit import LowBitSource
+from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, VisitSegment
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.perturbers import CounterPerturber, Groups, Perturber, Stream, WorkBuffer
-from zo2core.types import BlockLayout, Bucket, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
+from zo2core.types import BlockLayout, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
 
 EVERY = 100  # steps from one measurement to the next
 SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many parameters
@@ -232,39 +220,6 @@ class HostReplay:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown()
-
-
-class LowBitScheduler:
-    """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
-
-    def __init__(self, scheduler: Scheduler, source: LowBitSource) -> None:
-        self._scheduler, self._source = scheduler, source
-        self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
-
-    def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
-        """Visit the segments in this order. See the contract."""
-        self._interrupted = True
-        self._scheduler.sweep(visit, order)
-        self._interrupted = False
-
-    def release_all(self) -> None:
-        """Give back all buckets. See the contract."""
-        with self._source.only_when_acquired():
-            self._scheduler.release_all()
-        self._interrupted = False
-
-    @contextmanager
-    def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, in its stored dtype. See the contract."""
-        if self._interrupted:
-            self.release_all()
-        with self._source.only_when_acquired():
-            if index in self._source.low_bit_segments:
-                with self._source.stored(index) as bucket:
-                    yield bucket
-            else:
-                with self._scheduler.replayed(replay, index) as bucket:
-                    yield bucket
 
 
 _IN_USE: set[int] = set()  # ids of models and sources, which those who use them keep alive
