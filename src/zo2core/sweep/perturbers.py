@@ -570,7 +570,8 @@ class DrawnPerturber(TrajectoryPerturber):
         With ``awaited``, each chunk of the segment's own parameters waits for a message that it is up to date.
         """
         for view, programs in work:
-            spec, perturbs, has_drawn = view.spec, _perturbs(programs[0], stores), self._has_drawn(view, programs[0])
+            spec, perturbs = view.spec, _perturbs(programs[0], stores)
+            has_drawn = perturbs and self._has_drawn(view, programs[0])
             for start, stop in view.chunks[part::parts]:
                 out, rounded = view.targets(start, stop)
                 for program in programs:

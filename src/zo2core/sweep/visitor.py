@@ -18,7 +18,7 @@ import torch
 
 from zo2core.devices import HostDevice
 from zo2core.errors import BusyError, ClosedError
-from zo2core.kernels import Distribution, apply, fill
+from zo2core.kernels import Distribution, Draw, apply
 from zo2core.kernels.programs import Trajectory
 from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
@@ -75,12 +75,9 @@ class UpdateLoss:
 
     def _changed(self, before: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
-        after = before.clone()
-        for direction, grad in enumerate(update.projected_grads):
-            z = torch.empty_like(before)
-            fill(z, self._distribution, direction, 0)
-            step = Program((0,), (Descend(0, grad, update.lr, 0.0),))
-            apply(after, step, [z])
+        after, grads = before.clone(), update.projected_grads
+        steps = tuple(Descend(direction, grad, update.lr, 0.0) for direction, grad in enumerate(grads))
+        apply(after, Program(tuple(range(len(grads))), steps), Draw(self._distribution, 0))
         return int((after != before).sum())
 
 
