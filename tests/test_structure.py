@@ -150,11 +150,11 @@ MOST_LINES = {
     "zo2core": 4882,
     "zo2core/checkpoint": 726,
     "zo2core/io": 390,
-    "zo2core/kernels": 1064,
+    "zo2core/kernels": 1057,
     "zo2core/methods": 698,
     "zo2core/planning": 551,
-    "zo2core/sources": 849,
-    "zo2core/sweep": 1820,
+    "zo2core/sources": 872,
+    "zo2core/sweep": 1783,
 }
 
 
