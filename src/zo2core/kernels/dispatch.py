@@ -175,12 +175,12 @@ def apply(
             overlaps no other tensor.
     """
     assert (out is None) == (program.then is None)
-    zs: Sequence[Tensor] = () if isinstance(z, Draw) else z
+    draw, zs = (z, ()) if isinstance(z, Draw) else (None, z)
     if takes(theta, *zs) and rounds_to(out, rounded):
         coded, in_place = table(program, theta.device), len(program.instructions)
-        if isinstance(z, Draw):
+        if draw is not None:
             directions: object = coded.directions.data_ptr()
-            drawn = _DISTRIBUTIONS[z.distribution], z.parameter, z.start
+            drawn = _DISTRIBUTIONS[draw.distribution], draw.parameter, draw.start
         else:
             directions, drawn = (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs]), (0, 0, 0)
         memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
@@ -190,8 +190,8 @@ def apply(
     outs = None if out is None else [out]
     if (kernels := triton_kernels(theta)) is None:
         reference.apply(theta, program, z, out=out)
-    elif isinstance(z, Draw):
-        kernels.apply_drawing([theta], program, z.distribution, [z.parameter], z.start, outs=outs)
+    elif draw is not None:
+        kernels.apply_drawing([theta], program, draw.distribution, [draw.parameter], draw.start, outs=outs)
     else:
         kernels.apply([theta], program, [[given] for given in zs], outs)
     if rounded is not None:

@@ -328,13 +328,14 @@ class TrajectoryPerturber(Perturber):
     def _run(self, index: int, stores: Stores | None, owned: Sequence[Programs], borrowed: Program | None) -> None:
         """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
         owned = [programs for programs in owned if programs[False].instructions or programs[False].then is not None]
+        by_decay = [[programs[decays] for programs in owned] for decays in (False, True)]
         work: list[Work] = []
-        for view in self.buffer.segments[index]:
+        for view in self.buffer.segments[index] if owned else ():
             if view.owner == index:
-                work.append((view, [programs[view.spec.decays] for programs in owned]))
+                work.append((view, by_decay[view.spec.decays]))
             elif borrowed is not None:
                 work.append((view, [borrowed]))
-        if owned and work:
+        if work:
             self._run_all(index, stores, work)
 
     @abstractmethod
@@ -569,9 +570,9 @@ class DrawnPerturber(TrajectoryPerturber):
 
         With ``awaited``, each chunk of the segment's own parameters waits for a message that it is up to date.
         """
+        perturbs = _perturbs(work[0][1][0], stores)
         for view, programs in work:
-            spec, perturbs = view.spec, _perturbs(programs[0], stores)
-            has_drawn = perturbs and self._has_drawn(view, programs[0])
+            spec, has_drawn = view.spec, perturbs and self._has_drawn(view, programs[0])
             for start, stop in view.chunks[part::parts]:
                 out, rounded = view.targets(start, stop)
                 for program in programs:
