@@ -228,7 +228,8 @@ def main() -> int:
             continue
         found = json.loads(file.read_text())
         state, seconds = "" if found.get("equal", True) else "FAILED ", found.get("seconds", "")
-        print(f"{name:40s} {state}{found['wall_seconds']:6.1f} s  {seconds}")
+        if options.in_process:  # else the job's process has printed it
+            print(f"{name:40s} {state}{found['wall_seconds']:6.1f} s  {seconds}")
         if not found.get("equal", True):
             failed.append(name)
     if not options.in_process:
