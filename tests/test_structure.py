@@ -141,20 +141,20 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 455,
-    "zo2adapters/commands": 2786,
+    "zo2adapters/commands": 2785,
     "zo2adapters/edge": 464,
     "zo2adapters/frameworks": 956,
     "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2536,
-    "zo2adapters/trainers": 4155,
-    "zo2core": 4882,
+    "zo2adapters/trainers": 4162,
+    "zo2core": 4886,
     "zo2core/checkpoint": 726,
     "zo2core/io": 390,
-    "zo2core/kernels": 1057,
-    "zo2core/methods": 698,
-    "zo2core/planning": 551,
+    "zo2core/kernels": 1058,
+    "zo2core/methods": 701,
+    "zo2core/planning": 548,
     "zo2core/sources": 872,
-    "zo2core/sweep": 1784,
+    "zo2core/sweep": 1786,
 }
 
 

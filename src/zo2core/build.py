@@ -297,7 +297,9 @@ def _place_given(runner: Runner, method: Method, source: BlockSource) -> None:
     require_drawable(runner.model.layouts, runner.noise)
     _begin(runner, method)
     timeline, options = runner.recorder.timeline, runner.options
-    scheduler = options.scheduler or open_scheduler(source, runner.device, timeline, overlap=options.overlap)
+    scheduler = options.scheduler
+    if scheduler is None:
+        scheduler = open_scheduler(source, runner.device, timeline, overlap=options.overlap)
     runner.opened.callback(scheduler.release_all)  # the source stays open
     runner.source, runner.scheduler, runner.base_digests = source, scheduler, BaseDigests({}, learns=False)
     runner.activations = StreamActivations(runner.device, None, timeline=timeline)

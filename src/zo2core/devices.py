@@ -1,4 +1,7 @@
-"""Compute devices: the CPU, which computes in the buckets, and a CUDA GPU, whose streams no other module uses."""
+"""Compute devices: the CPU, which computes in the buckets, and a CUDA GPU, whose streams no other module uses.
+
+This process's memory is read, and freed memory returned, here, too.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ class LOMO(BlockUpdate):
         OptionError: if ``weight_decay`` is out of its range.
     """
 
+    name: ClassVar[str] = "lomo"  # in a run's record
     copies = 1  # a 16-bit weight
 
     weight_decay: float = 0.0
@@ -48,7 +49,7 @@ class LOMO(BlockUpdate):
     @property
     def options(self) -> Mapping[str, Any]:
         """Name and options. See the contract."""
-        return {"name": type(self).__name__.lower(), **asdict(self)}
+        return {"name": self.name, **asdict(self)}
 
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
@@ -87,6 +88,7 @@ class AdaLOMO(LOMO):
         OptionError: if ``weight_decay``, ``eps`` or ``clip_threshold`` is out of its range.
     """
 
+    name = "adalomo"
     copies = 3  # a 16-bit weight, the squared gradient with and without its term, and then the update
 
     eps: tuple[float, float] = (1e-30, 1e-3)

@@ -374,10 +374,8 @@ def told_options(tmp_path: Path) -> TrainOptions:
 def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
     rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
     devices = device_kinds(told_options.storage.device, None)
-    facts: Any = SimpleNamespace(
-        options=told_options, directory=Path(told_options.model), tokens=lambda: rows, length=length
-    )
-    return provenance(facts, data_sha256=data_sha256(told_options.data), devices=devices, task={})
+    facts: Any = SimpleNamespace(options=told_options, directory=Path(told_options.model), length=length)
+    return provenance(facts, rows, data_sha256=data_sha256(told_options.data), devices=devices, task={})
 
 
 def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: TrainOptions) -> None:

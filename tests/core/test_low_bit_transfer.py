@@ -49,8 +49,8 @@ from zo2core.kernels import dispatch, fill
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sweep.perturbers import CounterPerturber
-from zo2core.types import Lane, ParameterSpec
+from zo2core.sweep.perturbers import CounterPerturber, WorkBuffer, in_one_launch
+from zo2core.types import Lane, ParameterSpec, Perturb, Program
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
 DTYPES = [torch.bfloat16, torch.float16, FP8]
@@ -432,3 +432,16 @@ def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
     encode(theta, transfer_dtype, scales)
     assert scales.item() == 1.0
     assert torch.equal(transfer_dtype.view(torch.uint8), theta.to(FP8).view(torch.uint8))
+
+
+def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    model = open_checkpoint(base, precision="mixed", dtype="bfloat16")
+    with closing(model.weights):
+        buffer = WorkBuffer(model.layouts, HostDevice(), PhiloxNoise(), perturbs_in_place=False)
+        copy = Program((7,), (), then=Perturb(0, 1.0, 1e-3))
+        stores = {1: [torch.zeros(spec.stored_numel, dtype=spec.stored_dtype) for spec in model.layouts[1].parameters]}
+        launches = list(in_one_launch([(view, copy) for view in buffer.segments[1]], stores))
+        assert {out.dtype for _, _, _, outs in launches for out in outs or ()} == {torch.float32, torch.bfloat16}
+        for _, _, thetas, outs in launches:
+            assert len({theta.dtype for theta in thetas}) == len({out.dtype for out in outs or ()}) == 1

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import os
 import resource
@@ -162,6 +163,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]:
     chosen = {text.strip() or "default": side_parser().parse_args(shlex.split(text)) for text in options.sides}
+    if any(side.freed != "small" and not (options.apart or side.workers) for side in chosen.values()):
+        raise SystemExit("--freed needs --apart: a whole process keeps freed memory")
     made = {
         name: (Processes if options.apart or side.workers else Measured)(options, side, rows, tokens)
         for name, side in chosen.items()
@@ -178,13 +181,19 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
             "step": spread(side.seconds),
             "times faster": times_faster(measured, name, first),
             "losses of the first": all(one == other for one, other in pairs),
-            "losses apart": max(abs(a - b) / abs(b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False)),
+            "losses apart": max(apart(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False)),
             **peaks[name],
             **report(side),
         }
         if runs := chosen[name].together:
             found[name]["times faster than apart"] = ratio([runs * one for one in measured[first].seconds], side.seconds)
     return found
+
+
+def apart(ours: float, theirs: float) -> float:
+    """The relative difference of two losses."""
+    is_finite = math.isfinite(ours - theirs)
+    return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs) if theirs and is_finite else math.inf
 
 
 class Taken(NamedTuple):
@@ -417,6 +426,7 @@ class Measured:
         lr, seeds = side.lr or (LORA_LR if side.lora else LR), itertools.count()
         if side.lora_fa and not side.lora:
             fa = lora_fa(self.name, lora(side.lora_rank), lr=lr, zo_eps=1e-3)
+            fa.model.to(device)
             return lambda: Taken(fa.step(next(batches), next(seeds)).losses)
         self.resident = self.whole(model, device)
         if side.forward:

@@ -573,14 +573,13 @@ class Tune(RunOptions, Command):
         options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions().workers() as workers:
             first = is_first(workers)
-            say = tell if first else lambda *lines: None
             best = tune(
                 options,
                 forwards=self.forwards,
                 learning_rates=self.learning_rates,
                 zo_eps=self.zo_eps_to_try,
-                before=lambda schedule: say(_trials_cost(schedule, options, workers)),
-                after_round=lambda trials: say(_trials_table(trials)),
+                before=lambda schedule: tell(_trials_cost(schedule, options, workers) if first else None),
+                after_round=lambda trials: tell(_trials_table(trials) if first else None),
                 quiet=not first,
                 workers=workers,
             )

@@ -24,7 +24,7 @@ from zo2core.kernels.encoding import decode
 from zo2core.optimizers import StateMemory
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.activations import flattened
-from zo2core.sweep.gradient_visitor import BlockGraph, tensor_ids
+from zo2core.sweep.gradient_visitor import HEAP_EXPECTED, BlockGraph, tensor_ids
 from zo2core.types import aligned, flat_views, widened
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
@@ -70,8 +70,8 @@ def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | Non
         return _fastest(both) / forward
 
 
-def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
-    """Measure what a block's graph keeps for a batch of this shape, from one row of a few tokens."""
+def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> tuple[int, int]:
+    """Measure what a block's graph keeps for a batch of this shape, at most and as expected, on a row of a few tokens."""
     _bind(model)
     tokens = min(math.ceil(shape.tokens), _GRAPH_TOKENS)
     with torch.no_grad():
@@ -80,7 +80,8 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
     graph = BlockGraph(dict(model.leaves(1)), [hidden])
     with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
-    return graph.memory(shape.rows * shape.tokens / tokens)
+    times = shape.rows * shape.tokens / tokens
+    return graph.memory(times), graph.memory(times, HEAP_EXPECTED)
 
 
 def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:

@@ -439,7 +439,9 @@ _TOKENIZER_FILES = (  # names, in the order of their digest
 )
 
 
-def provenance(inputs: RunInputs, *, data_sha256: str, devices: str, task: Mapping[str, Any]) -> dict[str, Any]:
+def provenance(
+    inputs: RunInputs, tokens: Mapping[str, object], *, data_sha256: str, devices: str, task: Mapping[str, Any]
+) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
     It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
@@ -464,7 +466,7 @@ def provenance(inputs: RunInputs, *, data_sha256: str, devices: str, task: Mappi
         **evaluated,
         **task,
         "data sha256": data_sha256,
-        "tokens": {key: value for key, value in inputs.tokens().items() if not key.startswith("evaluation")},
+        "tokens": {key: value for key, value in tokens.items() if not key.startswith("evaluation")},
         "tokenizer sha256": tokenizer_sha256(inputs.directory),
         "dtype": opening.dtype,
         "batch size": batching.batch_size,

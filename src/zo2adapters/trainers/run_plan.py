@@ -280,11 +280,12 @@ class _Forecast(NamedTuple):
         micro_rows = options.batching.micro_batch_size
         measures = update is not None and options.first_order.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
-        graph, unplaced = probes.measured_graph_bytes(model, shapes.longest), activations - spec.activation_bytes
+        graph, expected = probes.measured_graph_bytes(model, shapes.longest)
+        unplaced = activations - spec.activation_bytes
         inputs = min(spec.host_plan.spare, unplaced)
         kept = min((spec.host_plan.spare - inputs) // max(graph, 1), blocks)
         parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
-        parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
+        parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * expected))
         host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
 
         sweeps, moving = 2 if measures else 1, host_plan.buckets
@@ -355,7 +356,7 @@ class _Forecast(NamedTuple):
         options, request, base = self.options, self.request, base_model(self.options)
         least = request.with_least_activations(in_place=True).memory.activation_bytes
         has_gradient = options.first_order.method is not None
-        graph = probes.measured_graph_bytes(self.model, self.shapes.step) if has_gradient else 0
+        graph = probes.measured_graph_bytes(self.model, self.shapes.step)[0] if has_gradient else 0
         speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
         blocks = sum(not layout.resident for layout in base.layouts)
 

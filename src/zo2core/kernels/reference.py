@@ -39,6 +39,7 @@ from zo2core.kernels.programs import Draw, folds
 from zo2core.types import Descend, Distribution, Perturb, Program
 
 _CHUNK = 32768  # elements that are processed at a time on the CPU
+_GIVEN_CHUNK = 1 << 18  # the same where z is given: enough for all threads
 _DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more than memory
 _FORMED_AT_ONCE = 1 << 18  # weights that are summed at a time
 _WORD = 0xFFFFFFFF
@@ -89,7 +90,7 @@ def descend(theta: Tensor, z: Tensor, by: Descend) -> None:
 
 def apply(theta: Tensor, program: Program, z: Draw | Sequence[Tensor], *, out: Tensor | None = None) -> None:
     """Run a program on a range of a parameter, a chunk at a time. See ``dispatch.apply``."""
-    length = chunk(theta)
+    length = chunk(theta) if isinstance(z, Draw) or not theta.is_cpu else _GIVEN_CHUNK
     for first in range(0, theta.numel(), length):
         part = slice(first, first + length)
         weights = theta[part]

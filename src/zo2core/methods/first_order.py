@@ -377,7 +377,7 @@ def _not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLo
 class GradientSteps(TrainedSteps, ABC):
     """First-order steps, by sweeps forward and backward."""
 
-    outputs: Sequence[torch.Tensor] = ()  # of the head, in the present or last sweep
+    outputs: Sequence[torch.Tensor] = ()  # of the head, in the present sweep
 
     def __init__(self, runner: Runner, method: FirstOrder) -> None:
         super().__init__(runner)
@@ -435,20 +435,23 @@ class GradientSteps(TrainedSteps, ABC):
             return allowed - gradient_bytes(held, running, 0)
 
         groups = microbatch.grouped(rows.batches, rows.forward, lambda held, running: together or left(held, running) >= 0)
-        for group, held, running in list(groups) or [([], 0, 0)]:
-            visitor = GradientVisitor(
-                self._visits,
-                rows.forward,
-                group,
-                weights=None if rows.weights is None else rows.weights[start : start + len(group)],
-                joint_loss=rows.loss,
-                kept_bytes=max(left(held, running), 0),
-                loss_scale=loss_scale,
-            )
-            self.outputs = visitor.outputs[0]
-            outputs += runner.run(visitor, visitor.order)[0]
-            start += len(group)
-        return rows.finish(outputs)
+        try:
+            for group, held, running in list(groups) or [([], 0, 0)]:
+                visitor = GradientVisitor(
+                    self._visits,
+                    rows.forward,
+                    group,
+                    weights=None if rows.weights is None else rows.weights[start : start + len(group)],
+                    joint_loss=rows.loss,
+                    kept_bytes=max(left(held, running), 0),
+                    loss_scale=loss_scale,
+                )
+                self.outputs = visitor.outputs[0]
+                outputs += runner.run(visitor, visitor.order)[0]
+                start += len(group)
+            return rows.finish(outputs)
+        finally:
+            self.outputs = ()
 
 
 class AdapterSteps(GradientSteps):

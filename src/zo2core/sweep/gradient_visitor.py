@@ -280,6 +280,7 @@ def _require_trainable(spec: ParameterSpec) -> None:
 # gaps between them. Measured for activations of 1 to 7 MB: 1.35 to 1.55 times their bytes after one step. With 1.5, three
 # runs exceeded their memory by 6 % after several steps, with 1.6 by 2 %. Memory of 32 MiB and more is not from the heap.
 _HEAP_SPREAD = 1.6
+HEAP_EXPECTED = 1.45  # the same of one run as a plan tells it, while room is made for the above
 _HEAP_LARGEST = 1 << 25
 # Memory of a segment's forward and backward, in multiples of its forward's. Measured: 0.5 to 1.6 for blocks of OPT and
 # Llama; 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three float32 copies of the logits.
@@ -340,11 +341,11 @@ class BlockGraph:
         self._storages: dict[int, tuple[int, bool]] = {}  # by address: bytes, and whether they are in host memory
         self._activations: list[weakref.ref[_Activation]] = []  # in the order in which they were saved
 
-    def memory(self, times: float = 1.0) -> int:
+    def memory(self, times: float = 1.0, spread: float = _HEAP_SPREAD) -> int:
         """Bytes of memory that the activations take which the forward kept, besides weights and inputs."""
         kept = [storage for address, storage in self._storages.items() if address not in self._inputs]
         sizes = [(nbytes * times, on_host) for nbytes, on_host in kept]
-        return math.ceil(sum(size * _HEAP_SPREAD if on_host and size < _HEAP_LARGEST else size for size, on_host in sizes))
+        return math.ceil(sum(size * spread if on_host and size < _HEAP_LARGEST else size for size, on_host in sizes))
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
         """Return a context in which the forward runs."""

@@ -251,7 +251,7 @@ def evaluate(
         for number, batch in enumerate(batches):
             if objective is not None:
                 parts = objective.split(batch, rows) or [batch]
-                split.append(MicroBatches(objective, parts, [0] * len(parts)))
+                split.append(MicroBatches(objective, parts, []))
                 yield from parts
                 continue
             digest ^= workers.digest([batch]) * (2 * number + 1) % 2**64
@@ -265,7 +265,7 @@ def evaluate(
         raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
     outputs = list(chain.from_iterable(sweeps))
     in_order = iter(outputs)
-    losses = [of_batch.loss(list(islice(in_order, len(of_batch.tokens)))).item() for of_batch in split]
+    losses = [of_batch.loss(list(islice(in_order, len(of_batch.batches or of_batch.tokens)))).item() for of_batch in split]
     if objective is not None:
         of_all = MicroBatches(objective, [part for of_batch in split for part in of_batch.batches], [])
         total = of_all.loss(outputs).item()

@@ -104,7 +104,7 @@ class ParameterView(NamedTuple):
 
 
 class WorkBuffer:
-    """Work, noise and scratch memory for segments of these layouts."""
+    """Work and noise memory for segments of these layouts."""
 
     def __init__(
         self,
@@ -379,14 +379,15 @@ class TrajectoryPerturber(Perturber):
 def in_one_launch(
     work: Iterable[tuple[ParameterView, Program]], stores: Stores | None
 ) -> Iterator[tuple[Program, list[ParameterView], list[torch.Tensor], list[torch.Tensor] | None]]:
-    """Divide parameters into those that one launch changes, since they share a program and a dtype.
+    """Divide parameters into those that one launch changes, since they share a program and dtypes.
 
     Yields:
         The program, the parameters, their weights, and memory for copies if the program makes them.
     """
-    groups: dict[tuple[int, torch.dtype], tuple[Program, list[ParameterView]]] = {}
+    groups: dict[tuple[int, torch.dtype, torch.dtype], tuple[Program, list[ParameterView]]] = {}
     for view, program in work:
-        groups.setdefault((id(program), view.spec.dtype), (program, []))[1].append(view)
+        dtypes = view.spec.dtype, view.work.dtype  # of weights and of copies, as the forward reads them
+        groups.setdefault((id(program), *dtypes), (program, []))[1].append(view)
     for program, views in groups.values():
         outs = None if program.then is None else [view.work for view in views]
         yield program, views, [_weights(view, stores, copied=outs is not None) for view in views], outs

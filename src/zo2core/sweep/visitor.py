@@ -2,7 +2,8 @@
 
 Updates are applied to the segment's own bytes. Perturbed weights are written to the work buffer, whose views are the model's
 parameters, or low-rank perturbations are added beside the activations. A ``Perturber`` does this; the visitor runs the
-forwards. ``HostReplay`` brings segments to the present version on the host, for a device that receives them so.
+forwards. ``HostReplay`` brings segments to the present version on the host, for a device that receives them so. Models and
+engines have one user at a time (``sole_use``, ``ExclusiveUse``).
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class HostReplay:
         self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], update_loss: UpdateLoss
     ) -> None:
         self._layouts, self._noise, self._updates, self._update_loss = layouts, noise, updates, update_loss
-        # Only the views and the scratch of this work buffer are used: its own pages are never touched.
+        # Only this work buffer's views, and its memory to round low-bit weights, are used: other pages are never touched.
         self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False)
         self._threads = max(1, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
