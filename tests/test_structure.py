@@ -146,7 +146,7 @@ MOST_LINES = {
     "zo2adapters/frameworks": 956,
     "zo2adapters/models": 4536,
     "zo2adapters/tasks": 2536,
-    "zo2adapters/trainers": 4162,
+    "zo2adapters/trainers": 4163,
     "zo2core": 4886,
     "zo2core/checkpoint": 726,
     "zo2core/io": 390,
