@@ -321,7 +321,7 @@ REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "model", "given", "told"), REFUSED, ids=str)
+@pytest.mark.parametrize(("kind", "model", "given", "told"), REFUSED, ids=map(str, range(len(REFUSED))))
 def test_what_cannot_be_heeded_is_refused_with_what_applies(
     kind: type[Any], model: Any, given: dict[str, Any], told: str, base: Path, tmp_path: Path
 ) -> None:
