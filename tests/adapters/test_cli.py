@@ -26,6 +26,7 @@ from zo2adapters.commands.options import option_fields, parse_command
 from zo2adapters.trainers.optimization import Decay, LearningRate
 from zo2core import Journal
 from zo2core.ranges import OptimizerName
+from zo2core.types import Descend, Program
 
 ROWS = [
     {"text": "the cat sat"},
@@ -185,9 +186,9 @@ def test_verify_names_the_first_difference(base: Path, monkeypatch: pytest.Monke
     import zo2core.sweep.perturbers
     from zo2core.kernels import apply
 
-    def wrong(theta: torch.Tensor, *args: object, **kwargs: object) -> None:
-        apply(theta, *args, **kwargs)  # type: ignore[arg-type]
-        if theta.numel() == 12 * 20:
+    def wrong(theta: torch.Tensor, program: Program, *args: Any, **kwargs: Any) -> None:
+        apply(theta, program, *args, **kwargs)
+        if theta.numel() == 12 * 20 and any(isinstance(one, Descend) for one in program.instructions):
             theta[7] += 1e-3
 
     monkeypatch.setattr(zo2core.sweep.perturbers, "apply", wrong)
