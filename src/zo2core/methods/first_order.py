@@ -269,6 +269,8 @@ def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) 
 class StepRows:
     """The micro-batches of a step, of which this process runs its part, and adds up gradients with the other workers."""
 
+    outputs: Sequence[torch.Tensor]  # of the head, in the present sweep, once it has run
+
     def __init__(self, runner: Runner, trained: Trained, batch: StepBatch, forward: Forward | None) -> None:
         wholes, workers = microbatch.batches_of(batch), runner.workers
         self.forward, objective = microbatch.with_objective(forward, runner.model)
@@ -377,8 +379,6 @@ def _not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLo
 class GradientSteps(TrainedSteps, ABC):
     """First-order steps, by sweeps forward and backward."""
 
-    outputs: Sequence[torch.Tensor] = ()  # of the head, in the present sweep
-
     def __init__(self, runner: Runner, method: FirstOrder) -> None:
         super().__init__(runner)
         workers, device, timeline = runner.workers, runner.device, runner.recorder.timeline
@@ -435,23 +435,20 @@ class GradientSteps(TrainedSteps, ABC):
             return allowed - gradient_bytes(held, running, 0)
 
         groups = microbatch.grouped(rows.batches, rows.forward, lambda held, running: together or left(held, running) >= 0)
-        try:
-            for group, held, running in list(groups) or [([], 0, 0)]:
-                visitor = GradientVisitor(
-                    self._visits,
-                    rows.forward,
-                    group,
-                    weights=None if rows.weights is None else rows.weights[start : start + len(group)],
-                    joint_loss=rows.loss,
-                    kept_bytes=max(left(held, running), 0),
-                    loss_scale=loss_scale,
-                )
-                self.outputs = visitor.outputs[0]
-                outputs += runner.run(visitor, visitor.order)[0]
-                start += len(group)
-            return rows.finish(outputs)
-        finally:
-            self.outputs = ()
+        for group, held, running in list(groups) or [([], 0, 0)]:
+            visitor = GradientVisitor(
+                self._visits,
+                rows.forward,
+                group,
+                weights=None if rows.weights is None else rows.weights[start : start + len(group)],
+                joint_loss=rows.loss,
+                kept_bytes=max(left(held, running), 0),
+                loss_scale=loss_scale,
+            )
+            rows.outputs = visitor.outputs[0]
+            outputs += runner.run(visitor, visitor.order)[0]
+            start += len(group)
+        return rows.finish(outputs)
 
 
 class AdapterSteps(GradientSteps):
@@ -533,6 +530,7 @@ class _FusedStep:
     def __init__(self, method: FirstOrder, steps: FusedSteps, rows: StepRows) -> None:
         self._method, self._steps, self._rows = method, steps, rows
         self._norms: dict[str, torch.Tensor] = {}  # by name, 0-d
+        self._loss: float | None = None  # of the sweep that measures the norms, once the head has run
         self.overflowed = False  # whether a gradient of the scaled loss is not finite
         self.total: torch.Tensor | None = None  # norm of all gradients, if a sweep before has measured it
         self.lr = 0.0
@@ -584,7 +582,9 @@ class _FusedStep:
 
     def _add_norms(self, gradients: Mapping[str, torch.Tensor]) -> None:
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
-        loss = float(self._rows.loss(self._steps.outputs))
+        if self._loss is None:
+            self._loss = float(self._rows.loss(self._rows.outputs))
+        loss = self._loss
         wrong = [name for name, norm in norms.items() if not math.isfinite(norm.item())]
         if wrong and math.isfinite(loss) and self._steps.scale.may_skip:
             self.overflowed = True
