@@ -354,17 +354,19 @@ def _slices(count: int, size: int) -> list[slice]:
 def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
     """Set each parameter's gradient to the sum of all workers', in the order of ranks.
 
-    All gradients are exchanged as one tensor of bytes.
+    All gradients are exchanged as one tensor of bytes, which ends with a byte for each that says whether it is there.
     """
-    present = workers.all_gather([parameter.grad is not None for parameter in parameters])
-    pairs = zip(parameters, map(any, zip(*present, strict=True)), strict=True)
-    ordered = sorted(pairs, key=lambda pair: -pair[0].element_size())  # so that offsets are aligned
+    ordered = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that offsets are aligned
     # A gradient that is missing is -0.0, which changes no bit of a sum.
-    own = [torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad for parameter, _ in ordered]
-    message = torch.cat([gradient.detach().reshape(-1).view(torch.uint8) for gradient in own])
-    sizes = [gradient.nbytes for gradient in own]
-    messages = [torch.split(received, sizes) for received in workers.all_gather_tensors(message)]
-    for (parameter, has_gradient), parts in zip(ordered, zip(*messages, strict=True), strict=True):
+    own = [torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad for parameter in ordered]
+    present = torch.tensor([parameter.grad is not None for parameter in ordered], dtype=torch.uint8, device=own[0].device)
+    message = torch.cat([*(gradient.detach().reshape(-1).view(torch.uint8) for gradient in own), present])
+    sizes = [*(gradient.nbytes for gradient in own), len(own)]
+    *of_parameters, presents = zip(
+        *(torch.split(received, sizes) for received in workers.all_gather_tensors(message)), strict=True
+    )
+    any_present = torch.stack(presents).any(dim=0).tolist()
+    for parameter, parts, has_gradient in zip(ordered, of_parameters, any_present, strict=True):
         total, *others = [part.view(parameter.dtype) for part in parts]
         for other in others:
             total += other
