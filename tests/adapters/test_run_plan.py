@@ -461,25 +461,48 @@ def test_the_first_line_has_method_time_memory_and_disk(
     assert all(any(part.name.startswith("graphs of") for part in plan.parts) for plan in told)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("is_wrong", [True, False])
-def test_measured_steps_correct_the_plan_of_a_long_run(here: Path, monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
-    planned = run_plan.plan_run
-    step = 50.0 if is_wrong else 20.0
+LEFT = "about 60 s left; peak memory"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told_step", "peak", "streams", "expected"),
+    [
+        (6, 20.0, 100, False, None),
+        (6, 20.0, 50, False, None),  # longer rows may come
+        (6, 50.0, 100, False, f"20 s a step (planned: 50 s), {LEFT} 100 bytes (planned: 100 bytes)"),
+        (5, 50.0, 100, False, None),  # less than a minute is left
+        (6, 50.0, 100, True, None),  # later steps replay more
+        (6, 20.0, 120, False, f"20 s a step (planned: 20 s), {LEFT} 120 bytes (planned: 100 bytes)"),
+        (6, None, 100, False, f"20 s a step, {LEFT} 100 bytes"),
+    ],
+)
+def test_measured_steps_correct_the_plan_of_a_long_run(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    told_step: float | None,
+    peak: int,
+    streams: bool,
+    expected: str | None,
+) -> None:
+    planned, kept = run_plan.plan_run, trainer.with_kept_memory
+    parts = (MemoryPart("all", 100),)
 
     def told(*given: Any, **options: Any) -> RunPlan:
-        plan = planned(*given, **options)
-        plan = replace(plan, forward_seconds=step, update_seconds=0.0, disk_seconds=0.0)
-        return replace(plan, host_plan=replace(plan.host_plan, parts=(MemoryPart("all", 100),)))
+        if told_step is None:
+            raise OptionError("plan", found="none", expected="a plan", remedy="go on without")
+        plan = replace(planned(*given, **options), forward_seconds=told_step, update_seconds=0.0, disk_seconds=0.0)
+        return replace(plan, host_plan=replace(plan.host_plan, parts=parts))
+
+    def of_run(plan: HostPlan, nbytes: int) -> HostPlan:
+        return replace(kept(plan, nbytes), parts=parts, buckets=2 if streams else None)
 
     monkeypatch.setattr(run_plan, "plan_run", told)
-    monkeypatch.setattr(trainer, "peak_memory", lambda: 100)
+    monkeypatch.setattr(trainer, "with_kept_memory", of_run)
+    monkeypatch.setattr(trainer, "peak_memory", lambda: peak)
     monkeypatch.setattr(statistics, "median", lambda _: 20.0)  # seconds of a step
-    corrections = [line for line in lines("--lr", 1e-3, "--steps", 6) if line.startswith("measured")]
-    expected = (
-        "measured in 3 steps: 20 s a step (planned: 50 s), about 60 s left; peak memory 100 bytes (planned: 100 bytes)"
-    )
-    assert corrections == ([expected] if is_wrong else [])
+    corrections = [line for line in lines("--lr", 1e-3, "--steps", steps) if line.startswith("measured")]
+    assert corrections == ([] if expected is None else [f"measured in 3 steps: {expected}"])
 
 
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:
