@@ -151,7 +151,7 @@ MOST_LINES = {
     "zo2core/checkpoint": 726,
     "zo2core/io": 390,
     "zo2core/kernels": 1058,
-    "zo2core/methods": 701,
+    "zo2core/methods": 703,
     "zo2core/planning": 548,
     "zo2core/sources": 872,
     "zo2core/sweep": 1786,

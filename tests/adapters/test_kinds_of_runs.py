@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import yaml
 from command_lines import done, make_place, refusal
+from models import save_tokenizer
 from peft_models import KIND_CONFIGS
 from profiles import short_first
 from runs import outcome
@@ -76,8 +76,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base, the same one in 4 bits, rows, and configs of adapters."""
     folder = make_place(tmp_path_factory.mktemp("kinds"))
     quantize(folder / "base", folder / "nf4", "nf4")
-    for path in (folder / "base").glob("token*"):
-        shutil.copy(path, folder / "nf4")
+    save_tokenizer(folder / "nf4")
     for kind, config in KIND_CONFIGS.items():
         config("llama").save_pretrained(folder / "kinds" / kind)
     return folder

@@ -25,6 +25,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, lea
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan, trainer
+from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import FirstOrder, Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
@@ -485,7 +486,7 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
     streams: bool,
     expected: str | None,
 ) -> None:
-    planned, kept = run_plan.plan_run, trainer.with_kept_memory
+    planned, kept = run_plan.plan_run, with_kept_memory
     parts = (MemoryPart("all", 100),)
 
     def told(*given: Any, **options: Any) -> RunPlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from command_lines import Apart, refusal, run_here
+from models import save_tokenizer
 from runs import small_run
 from strikes import strike
 
@@ -40,8 +40,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TrainOptions:
     folder = tmp_path_factory.mktemp("shared")
     made = small_run(folder, layers=2)
     quantize(folder / "base", folder / "nf4", "nf4")
-    for file in (folder / "base").glob("token*"):
-        shutil.copy(file, folder / "nf4")
+    save_tokenizer(folder / "nf4")
     return replace(made, model=str(folder / "nf4"))
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 import pytest
 from command_lines import Apart, Ended, done, make_place, refusal, wait_until
+from models import save_tokenizer
 from profiles import LONG, short_first
 from runs import outcome
 from strikes import (
@@ -195,8 +196,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base, the same one quantised, rows, and a reward."""
     folder = make_place(tmp_path_factory.mktemp("kill"))
     quantize(folder / "base", folder / "nf4", "nf4")
-    for path in (folder / "base").glob("tokenizer*"):
-        shutil.copy(path, folder / "nf4")
+    save_tokenizer(folder / "nf4")
     (folder / "rewards.py").write_text(REWARD)
     (folder / "temporary").mkdir()
     return folder
