@@ -159,8 +159,10 @@ class Train(RunOptions, Command):
 
     def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
         """The options of a run of this command with these paths."""
-        given: Any = {"model": self.model, "data": data, "output": output}  # of which none is missing
-        return self.of_run(**given)
+        assert self.model is not None
+        assert data is not None
+        assert output is not None
+        return self.of_run(model=self.model, data=data, output=output)
 
     def _at_given_paths(self, saved: TrainOptions) -> TrainOptions:
         """The options of a run, with its files at the paths that this command names.

@@ -173,10 +173,16 @@ class RunModelOptions(AdapterOptions, ModelOptions):
         """Open a checkpoint."""
         from zo2adapters.models.checkpoint import open_checkpoint
 
-        adapter = self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained)
-        given: Any = {name: getattr(self, name) for name in ("head", "architecture", "dtype", "precision", "transfer_dtype")}
         return open_checkpoint(
-            directory, adapter=adapter, export_dtype=export_dtype, loss_chunk=loss_chunk or "auto", **given
+            directory,
+            head=self.head,
+            architecture=self.architecture,
+            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
+            dtype=self.dtype,
+            precision=self.precision,
+            transfer_dtype=self.transfer_dtype,
+            export_dtype=export_dtype,
+            loss_chunk=loss_chunk or "auto",
         )
 
 
