@@ -76,8 +76,11 @@ class RunDirectory:
                 acquire(self._lock)
                 if not resume:
                     _require_unstarted(path)  # another process may have begun and ended since
-            except BaseException as error:
-                self.abandon() if isinstance(error, OSError) else self.close()
+            except OSError:
+                self.abandon()
+                raise
+            except BaseException:
+                self.close()
                 raise
 
     def begin(self, options: TrainOptions, tokens: Mapping[str, object], model: BlockModel) -> None:
@@ -433,9 +436,9 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
         raise
 
 
-_TOKENIZER_FILES = (  # names, in the order of their digest
-    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json chat_template.jinja "
-    "vocab.json vocab.txt merges.txt"
+_TOKENIZER_FILES = (  # in the order of their digest
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt"),
 )
 
 
@@ -529,7 +532,7 @@ def tokenizer_sha256(base: Path) -> str:
             for element in values:
                 digest.update(repr((key, element)).encode())
         return digest.hexdigest()
-    for name in _TOKENIZER_FILES.split():
+    for name in _TOKENIZER_FILES:
         if (base / name).exists():
             digest.update(f"{name} {file_sha256(base / name)}\n".encode())
     return digest.hexdigest()
