@@ -94,7 +94,7 @@ def refused_apart(ended: Ended) -> str:
         (["verify", "--model", "{base}", "--seed", HUGE], "--seed: found a number of more than 24 digits"),
         (["plan", "--model", "{base}", "--memory", "8"], "--memory: found 8 bytes; expected at least"),
         (["plan", "--model", "{base}", "--memory", HUGE], "--memory: found '9999999999"),
-        (["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"], "--at: found 3; expected at most 0, the steps"),
+        (["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"], "--at: found 3; expected none without --run"),
         (["evaluate", "--run", "{run}", "--data", "{rows}", "--at", "-1"], "--at: found -1; expected at least 0"),
         (["evaluate", "--run", "{run}", "--data", "{rows}", "--activation-memory", HUGE], "--activation-memory: found '99"),
         (["evaluate", "--model", "{base}", "--data", "{rows}", "--trace", "{rows}"], "something at this path"),

@@ -16,7 +16,7 @@ from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, 
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core.errors import JournalError, OptionError, without_effect
-from zo2core.ranges import counted, require_whole
+from zo2core.ranges import counted, require_whole, shown
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -216,7 +216,9 @@ class AtStep(Command):
 
         step, reason, last, run = self.at, "", journal.version, self.run_directory
         if step is not None:
-            require_whole("at", step, 0, last, otherwise=", the steps of the run; there are none without --run or --journal")
+            if step and self.journal is None:
+                raise without_effect("at", shown(step), "none without --run or --journal, whose steps it names")
+            require_whole("at", step, 0, last, otherwise=", the steps of the run")
             return step
         if run is None or self.saved is None:
             return last
