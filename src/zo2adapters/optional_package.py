@@ -22,9 +22,9 @@ def optional_package(name: str, *, install: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            name, found="no such package", expected="it installed", remedy=f"pip install '{install}'"
-        ) from error
+        extra = install.removeprefix("zo2core")
+        remedy = f"pip install '{install}'" + (f"; in a clone: pip install '.{extra}'" if extra != install else "")
+        raise MissingPackageError(name, found="no such package", expected="it installed", remedy=remedy) from error
 
 
 def executorch(module: str) -> Any:

@@ -183,7 +183,7 @@ def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.M
     assert [len(rows) for rows in parts.values()] == [6, 2, 8]
     assert [row["answer"] for row in parts["test"]] == [0, 1] * 4
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'; in a clone: pip install '\.\[data\]'"):
         benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
 
 
