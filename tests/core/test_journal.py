@@ -115,11 +115,13 @@ def test_a_torn_last_record_is_dropped_and_written_over(path: Path) -> None:
         assert journal.torn is (end > start)
     path.write_bytes(whole + b"\0" * 100)
     assert list(Journal(path).updates) == STEPS[:3]
-    path.write_bytes(whole[: start + 20])
-    journal = Journal(path)
-    journal.append(update_of(2))
-    journal.close()
-    assert path.read_bytes() == whole
+    for torn in (whole[start : start + 20], b"\0" * 4096):  # shorter and longer than the record in its place
+        path.write_bytes(whole[:start] + torn)
+        with contextlib.closing(Journal(path)) as journal:
+            journal.append(update_of(2))
+            assert path.read_bytes() == whole
+            journal.append(update_of(3))
+        assert list(Journal(path).updates) == STEPS[:4]
     header, *_ = whole.splitlines(keepends=True)
     for line in (header, earlier_line_of(record_of(header))):
         for end in range(1, len(line)):

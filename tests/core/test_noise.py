@@ -122,30 +122,33 @@ def test_sequential_noise_is_torch_normal_from_one_seeded_generator(dtype: torch
             assert torch.equal(z_of(noise, spec, 11), expected[spec.index])
 
 
-@pytest.mark.parametrize("sweeps", [1, 3])
-@pytest.mark.parametrize("jump", [True, False])
-def test_sequential_noise_goes_back_no_further_than_a_segments_start(
-    jump: bool, sweeps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segments = layouts()
-    if not jump:  # five segments in registration order
-        specs = [ParameterSpec(f"p{i}", (100,), torch.float32, i, True) for i in range(10)]
-        segments = tuple(BlockLayout(f"{i}", SegmentKind.BLOCK, tuple(specs[2 * i : 2 * i + 2])) for i in range(5))
-    noise = SequentialNoise(segments)
-    passed = 0
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each call of a sequential generator goes on by."""
+    counts: list[int] = []
 
     class Counter:
         def fill(self, out: torch.Tensor) -> None:
-            self.skip(out.numel(), out.dtype)
+            counts.append(out.numel())
 
         def skip(self, count: int, _: torch.dtype) -> None:
-            nonlocal passed
-            passed += count
+            counts.append(count)
 
         def copy(self) -> Counter:
             return self
 
     monkeypatch.setattr(zo2core.noise, "seeded", lambda *_: Counter())
+    return counts
+
+
+@pytest.mark.parametrize("sweeps", [1, 3])
+@pytest.mark.parametrize("jump", [True, False])
+def test_sequential_noise_goes_back_no_further_than_a_segments_start(jump: bool, sweeps: int, passed: list[int]) -> None:
+    segments = layouts()
+    if not jump:  # five segments in registration order
+        specs = [ParameterSpec(f"p{i}", (100,), torch.float32, i, True) for i in range(10)]
+        segments = tuple(BlockLayout(f"{i}", SegmentKind.BLOCK, tuple(specs[2 * i : 2 * i + 2])) for i in range(5))
+    noise = SequentialNoise(segments)
     for _ in range(sweeps):
         for layout in segments:
             for _ in range(2):
@@ -153,7 +156,28 @@ def test_sequential_noise_goes_back_no_further_than_a_segments_start(
                     z_of(noise, spec, 11)
     once = sum(spec.numel for layout in segments for spec in layout.parameters)
     skipped = 7 + 65536 + 9 if jump else 0  # the head's, registered before block 0's, once
-    assert passed == 2 * sweeps * once + skipped
+    assert sum(passed) == 2 * sweeps * once + skipped
+
+
+def test_seeds_that_are_retained_go_on_and_others_give_up_their_place(passed: list[int]) -> None:
+    """A break here changes no number, but how many are drawn in vain."""
+    specs = parameters(layouts())
+    noise = SequentialNoise(layouts(), memory=1 << 15)
+    assert noise._most == 2
+
+    def skipped(seed: int, at: int) -> int:
+        passed.clear()
+        z_of(noise, specs[at], seed)
+        return sum(passed) - specs[at].numel
+
+    before = [sum(spec.numel for spec in specs[:at]) for at in range(len(specs))]
+    assert [skipped(seed, 5) for seed in (1, 2)] == [before[5]] * 2
+    noise.retain({2})
+    assert (skipped(2, 6), skipped(1, 6)) == (0, before[6]), "one was kept, the other forgotten"
+    noise.retain({3})
+    assert [skipped(seed, 7) for seed in (3, 4, 2)] == [before[7]] * 3
+    noise.retain({3, 4})
+    assert [skipped(seed, 8) for seed in (3, 4, 2)] == [0, 0, before[8]]
 
 
 CPU = torch.device("cpu")
