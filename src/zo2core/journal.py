@@ -81,7 +81,6 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "seed": (int, type(None)),
     "branched": (list,),
 }
-_LATER = {"model", "provenance"}  # keys that journals of earlier versions lack
 _NESTING = 64  # most levels of nested values
 _LISTED = 6  # most differences that an error lists
 _ABSENT = object()
@@ -118,17 +117,15 @@ def require_header(record: Mapping[str, Any]) -> None:
 def may_be_torn_header(torn: bytes) -> bool:
     """Whether bytes may be a header whose write was interrupted: its beginning, or a sector of zeros."""
     start = b'{"format":'
-    if re.match(rb"[0-9a-f]", torn):  # the line format of earlier versions
-        return bool(re.fullmatch(rb"[0-9a-f]{1,8}", torn[:8])) and (b" " + start).startswith(torn[8 : 9 + len(start)])
     return start.startswith(torn[: len(start)]) or not torn[:512].strip(b"\0")
 
 
 def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
     """The differences, leaf by leaf, between a journal's header and that of a run that would continue it.
 
-    Keys of the run with the value None are not compared, nor are keys that the journal is too old to have.
+    Keys of the run with the value None are not compared.
     """
-    compared = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)} - {DRAWN}
+    compared = {key for key, value in ours.items() if value is not None} - {DRAWN}
     journal, run = (_leaves({key: header[key] for key in compared if key in header}) for header in (theirs, ours))
     keys = [key for key in sorted({*journal, *run}) if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))]
     return (_listed(journal, keys), _listed(run, keys)) if keys else None
@@ -372,8 +369,7 @@ class Journal:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
 
         Args:
-            header: Header of the run, of JSON values. Keys with the value None are not compared, nor are "model" and
-                "provenance" where the journal of an earlier version lacks them.
+            header: Header of the run, of JSON values. Keys with the value None are not compared.
 
         Raises:
             TypeError, ValueError, RecursionError: if a value is not a JSON value, or is of another type than its key has.

@@ -22,7 +22,7 @@ from damages import IN_LINES, damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, make_batch, save_model, small_config
-from updates import earlier_line_of, line_of, record_of, update_of
+from updates import line_of, record_of, update_of
 
 from zo2adapters import open_checkpoint
 from zo2core import (
@@ -123,11 +123,10 @@ def test_a_torn_last_record_is_dropped_and_written_over(path: Path) -> None:
             journal.append(update_of(3))
         assert list(Journal(path).updates) == STEPS[:4]
     header, *_ = whole.splitlines(keepends=True)
-    for line in (header, earlier_line_of(record_of(header))):
-        for end in range(1, len(line)):
-            path.write_bytes(line[:end])
-            journal = Journal(path)
-            assert (journal.header, journal.torn) == (None, True)
+    for end in range(1, len(header)):
+        path.write_bytes(header[:end])
+        journal = Journal(path)
+        assert (journal.header, journal.torn) == (None, True)
     path.write_bytes(bytes(4096) + b"tail of a header")
     assert Journal(path).torn
 
@@ -187,23 +186,6 @@ def test_what_cannot_be_synced_does_not_count_and_is_made_again(path: Path) -> N
     assert (list(again.updates), again.base_digests) == (STEPS[:4], {})
     with no_sync(), pytest.raises(JournalError, match="Input/output error"):
         again.chain(3)  # as the first that is asked of it
-
-
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_journal_of_the_earlier_line_format_reads_goes_on_and_has_the_same_chain(count: int, path: Path) -> None:
-    old, expected = path.with_name("old.jsonl"), STEPS[:3]
-    lines = path.read_bytes().splitlines(keepends=True)
-    earlier = [earlier_line_of(record_of(line)) for line in lines]
-    old.write_bytes(b"".join(earlier[:count]))
-    with contextlib.closing(Journal(old)) as journal:
-        journal.begin(HEADER)
-        for update in expected[len(journal.updates) :]:
-            journal.append(update)
-    assert old.read_bytes() == b"".join([*earlier[:count], *lines[count:]]), "what is there stays as it is"
-    journal, again = Journal(path), Journal(old)
-    assert list(again.updates) == expected
-    assert again.chain(0) is not None
-    assert [again.chain(version) for version in range(4)] == [journal.chain(version) for version in range(4)]
 
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -447,9 +429,6 @@ def test_a_file_that_is_no_journal_is_not_written_over(content: bytes, tmp_path:
     path = tmp_path / "diary"
     for ending in (b"", b"\n"):
         path.write_bytes(content + ending)
-        if content == b"abc" and not ending:
-            assert Journal(path).torn, "three digits of a checksum of the earlier format"
-            continue
         with pytest.raises(JournalError):
             Journal(path).begin(HEADER)
         assert path.read_bytes() == content + ending
@@ -457,9 +436,9 @@ def test_a_file_that_is_no_journal_is_not_written_over(content: bytes, tmp_path:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Update]]:
-    """A journal with a line of the earlier format, and with digests between the steps and after them."""
+    """A journal with digests between the steps and after them."""
     path = tmp_path_factory.mktemp("whole") / "journal.jsonl"
-    path.write_bytes(earlier_line_of({"format": 1, **HEADER, "model": {"norm_eps": 1e-5}}))
+    path.write_bytes(line_of({"format": 1, **HEADER, "model": {"norm_eps": 1e-5}}))
     with contextlib.closing(Journal(path)) as journal:
         for step in range(4):
             journal.append(update_of(step))
@@ -519,13 +498,6 @@ def weights_after(engine: Engine, steps: int) -> dict[str, torch.Tensor]:
 def change_config(base: Path, **changes: Any) -> None:
     path = base / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
-
-
-def in_the_earlier_format(path: Path, *, without: tuple[str, ...]) -> None:
-    """Rewrite a journal as earlier versions wrote it: other lines, no digests, and a header without these keys."""
-    records = [record for line in path.read_bytes().splitlines() if "base_digests" not in (record := record_of(line))]
-    kept = [{key: value for key, value in record.items() if key not in without} for record in records]
-    path.write_bytes(b"".join(map(earlier_line_of, kept)))
 
 
 DECISIVE: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -657,28 +629,16 @@ def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> 
             Engine(model, ZerothOrder(MEZO), provenance={"data": 2}, **parts)
 
 
-def test_a_run_with_a_journal_of_an_earlier_version_goes_on(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["noise", "base", "parameters", "model", "provenance"])
+def test_a_header_that_lacks_a_key_is_refused(key: str, base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    expected = weights_after(engine_of(base, tmp_path / "whole.jsonl", PROVENANCE), 4)
-    weights_after(engine_of(base, path, PROVENANCE), 2)
-    in_the_earlier_format(path, without=("model", "provenance"))
-    weights = weights_after(engine_of(base, path, PROVENANCE), 4)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
-    earlier, later = path.read_bytes().splitlines()[:3], path.read_bytes().splitlines()[3:]
-    assert not any(line.startswith(b"{") for line in earlier)
-    assert len(later) >= 2
-    assert all(line.startswith(b"{") for line in later)
-    assert list(Journal(path).updates) == list(Journal(tmp_path / "whole.jsonl").updates)
-
-
-@pytest.mark.parametrize("key", ["noise", "base", "parameters"])
-def test_a_header_that_lacks_a_key_of_every_version_is_refused(key: str, base: Path, tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
-    weights_after(engine_of(base, path), 1)
-    in_the_earlier_format(path, without=(key,))
+    weights_after(engine_of(base, path, PROVENANCE), 1)
+    header, *others = path.read_bytes().splitlines(keepends=True)
+    kept = {name: value for name, value in record_of(header).items() if name != key}
+    path.write_bytes(b"".join([line_of(kept), *others]))
     for method in (ZerothOrder(MEZO), None):
         with pytest.raises(JournalError, match=f"(no|without) {key}"):
-            Engine(open_checkpoint(base), method, journal=path)
+            Engine(open_checkpoint(base), method, journal=path, provenance=PROVENANCE)
 
 
 def test_what_is_frozen_or_encoded_identifies_the_parameters() -> None:

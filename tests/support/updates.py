@@ -27,14 +27,6 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 
 def line_of(record: object) -> bytes:
-    """A line whose checksum holds; JSON may be given as bytes, which are no object if they are hostile."""
+    """A line whose checksum holds; JSON may be given as bytes."""
     raw = record if isinstance(record, bytes) else json.dumps(record, separators=(",", ":")).encode()
-    if not (raw.startswith(b"{") and raw.endswith(b"}")) or raw == b"{}":
-        return earlier_line_of(raw)
     return b'%s,"crc32":"%08x"}\n' % (raw[:-1], zlib.crc32(raw[:-1]))
-
-
-def earlier_line_of(record: object) -> bytes:
-    """The same in the format before."""
-    raw = record if isinstance(record, bytes) else json.dumps(record, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(raw), raw)

@@ -7,9 +7,7 @@ would wait for its other end.
 
 A file of records has one JSON object a line, whose last member is a checksum: ``{...,"crc32":"89abcdef"}\n``. The checksum
 is the CRC-32 of all bytes of the line before the comma in front of it. A record counts once its whole line is on disk; a
-torn last line is dropped, damage anywhere else is an error. Files of earlier versions have lines ``CRC32 JSON\n``, with the
-checksum of the JSON's bytes. They are read as well: the first byte of a line tells its format. Records appended to such a
-file are in the present format.
+torn last line is dropped, damage anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -302,7 +300,7 @@ class RecordFile:
             try:
                 self.loaded.append(from_line(line))
             except (ValueError, RecursionError) as error:
-                if number == len(lines) and not torn and _without_checksum(line) is None:
+                if number == len(lines) and not torn and not _checksum_holds(line):
                     break
                 raise DamagedRecordError(number, str(error)) from error
             self._end += len(line) + 1
@@ -351,23 +349,17 @@ def to_line(record: Record) -> bytes:
 
 def from_line(line: bytes) -> Record:
     """Parse a line of ``to_line``."""
-    raw = _without_checksum(line)
-    if raw is None:
+    if not _checksum_holds(line):
         raise ValueError("checksum does not hold")
-    record = json.loads(raw)
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, no object")
+    record: Record = json.loads(line[:-_MEMBER_BYTES] + b"}")
     if CHECKSUM in record:
         raise ValueError("two checksums")
     return record
 
 
-def _without_checksum(line: bytes) -> bytes | None:
-    """A line's JSON without the checksum; None if that does not match."""
-    if line.startswith(b"{"):
-        raw, member = line[:-_MEMBER_BYTES], line[-_MEMBER_BYTES:]
-        return raw + b"}" if member == _MEMBER % zlib.crc32(raw) else None
-    return line[9:] if line[:9] == b"%08x " % zlib.crc32(line[9:]) else None
+def _checksum_holds(line: bytes) -> bool:
+    raw = line[:-_MEMBER_BYTES]
+    return raw.startswith(b"{") and line[-_MEMBER_BYTES:] == _MEMBER % zlib.crc32(raw)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
