@@ -1,7 +1,5 @@
 """Golden trajectories: runs of every method, source and precision compute what they did when the goldens were made."""
 
-from __future__ import annotations
-
 import pytest
 from goldens.stored import CASES, difference, load, make
 

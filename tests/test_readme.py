@@ -1,7 +1,5 @@
 """README and docs: commands and examples run as printed, links lead somewhere, and the house is the one that is drawn."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The house: every module has a room, imports run one way, siblings do not know each other."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import io

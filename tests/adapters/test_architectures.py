@@ -1,7 +1,5 @@
 """How models are cut, which checkpoints are taken and which are refused, and architectures that nobody declared."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

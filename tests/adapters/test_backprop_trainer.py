@@ -1,7 +1,5 @@
 """``transformers.Trainer`` and TRL's with first-order steps: the bits are those of the trainer alone on peft's model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -135,9 +133,6 @@ def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path)
     assert_alike(ours, stock)
 
 
-# All parameters, block by block
-
-
 IN_MEMORY = memory()
 
 
@@ -231,9 +226,6 @@ def test_fused_optimizers_have_the_bits_of_their_loops(of_family: Path, optim: s
     assert_alike(trainer, other)
 
 
-# Checkpoints of both
-
-
 def of_adapter(base: Path, output: Path, **changes: Any) -> Any:
     return made(FirstOrderTrainer, opened(base), output, **changes)
 
@@ -276,9 +268,6 @@ def test_the_best_model_is_loaded_at_the_end_and_peft_loads_adapters(make: Any, 
         for name, value in ours.engine.parameters.items():
             assert torch.equal(value, values[name]), name
     assert not (tmp_path / "saved" / "model.safetensors").exists()
-
-
-# What is refused
 
 
 def mixed(dtype: str) -> Any:

@@ -1,7 +1,5 @@
 """MeZO's tasks and P-RGE's: rows of each format become the prompts that the papers print."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -185,9 +183,6 @@ def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.M
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'; in a clone: pip install '\.\[data\]'"):
         benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
-
-
-# A benchmark in one command
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Chatting on a pipe: what is answered, which adapter answers, and what the commands do."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line: the whole path from a checkpoint and rows to an exported model, and what it says when it cannot."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -284,9 +282,6 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch
     refused, bars = err.split("\n", 1)
     assert shown.replace(r"\r", " ") in refused  # an error is one line
     assert bars == f"\r 50%\n\x1b[A\r{shown}", "a progress bar moves the cursor"
-
-
-# What a newcomer types
 
 
 ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl", "--steps", 1)

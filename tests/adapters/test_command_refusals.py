@@ -1,7 +1,5 @@
 """What no command does: one typed line each, that names option, file or row, and nothing in the directory has changed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Checkpoints whose tensors transformers renames and joins as it loads them, and what else they keep beside parameters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pickled checkpoints: what becomes of them, what is refused, what a failure leaves."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

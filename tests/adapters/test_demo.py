@@ -1,7 +1,5 @@
 """The demo: what it prepares is a checkpoint and a task held out from it, and what it prints is what was measured."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

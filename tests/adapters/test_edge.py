@@ -1,7 +1,5 @@
 """Programs that train: dual forwards are plain LoRA-FA, the runtime's trajectory is the module's, its state an engine's."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """``zo2 evaluate``: base and fine-tuned model in one table with standard errors, and what a run's directory knows."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -258,9 +256,6 @@ def test_the_columns_of_a_run_are_those_of_both_files(tmp_path: Path) -> None:
     assert evaluations(options)[3].keys() == {"choice_loss", "accuracy"}
 
 
-# Samples
-
-
 def samples(options: TrainOptions) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (options.output / "samples.jsonl").read_text().splitlines()]
 
@@ -293,9 +288,6 @@ def test_a_resumed_run_adds_the_samples_that_are_missing_and_a_report_shows_them
     assert [text for text in shown if text not in page] == []
     finish(replace(options, steps=5, schedule_steps=3), resume=True)
     assert [sample["step"] for sample in samples(options)] == [0, 3, 5]
-
-
-# Answers that are written
 
 
 NOUNS = WORDS[3:]

@@ -1,7 +1,5 @@
 """First-order runs on the command line: the resident model's bits, whatever kills them, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -489,9 +487,6 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
         assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["written_bytes"] / 1e9, rel=0.5)
     assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
     assert "the smallest plan" in refusal(*common, "--memory", smallest - reserved)
-
-
-# All parameters
 
 
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:

@@ -1,7 +1,5 @@
 """Footprints: the bytes expected of a batch between segments are those that embedding it gives; nothing is run for them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -141,9 +139,6 @@ def test_in_the_turn_of_a_block_tied_weights_have_no_gradients(tmp_path: Path) -
     assert large_in_turns == large > 4 * embedding
 
 
-# Head and loss over slices of tokens
-
-
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
 
@@ -205,9 +200,6 @@ def test_pieces_chunks_and_micro_batches_are_counted() -> None:
     assert activation_bytes(config, 4, 100, streams=6) - forward_bytes(config, 4, 100) == 3 * held
     alone = activation_bytes(config, 1, 100, streams=2) - forward_bytes(config, 1, 100)
     assert held < 4 * alone == activation_bytes(config, 4, 100, micro_rows=1) - forward_bytes(config, 1, 100)
-
-
-# A sweep asks the device for nothing
 
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}

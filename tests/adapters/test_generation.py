@@ -1,7 +1,5 @@
 """Generation: token for token what Hugging Face generates from the whole model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable

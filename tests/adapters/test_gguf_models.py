@@ -1,7 +1,5 @@
 """GGUF files: models in them have the bits of transformers' own reading, and exports are what others read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -599,9 +597,6 @@ def test_an_end_of_several_lines_or_with_quotes_is_quoted_or_refused() -> None:
     for text in ('"""\nSYSTEM obey', 'a"'):
         with pytest.raises(OptionError, match=r"format: found .*that a Modelfile can quote"):
             _quoted(text)
-
-
-# Templates of Modelfiles
 
 
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -1,7 +1,5 @@
 """Other heads than a causal language model's, and encoders: MeZO bit for bit, evaluation and micro-batches among it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

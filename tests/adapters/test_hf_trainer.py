@@ -1,7 +1,5 @@
 """``transformers.Trainer`` and TRL's with zeroth-order steps: their data, losses, logs and checkpoints, our bits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """``zo2 init``: a recipe for a model and its data, with reasons, that runs with nothing else."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

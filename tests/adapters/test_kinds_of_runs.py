@@ -1,7 +1,5 @@
 """What every kind of run holds on the command line: resumed, repeated by its recipe, exported and evaluated at its steps."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

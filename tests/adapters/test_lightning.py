@@ -1,7 +1,5 @@
 """Lightning's Trainer with steps that an engine takes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 With --long, where llama-cpp-python is installed.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path

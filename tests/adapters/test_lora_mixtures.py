@@ -1,7 +1,5 @@
 """LoRA on mixtures of experts: by default outside the experts, in them where asked, with peft's bits on the whole model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -185,9 +183,6 @@ def test_the_command_line_says_which_layers_it_adapts(tmp_path: Path) -> None:
     assert "auto experts, or names of layers" in refused
 
 
-# The loss of routers, where the config asks for it
-
-
 ROUTED = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "minimax", "phimoe", "granitemoe", "qwen3_next", "jamba"]
 
 
@@ -243,9 +238,6 @@ def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> No
     assert asked._recorder.at_end is None, "the logits would stay in memory"
     with Engine(silent, method) as engine, pytest.raises(UnsupportedModelError, match="output_router_logits"):
         engine.step(padded_batch(), CalledForward(silent, loss))
-
-
-# Experts that are read when tokens are routed to them
 
 
 READ = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "qwen3_next"]

@@ -1,7 +1,5 @@
 """``zo2 merge``: the weights of peft's ``merge_and_unload``, bit for bit, for each kind of adapter and for runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

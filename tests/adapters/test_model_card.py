@@ -1,7 +1,5 @@
 """Model cards of exports, and pushing exports to the hub."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files beside a model's weights, from a stranger: what is read, what is refused, what goes along."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

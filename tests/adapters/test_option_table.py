@@ -1,7 +1,5 @@
 """The table of options: each option of train has a row, and what a resumed run takes of a command follows from it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -372,9 +370,6 @@ def test_runs_that_go_on_refuse_another_common_option_and_take_what_may_change(
     assert run_here(*RUN, "--steps", 3, "--lr", 1e-3, "--memory", "4GiB").status == 0
     options = json.loads(Path("all/one/options.json").read_text())["options"]
     assert (options["steps"], options["storage"]["memory"]) == (3, "4GiB")
-
-
-# Recipes: a YAML file runs as the command line does
 
 
 RECIPE = """\

@@ -1,7 +1,5 @@
 """Packed rows: the losses of padded ones, bit for bit a loop's over the whole model, and refused where rows would mix."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

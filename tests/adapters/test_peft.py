@@ -1,7 +1,5 @@
 """LoRA in peft's modules: monolithic MeZO's bits on the adapter, peft's files, and a base that is only read."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path
@@ -218,9 +216,6 @@ def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step
     done(*branch, "--adapter", config, *frozen)
     whole, again = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "branch"))
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-
-
-# Runs of low rank, written as peft's adapters
 
 
 EXPORTED: dict[str, PretrainedConfig] = {

@@ -3,8 +3,6 @@
 Monolithic MeZO's bits on peft's own model, peft's files, first values by peft's own code, and refusals by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path

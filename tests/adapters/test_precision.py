@@ -1,7 +1,5 @@
 """Three dtypes a parameter: what is chosen, that nothing is cast inside the forward, what runs and exports keep of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bars of long work: shown in a terminal alone, and as far as the work is."""
 
-from __future__ import annotations
-
 import io
 import re
 import shutil
@@ -93,9 +91,6 @@ def test_rows_count_as_far_as_their_sweep_is(sweeps: list[list[int]], visits: in
             assert bar.n == finished + sum(batches) * done // visits
         finished += sum(batches)
     assert bar.n == sum(map(sum, sweeps))
-
-
-# The bar of a run's steps
 
 
 class StoppedClock:

@@ -1,7 +1,5 @@
 """Matrices of 8 and 4 bits: decoded to the dequantised model's bits wherever they are, and refused where they cannot be."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

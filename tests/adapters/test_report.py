@@ -1,7 +1,5 @@
 """``zo2 report``: one page, which needs nothing else, of runs as they are on disk."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -1,7 +1,5 @@
 """Rewards of what the model writes: their process, a step as a plain loop, and runs from the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -72,9 +72,6 @@ def lines(batch: Sequence[TokenizedRow]) -> list[int]:
     return [row.line for row in batch]
 
 
-# Kinds of rows
-
-
 BLUE = {"prompt": "The sky is", "completion": " blue."}
 TALK, ASKED = {"messages": [ASK, ANSWER]}, "<|user|>What colour is the sky?<|end|><|assistant|>"
 TURN = {"prompt": [ASK], "completion": [ANSWER]}
@@ -106,9 +103,6 @@ def test_what_a_row_becomes_and_what_of_it_is_learned(
     assert text_of(tokenized, tokenized.prompt_length, tokenizer) == learned
     if "messages" in row:
         assert list(tokenized.input_ids) == tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
-
-
-# The file
 
 
 MARK = b"\xef\xbb\xbf"
@@ -210,9 +204,6 @@ def test_a_file_without_rows_a_missing_one_and_a_directory_are_refused(tmp_path:
             RowReader(TOKENIZER, 8).read(path)
         assert caught.value.where == str(path)
         assert found in caught.value.found
-
-
-# Batches
 
 
 def test_collate_pads_right_and_hides_prompts_and_padding_from_the_loss() -> None:
@@ -503,9 +494,6 @@ def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.M
         list(parsed_rows(Path("tweets:train")))
 
 
-# Columns, templates and labels
-
-
 GREAT = {"prompt_template": "{text} It was", "labels": ("terrible", "great")}
 LABELLED: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any], list[str]]] = {  # rows, options, and their labels
     "words": (ROWS, {"prompt_template": "{text}\\nKind:", "label_column": "kind"}, [" bad", " good"]),
@@ -592,9 +580,6 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
     assert "'good'" in caught.value.remedy
 
 
-# Messages
-
-
 def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> None:
     talk = [ASK, ANSWER, {"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "The sky is"}, ASK]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"talk": talk}])
@@ -621,8 +606,6 @@ def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_ref
             RowOptions(prompt_template=template).require_valid()
         assert caught.value.where == "prompt_template"
 
-
-# What holds for rows of each format
 
 FORMATS: dict[RowFormat, dict[str, Any]] = {
     RowFormat.TEXT: {"text": "The sky"},

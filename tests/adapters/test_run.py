@@ -1,7 +1,5 @@
 """A run's directory: going on as if nothing had happened, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -266,9 +264,6 @@ def test_a_run_killed_while_it_was_lengthened_can_be_lengthened(
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-# Which step ``--keep-best`` exports
-
-
 EVALUATED_STEPS = 4
 
 
@@ -359,9 +354,6 @@ def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Pa
         path.write_bytes(written + to_line({"evaluation": record}))
         with pytest.raises(JournalError, match="line 4: found"):
             Journal(path)
-
-
-# What a run's journal says of its data and options
 
 
 @pytest.fixture
@@ -462,9 +454,6 @@ def parent(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "parent.jsonl"
 
 
-# ---- as a function of the library
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize("step", range(6))
 def test_a_branch_has_the_weights_of_its_step_and_goes_on_with_another_estimator(
@@ -535,9 +524,6 @@ def test_a_branch_appears_whole_or_not_at_all(
         "parent.jsonl",
         "new.jsonl",
     }
-
-
-# ---- by the command
 
 
 def test_a_branch_that_is_told_nothing_anew_ends_as_its_parent(options: TrainOptions, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Plans of runs on the CPU: memory is what the run reserves, and time is counted by what rows and options ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -414,9 +412,6 @@ def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chu
     least = [reserved(model, Optimization()).least for model in (whole, chunked)]
     assert least == [least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)]
     assert least[1] < least[0]
-
-
-# The first lines of a run, from its plan
 
 
 pytest.importorskip("peft")

@@ -1,7 +1,5 @@
 """Runs that share their base, from the command line: each is the run alone, to the byte."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

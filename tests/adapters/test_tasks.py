@@ -1,7 +1,5 @@
 """Tasks and objectives: what steps make smaller, on the command line against a loop over a whole model, and in an engine."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

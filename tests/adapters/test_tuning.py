@@ -1,7 +1,5 @@
 """Tuning: successive halving over runs, of which the best one is gone on with."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Models that read images, too: MeZO bit for bit, with images and without, and images that are not the rows' refused."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

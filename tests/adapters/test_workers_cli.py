@@ -1,7 +1,5 @@
 """The commands as several workers run them: the bits of one process, one speaker, a directory for each worker."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -106,9 +104,6 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
 
 
-# --- what workers agree on before they begin
-
-
 def test_workers_agree_on_kinds_of_devices_steps_and_files_of_traces() -> None:
     kinds = worked(3, lambda workers: device_kinds(["cpu", "cuda:1", "cuda"][workers.rank], workers))
     assert kinds == ["cpu+cuda"] * 3
@@ -203,9 +198,6 @@ def test_workers_that_try_other_trials_are_refused(tmp_path: Path) -> None:
         assert isinstance(error, WorkerError)
         assert "other trials" in str(error)
     assert not (tmp_path / "0").exists()
-
-
-# First-order runs, whatever kills a worker
 
 
 peft: Any = pytest.importorskip("peft")

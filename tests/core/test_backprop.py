@@ -1,7 +1,5 @@
 """First-order steps over the stream: losses, gradients and adapters equal the whole model's under autograd, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Building an engine: what is asked for is heeded or refused, and what a caller passes stays the caller's."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

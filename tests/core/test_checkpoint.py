@@ -1,7 +1,5 @@
 """Files of a checkpoint: which bytes are read and written, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

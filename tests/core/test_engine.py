@@ -1,7 +1,5 @@
 """The engine: what a step leaves, what it refuses, what it never touches, how batches are cut, and what sweeps report."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

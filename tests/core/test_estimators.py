@@ -1,7 +1,5 @@
 """What every estimator promises: scalars in, a replayable update out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """First-order steps of all parameters: losses, norms and weights equal those of loops over the whole model, bit for bit."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -1,7 +1,5 @@
 """GGUF files: headers and blocks are read as the gguf package reads them; damaged ones are refused by name."""
 
-from __future__ import annotations
-
 import random
 import struct
 import sys

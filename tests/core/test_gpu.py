@@ -1,7 +1,5 @@
 """What only a GPU can show. Skipped where there is none."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Several workers on first-order steps: the bits of one process that runs their rows as micro-batches."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -209,9 +207,6 @@ def test_an_objective_is_split_as_it_says(base: Path, size: int) -> None:
     assert_same(shared, alone(base, parts, PreferenceLoss))
 
 
-# --- what is refused
-
-
 def raised(base: Path, size: int, step: Callable[[Engine, Workers], Any], **options: Any) -> list[BaseException]:
     """What every worker raises."""
 
@@ -283,9 +278,6 @@ def test_what_one_worker_cannot_do_ends_the_step_of_all(
     assert all(BROKEN in str(error) for error in errors if isinstance(error, WorkerError) and len({*kinds}) > 1)
 
 
-# --- what goes wrong
-
-
 def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, tmp_path: Path) -> None:
     def work(workers: Workers) -> None:
         with durable(base, tmp_path / str(workers.rank), workers) as engine:
@@ -299,9 +291,6 @@ def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, t
     assert all(isinstance(error, WorkerError) for error in errors), errors
     assert "worker 1: found other trained parameters than worker 0's" in str(errors[0])
     assert not list(tmp_path.glob("*/snapshot*"))
-
-
-# --- runs that go on
 
 
 def durable(base: Path, folder: Path, workers: Workers | None) -> Engine:

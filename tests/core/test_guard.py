@@ -1,7 +1,5 @@
 """Guards: what a run's past says about a step, and what is done then. Nothing is done to a run that learns."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

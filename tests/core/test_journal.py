@@ -1,7 +1,5 @@
 """The journal: what it gives back, what it refuses, what a failed write leaves, and what its header says of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Inputs that blocks keep from forward to backward: they leave memory when it has no room, and no bit depends on it."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

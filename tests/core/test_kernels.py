@@ -1,7 +1,5 @@
 """The kernels: compiled code, Triton and the reference give the same bits, and noise is what its notes say."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What is carried to a device: less than is stored, the same bits wherever it is computed."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

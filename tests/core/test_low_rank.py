@@ -1,7 +1,5 @@
 """Directions beside the activations: the stacked loop's bits, what cannot be done so, and factors of ended periods."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every adapter's trajectory is the monolithic loop's, bit for bit."""
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

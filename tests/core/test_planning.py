@@ -1,7 +1,5 @@
 """Plans: what there is of host and device memory, what a sweep needs, how seldom blocks are written, and what is said."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

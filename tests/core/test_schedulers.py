@@ -1,7 +1,5 @@
 """What every scheduler promises: each segment once, replay before evaluate, every bucket released."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What is written back beside a base: scratch files, generations and digests. Whatever happens to it, weights are right."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Many runs over one base: each run's bits are those of it alone, whatever the others are, do, or fail at."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping

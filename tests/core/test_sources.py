@@ -1,7 +1,5 @@
 """What every block source promises; of streaming: bounded memory, reading ahead, and what is on disk when."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

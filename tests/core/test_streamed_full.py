@@ -1,7 +1,5 @@
 """First-order runs on disk: journals and snapshots, blocks that stream, commits of whole generations, and resuming."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

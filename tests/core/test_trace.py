@@ -1,7 +1,5 @@
 """Seeing it: what a trace and a step's numbers say of who did what when."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

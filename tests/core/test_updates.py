@@ -1,7 +1,5 @@
 """Updates: what programs they compile to, long replays of them, and whether they change the weights."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several workers on one run: the bits of one worker, journals that are equal byte for byte, and nothing nearly right."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil
@@ -90,9 +88,6 @@ def updates_of(folder: Path) -> list[Update]:
     return list(Journal(folder / "journal.jsonl").updates)
 
 
-# --- shares
-
-
 @given(size=st.integers(1, 12), evaluations=st.integers(1, 20), rows=st.integers(1, 12))
 def test_every_row_of_every_evaluation_is_one_workers(size: int, evaluations: int, rows: int) -> None:
     try:
@@ -124,9 +119,6 @@ def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do()
     for name in ["columns", "0x2", "2x", "", "2X2"]:
         with pytest.raises(OptionError, match="split"):
             choose_split(name, 1, 1, 1)
-
-
-# --- the bits of one worker
 
 
 @settings(max_examples=8)
@@ -313,9 +305,6 @@ def test_parts_of_the_rows_are_summed_in_the_order_of_ranks_and_refused_of_other
     reports = [Report(0, 1, dtype, [1.0]) for dtype in ("float32", "float32", "bfloat16")]
     with pytest.raises(WorkerError, match="worker 2: found losses in"):
         combined(reports, Split(3, 1), 3)
-
-
-# --- journals
 
 
 def test_a_late_worker_takes_what_it_missed_and_goes_on(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Workers on machines of other kinds, and workers that are killed: one journal, and nothing is lost but a step under way."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

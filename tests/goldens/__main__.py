@@ -4,8 +4,6 @@ Run it from the root of the repository where a mended fault changes results, and
 prints the goldens that changed. On another machine than that of the file all of them are made anew.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

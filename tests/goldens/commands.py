@@ -1,7 +1,5 @@
 """Goldens that the command line reaches: ``zo2 train``, and what the other commands read from its run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

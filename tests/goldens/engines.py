@@ -4,8 +4,6 @@ Only ``_zeroth_order``, ``_adapter`` and ``_full`` open an engine. Sources and s
 of these goldens have the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

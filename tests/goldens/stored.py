@@ -1,7 +1,5 @@
 """Files of goldens, one for each kind of machine that made some: another one may round differently."""
 
-from __future__ import annotations
-
 import json
 import platform
 import tempfile

@@ -1,7 +1,5 @@
 """What is kept of a run: floats as hexadecimal numbers, weights and updates as digests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a run's directory, or a model's, names as code to run: nothing of it is imported before it was compared or named."""
 
-from __future__ import annotations
-
 import json
 import os
 import py_compile

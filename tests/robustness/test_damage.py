@@ -1,7 +1,5 @@
 """Damaged files of a run, a journal that lost its end, and checked runs: the undisturbed bits or one typed line."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -3,8 +3,6 @@
 ``faults.c`` is compiled and preloaded into one process that has imported everything; each scenario runs in a fork of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -109,9 +107,6 @@ def library() -> ctypes.CDLL:
 
 def clear() -> None:
     library().faults_clear()
-
-
-# What a run comes to.
 
 
 class Trajectory(NamedTuple):
@@ -499,9 +494,6 @@ def inputs_fail(calls: Call, error: int, folder: Path) -> None:
     assert not [path for path in run.iterdir() if path.name != "journal.jsonl"]
 
 
-# Whole runs, by the trainer.
-
-
 def train_options(folder: Path) -> TrainOptions:
     return TrainOptions(
         model=str(folder / "base"),
@@ -616,9 +608,6 @@ def scenarios() -> Iterator[tuple[str, Callable[[Path], None]]]:
 SCENARIOS = dict(scenarios())
 
 
-# The process that all scenarios run in.
-
-
 def prepare(folder: Path) -> None:
     base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=4))
     save_tokenizer(base)
@@ -660,9 +649,6 @@ def main(folder: Path) -> None:
         print(json.dumps(forked(room, SCENARIOS[json.loads(line)])), flush=True)
         shutil.rmtree(room)
     os._exit(0)  # without a visit to all that was imported
-
-
-# The tests.
 
 
 @pytest.fixture(scope="module")

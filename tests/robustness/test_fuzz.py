@@ -1,7 +1,5 @@
 """Damaged and hostile input files: each reader uses or refuses them by a typed error, in bounded time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """An interrupt at any line of writing a record: memory and file agree, and the run goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ They are killed by SIGKILL in three ways: at a named call, at the n-th call that
 where it has none), and by the clock, which hits what nobody thought of.
 """
 
-from __future__ import annotations
-
 import mmap
 import random
 import re

@@ -1,7 +1,5 @@
 """Files of a run that others hold, link or block: one engine writes them at a time, and nothing is written through links."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

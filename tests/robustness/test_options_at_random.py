@@ -1,7 +1,5 @@
 """Options drawn at random for every command: a result, or one typed line; never a traceback, a hang or a leftover."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Whatever is asked for is heeded or refused, and whatever goes wrong is one typed line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -77,9 +75,6 @@ def refused_apart(ended: Ended) -> str:
     assert ended.status == 2, ended
     assert_typed(ended)
     return ended.line
-
-
-# Options
 
 
 @pytest.mark.parametrize(
@@ -177,9 +172,6 @@ def test_an_absurd_learning_rate_and_a_batch_larger_than_the_data_end_with_a_war
         assert_typed(ended)
 
 
-# A run that was refused at its first step
-
-
 def test_a_run_refused_at_its_first_step_can_be_given_again(place: Path) -> None:
     before = (place / "base/model.safetensors").read_bytes()
     spoil(place, "model.layers.1.mlp.up_proj.weight", 38, float("nan"))
@@ -218,9 +210,6 @@ def test_a_refused_run_never_removes_a_directory_that_the_user_made(
     refusal(*train(place), *arguments)
     assert (place / "run").is_dir()
     assert not any((place / "run").iterdir())
-
-
-# Damaged side files
 
 
 METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
@@ -375,9 +364,6 @@ def test_pipes_directories_and_numbers_of_many_digits_in_place_of_data_are_told(
     assert "base/tokenizer.json" in refusal(*train(place))
 
 
-# The exported model
-
-
 def test_a_model_that_is_none_is_told_and_a_directory_that_is_empty_filled(run: Path) -> None:
     told, model = "found files that are not a complete model", run / "model"
     (model / "model.safetensors").unlink()
@@ -408,9 +394,6 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
     said = refusal("export", "--run", run, "--output", place / "new")
     assert f"{place / 'base/tokenizer.json'}: found No such file or directory" in said
     assert not (place / "new").exists()
-
-
-# Resuming
 
 
 def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
@@ -455,9 +438,6 @@ def test_more_steps_lengthen_a_run_as_if_it_had_had_them_but_for_one_whose_sched
     assert run_here(*train(place, "ends"), "--steps", 2, "--decay", "cosine").status == 0
     said = refusal("train", "--resume", place / "ends", "--steps", 4)
     assert "--steps: found 4; expected 2, the steps of this run's cosine schedule" in said
-
-
-# The system
 
 
 @pytest.mark.long_profile
@@ -545,9 +525,6 @@ def test_no_more_memory_is_told() -> None:
         assert told.where == ("device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory")
     for defect in (ZeroDivisionError(), SyntaxError("expected ':'", ("own.py", 1, 1, "def f()", 1, 8))):
         assert as_zo2_error(defect) is None, "a defect of this program keeps its traceback"
-
-
-# What a command costs before it begins
 
 
 IMPORTS = """

@@ -1,7 +1,5 @@
 """SIGINT, SIGTERM and SIGHUP at any moment of a command: no traceback, nothing torn, one line that says how to go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

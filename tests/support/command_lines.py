@@ -1,7 +1,5 @@
 """Command lines in this process and in one of their own: what they print, and how they end."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """What transformers' own generate writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers of a run: threads of this process, connected by gloo, or processes."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Damage at random to bytes: what disks, crashes and people do to files."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Engines from mixed options, of which those of a method go to the method, and what tests do with engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields

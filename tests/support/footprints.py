@@ -1,7 +1,5 @@
 """What activations really hold, beside what was expected of them."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

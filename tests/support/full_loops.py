@@ -1,7 +1,5 @@
 """First-order loops over a whole Hugging Face model with all parameters in memory, written out: the oracles."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GGUF files, written byte by byte so that tests can write wrong ones."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models as GGUF files, written as llama.cpp's converter writes them: names, order of rows, norms, vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MeZO over a whole model whose blocks reach the device in fewer bits: a literal loop that engines are held against."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

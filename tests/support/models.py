@@ -1,7 +1,5 @@
 """Tiny models of every adapter, and batches, as hypothesis draws them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

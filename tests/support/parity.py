@@ -1,7 +1,5 @@
 """The parity property: an engine and the monolithic loop, side by side, compared bit for bit."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

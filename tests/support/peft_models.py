@@ -1,7 +1,5 @@
 """Small models with peft adapters: whole, and streamed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

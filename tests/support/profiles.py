@@ -1,7 +1,5 @@
 """Cases of the default profile, and those that only the long profile runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from itertools import product

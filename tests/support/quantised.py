@@ -1,7 +1,5 @@
 """Encoded matrices: their bytes, and what they decode to, weight by weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

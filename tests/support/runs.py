@@ -1,7 +1,5 @@
 """A small run: model, tokenizer and rows in a folder, and the options that train on them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Segments of numbers for tests of sources, schedulers and noise, and weights that count how often they are read."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Zeroth-order steps with low-rank perturbations over a whole model: a literal loop that engines are held against."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

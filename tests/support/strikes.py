@@ -3,8 +3,6 @@
 Imported by forked processes: of a function here, ``beforehand`` makes the Python that such a process runs first.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """A tokenizer with a chat template, as rows of data are tokenized with, and the text of a row."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
 """A decoder that is no Hugging Face model: plain modules, its own cut, its own files. The core knows nothing else of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Hugging Face's trainers in tests: rows, and options for a few steps on the CPU, without files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of the Triton kernel run in processes of their own: ``interpret``, ``engines`` or ``compile``."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

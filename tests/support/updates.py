@@ -1,7 +1,5 @@
 """Updates that nobody computed, and lines of a journal, written out as its formats say it."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Sequence

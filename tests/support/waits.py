@@ -1,7 +1,5 @@
 """A source that checks the bytes it is given back, a visitor in two steps, and durations that make a missing wait fail."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 

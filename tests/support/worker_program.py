@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 3 worker_program.py FOLDER STEPS
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

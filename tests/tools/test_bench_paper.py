@@ -1,7 +1,5 @@
 """The bench of the ZO2 paper's tables: what it holds of the paper, and that every kind of row runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The comparison of steps: every kind of side runs, and sides with the same arithmetic have the same losses."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GPU day's program: every job runs on small models on the CPU, loses nothing, and goes on where it ended."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The real task: how its rows are chosen, and that every variant trains, continues and is reported."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

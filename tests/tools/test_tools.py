@@ -1,7 +1,5 @@
 """The tools: sparse checkpoints, command lines of benchmarks, accumulations, and the table of families and formats."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -173,9 +171,6 @@ def test_a_run_is_compared_with_its_plan(
     assert found["seconds"]["median"] > 0
 
 
-# Accumulations, and a resumed run
-
-
 def test_small_updates_are_lost_in_place_and_kept_beside_the_base(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,9 +201,6 @@ def test_a_resumed_run_is_timed_against_one_without_a_journal(
     assert measured["matrices that are formed"] == measured["matrices"] > 0
     assert measured["first to first"]["median"] > 0
     assert measured["kept_bytes"] > 0
-
-
-# The table of families and formats
 
 
 @pytest.mark.parametrize(
