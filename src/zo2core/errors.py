@@ -1,8 +1,10 @@
 """Typed errors: each says where, what was found, what was expected and what to do."""
 
+import copyreg
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
+from typing import Any
 
 
 class ZO2Error(Exception):
@@ -22,6 +24,10 @@ class ZO2Error(Exception):
         self.expected = expected
         self.remedy = remedy
         super().__init__(f"{self.where}: found {found}; expected {expected}. What to do: {remedy}.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle message and fields, with which a process tells its error to another one."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class OptionError(ZO2Error, ValueError):

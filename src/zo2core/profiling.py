@@ -192,12 +192,23 @@ class Trace:
             events += [*self._lane(0, _SWEEP), _complete(_SWEEP, sweep.name, 0, sweep.started, sweep.done)]
         if not events or self._closed:
             return
+        text = ",\n".join(map(json.dumps, events))
         with self._writing():
-            if self._file is None:
-                self._file = io.TextIOWrapper(create_file(self._path), encoding="utf-8")
-                self._file.write("[\n" + json.dumps(events.pop(0)))
-            self._file.writelines(f",\n{json.dumps(event)}" for event in events)
-            self._file.flush()
+            if self._file is not None:
+                self._file.write(f",\n{text}")
+                self._file.flush()
+                return
+            self._closed = True  # unless the first spans can be written
+            file = io.TextIOWrapper(create_file(self._path), encoding="utf-8")
+            try:
+                file.write(f"[\n{text}")
+                file.flush()
+            except OSError:
+                with suppress(OSError):
+                    file.close()
+                self._path.unlink(missing_ok=True)
+                raise
+            self._file, self._closed = file, False
 
     def close(self) -> None:
         """Complete the file. May be called twice.

@@ -91,6 +91,7 @@ REFUSED: list[tuple[str, str]] = [
     ("report run", "found no --output; expected --output PATH"),
     ("report -o page.html", "found"),
     ("report nowhere -o page.html", "nowhere/journal.jsonl"),
+    ("report run -o page.pdf", "--output: found page.pdf; expected the name of an HTML file"),
     ("report base -o page.html", "base/journal.jsonl"),
     ("generate --run run", "found no --prompt; expected --prompt TEXT ..."),
     ("init --model nowhere --data rows.jsonl -o new.yaml", "nowhere"),
@@ -202,6 +203,11 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --data texts.jsonl --samples 1", "--samples: found rows without a prompt"),
     (f"{TRAIN} --data texts.jsonl --samples -1", "--samples"),
     (f"{TRAIN} --data texts.jsonl --reward length --rank 2", "--reward: found rows without a prompt; expected rows with a"),
+    *(
+        (f"{command} --data {rows} --labels ran sat", "--labels: found ran sat for rows without labels")
+        for command in (TRAIN, EVALUATE, PLAN)
+        for rows in ("texts.jsonl", "choices.jsonl")
+    ),
     # Packed rows, heads, rewards
     (f"{TRAIN} --pack --micro-batch-size 2", "--pack: found True with --micro-batch-size"),
     (f"{TRAIN} --pack --per-row", "--per-row: found True with --pack"),

@@ -258,6 +258,7 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
     for text, told in (
         ("data: {lr: 1e-4}\n", "lr in the section data; expected it in the section schedule"),
         ("evaluation: rows.jsonl\neval_split: 0.5\n", "evaluation twice"),
+        ("lr: [1, 2]\n", "recipe.yaml: found 2 values as lr; expected a single value"),
     ):
         recipe.write_text(text)
         with pytest.raises(OptionError, match=told):

@@ -1,5 +1,6 @@
 """Seeing it: what a trace and a step's numbers say of who did what when."""
 
+import errno
 import io
 import json
 from collections.abc import Callable
@@ -278,14 +279,28 @@ def test_a_trace_is_made_where_nothing_stands(tmp_path: Path) -> None:
     assert not (tmp_path / "t.json").exists(), "no sweep, no file"
 
 
-def test_a_disk_that_is_full_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sweeps", [0, 1])
+def test_a_disk_that_is_full_is_a_typed_error_and_no_file_without_a_sweep_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweeps: int
+) -> None:
+    class Filling(io.FileIO):
+        def write(self, content: Any) -> int:
+            if bool(self.tell()) == bool(sweeps):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content)
+
     trace = Trace(tmp_path / "t.json")
-    monkeypatch.setattr("zo2core.profiling.create_file", lambda path: io.FileIO("/dev/full", "w"))
+    monkeypatch.setattr("zo2core.profiling.create_file", lambda path: Filling(path, "x"))
+    for number in range(sweeps):
+        trace.add([span(Lane.READ, number, number + 1)])
     with pytest.raises(OutputError, match="No space left"):
-        trace.add([span(Lane.READ, 0, 1)])
-    with pytest.raises(OutputError, match="No space left"):
-        trace.close()
+        trace.add([span(Lane.READ, 5, 6)])
+    if sweeps:
+        with pytest.raises(OutputError, match="No space left"):
+            trace.close()
     trace.close()
+    trace.add([span(Lane.READ, 6, 7)])  # without effect, after the end
+    assert (tmp_path / "t.json").exists() == bool(sweeps)
 
 
 def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.options import as_zo2_error
 from zo2core import Engine, Journal
-from zo2core.errors import MemoryBudgetError
+from zo2core.errors import DivergenceError, MemoryBudgetError, MissingPackageError, OptionError, ZO2Error
 
 HUGE = "9" * 400
 
@@ -618,3 +619,12 @@ def test_errors_come_at_once() -> None:
     began = time.perf_counter()
     refusal("verify", "--model", "/nowhere", "--steps", "0")
     assert time.perf_counter() - began < 2
+
+
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize("kind", [ZO2Error, OptionError, MissingPackageError, DivergenceError])
+def test_an_error_of_another_process_arrives_with_its_message_and_fields(kind: Any, protocol: int) -> None:
+    more = {"best_step": 7} if kind is DivergenceError else {}
+    error = kind(Path("rows.jsonl"), found="7", expected="8", remedy="wait", **more)
+    arrived = pickle.loads(pickle.dumps(error, protocol))
+    assert (type(arrived), str(arrived), vars(arrived)) == (kind, str(error), vars(error))

@@ -154,6 +154,8 @@ class Evaluate(AtStep):
             found = f"{self.data or 'the rows of the run'}, rows of preferences"
             expected = "other rows: preferences are evaluated during training, against the base model"
             raise OptionError("data", found=found, expected=expected, remedy="pass them to zo2 train as --evaluation")
+        if saved is None or saved.rows.labels != self.rows.labels:
+            self.rows.require_labelled(are_labelled=rows.are_labelled)
         if self.batching.pack and rows.format is not RowFormat.TEXT:
             raise without_effect("pack", f"{self.data}, whose rows cannot be packed", "rows of text")
         return rows

@@ -344,6 +344,8 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
             expected = "a single value, or a list of single values"
             raise refused(f"a {type(value).__name__} as {key}", expected, "see zo2 train --help-all")
+        if len(items) > 1 and not listed[option].items:
+            raise refused(f"{len(items)} values as {key}", "a single value", "write one of them")
         if is_list and any(item is None or isinstance(item, bool) for item in items):
             raise refused(f"{value!r} as {key}", "texts or numbers", "write each text between quotes")
         if any("\0" in text for text in texts):

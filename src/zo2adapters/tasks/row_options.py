@@ -121,6 +121,12 @@ class RowOptions:
             remedy = "pass the text of each label once"
             raise OptionError("labels", found=found, expected="at least two different texts", remedy=remedy)
 
+    def require_labelled(self, *, are_labelled: bool) -> None:
+        """Refuse labels that no row has, given as an option."""
+        if self.labels and not are_labelled:
+            found = f"{' '.join(self.labels)} for rows without labels"
+            raise without_effect("labels", found, "rows with a prompt and a label, or --columns label=NAME")
+
     @property
     def names_columns(self) -> bool:
         """Whether a column or a template is named."""

@@ -165,6 +165,11 @@ class Rows(Sequence[Any]):
         """Most sequences of a row."""
         return max(len(row.sequences) for row in self.rows)
 
+    @property
+    def are_labelled(self) -> bool:
+        """Whether the rows are prompts with labels, which became their candidates."""
+        return self.format is RowFormat.CANDIDATES and "candidates" not in self.columns
+
     def digest(self) -> str:
         """SHA-256 over the tokens of all rows, the lengths of their prompts, their labels and answers."""
         if self.format is RowFormat.ANSWERS:

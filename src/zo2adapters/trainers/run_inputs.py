@@ -85,8 +85,8 @@ class RunInputs(NamedTuple):
     evaluation: Rows | None  # None: the run does not evaluate
 
     @classmethod
-    def read(cls, options: TrainOptions, workers: Workers | None = None) -> Self:
-        """Open the model, and read and tokenise the rows."""
+    def read(cls, options: TrainOptions, workers: Workers | None = None, *, resume: bool = False) -> Self:
+        """Open the model, and read and tokenise the rows; earlier versions let a run begin with labels that no row has."""
         directory = resolve_directory(options.model)
         model, options = _settled_alike(options, workers, directory)
         tokenizer = load_tokenizer(directory)
@@ -102,7 +102,9 @@ class RunInputs(NamedTuple):
             vocabulary=vocabulary_of(model.config),
         )
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
-        return cls(options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation)
+        inputs = cls(options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation)
+        options.rows.require_labelled(are_labelled=resume or any(rows.are_labelled for rows in inputs.files))
+        return inputs
 
     def reopened(self, options: TrainOptions) -> Self:
         """The same rows for a run with other options of model and method."""

@@ -83,7 +83,7 @@ class Trainer:
                 with closing(Journal(options.output / JOURNAL)) as journal:
                     require_same_files(options, journal.header)
                     self._first_step = method.first_step(journal)
-            self._inputs = inputs = RunInputs.read(options, workers)
+            self._inputs = inputs = RunInputs.read(options, workers, resume=resume)
             self.options, self._model = options, model = inputs.options, inputs.model
             self._method = method_of(options, shared)
             require_same_steps(options.steps, workers)
