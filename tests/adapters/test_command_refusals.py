@@ -91,7 +91,10 @@ REFUSED: list[tuple[str, str]] = [
     ("report run", "found no --output; expected --output PATH"),
     ("report -o page.html", "found"),
     ("report nowhere -o page.html", "nowhere/journal.jsonl"),
-    ("report run -o page.pdf", "--output: found page.pdf; expected the name of an HTML file"),
+    *(
+        (f"report run -o {name}", f"--output: found {name}; expected the name of an HTML file")
+        for name in ("x.pdf", "rows.jsonl")
+    ),
     ("report base -o page.html", "base/journal.jsonl"),
     ("generate --run run", "found no --prompt; expected --prompt TEXT ..."),
     ("init --model nowhere --data rows.jsonl -o new.yaml", "nowhere"),

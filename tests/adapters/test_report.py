@@ -83,7 +83,7 @@ def test_the_page_says_what_is_in_the_runs(here: Path) -> None:
     assert "steps rejected by the guard" not in table
     done("report", "two", "-o", "page.html")
     assert Path("page.html").read_text() != text
-    for path in ("own.html", "rows.jsonl", "nowhere/page.html"):
+    for path in ("own.html", "nowhere/page.html"):
         if path == "own.html":
             Path(path).write_text("<!doctype html>\n<html></html>\n")
         assert f"{path}: found" in refusal("report", "two", "-o", path)
