@@ -245,10 +245,8 @@ def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
 
 
 def test_an_interrupted_replay_loses_nothing(base: Path) -> None:
-    with (
-        Engine(open_checkpoint(base), ZerothOrder(MEZO)) as engine,
-        Engine(open_checkpoint(base), ZerothOrder(MEZO)) as undisturbed,
-    ):
+    engine, undisturbed = (Engine(open_checkpoint(base), ZerothOrder(MEZO)) for _ in range(2))
+    with engine, undisturbed:
         for each in (engine, undisturbed):
             for seed in range(3):
                 each.step(BATCH, seed=seed)
@@ -451,11 +449,6 @@ def test_a_sweep_after_one_that_failed_counts_from_its_start(base: Path) -> None
     assert seen == [1, 2, 1, 2, 3, 4]
 
 
-@pytest.fixture
-def precise_base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("opt"), torch.float64)
-
-
 @given(
     lengths=st.lists(st.integers(2, 9), min_size=1, max_size=6),
     rows=st.integers(1, 6),
@@ -534,8 +527,8 @@ def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tm
         assert losses == pytest.approx(found[0], rel=3e-6)  # Hugging Face takes the loss in float32
 
 
-def test_the_trainers_own_way_of_counting_gives_the_same_loss(precise_base: Path) -> None:
-    batch = make_batch(40, [9, 3, 12])
+def test_the_trainers_own_way_of_counting_gives_the_same_loss(tmp_path: Path) -> None:
+    precise_base, batch = save_model(tmp_path / "base", small_config("opt"), torch.float64), make_batch(40, [9, 3, 12])
     whole = AutoModelForCausalLM.from_pretrained(precise_base, dtype="auto")
     count = labelled_tokens(batch)
     with torch.inference_mode():
@@ -545,8 +538,8 @@ def test_the_trainers_own_way_of_counting_gives_the_same_loss(precise_base: Path
         assert engine.evaluate([batch]).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_segment_is_visited_once_a_step(precise_base: Path) -> None:
-    model = open_checkpoint(precise_base)
+def test_every_segment_is_visited_once_a_step(base: Path) -> None:
+    model = open_checkpoint(base)
     with Engine(model, ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)), micro_batch_size=1) as engine:
         engine.step(make_batch(40, [9, 3]))
         source: Any = engine._runner.source
@@ -555,8 +548,9 @@ def test_every_segment_is_visited_once_a_step(precise_base: Path) -> None:
     assert [call.args[0] for call in acquire.mock_calls] == list(range(len(model.layouts)))
 
 
-def test_a_piece_whose_loss_is_not_finite_stops_the_step(precise_base: Path) -> None:
-    with Engine(open_checkpoint(precise_base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e306)), micro_batch_size=1) as engine:
+def test_a_piece_whose_loss_is_not_finite_stops_the_step(base: Path) -> None:
+    model, far = open_checkpoint(base, dtype="float64"), MeZOSGD(lr=1e-2, zo_eps=1e306)
+    with Engine(model, ZerothOrder(far), micro_batch_size=1) as engine:
         with pytest.raises(NonFiniteLossError):
             engine.step(make_batch(40, [9, 3]))
         assert engine.version == 0

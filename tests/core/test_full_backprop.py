@@ -16,7 +16,7 @@ from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop,
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
-from peft_models import lora, peft
+from peft_models import lora
 from profiles import each_choice, examples, short_first
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -357,23 +357,6 @@ def test_weights_that_an_interrupted_load_has_dropped_are_not_those_of_the_base(
             engine.load_state_dict(state)
         with pytest.raises(ClosedError, match=r"found weights of version 0: .*; expected version 1"):
             engine.step(BATCH)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-@pytest.mark.parametrize("case", ["adamw", "lora"])
-def test_an_export_is_what_transformers_and_peft_load(case: str, base: Path, tmp_path: Path) -> None:
-    with engine_of(base, case) as engine:
-        before = engine.evaluate([BATCH]).loss
-        for _ in range(4):
-            engine.step(BATCH)
-        loss = engine.evaluate([BATCH]).loss
-        engine.export(tmp_path / "model")
-    assert loss < before
-    whole: Any = WholeModel(tmp_path / "model" if case == "adamw" else base).model
-    if case == "lora":
-        whole = peft.PeftModel.from_pretrained(whole, tmp_path / "model").eval()
-    with torch.inference_mode():
-        assert whole(**BATCH).loss.item() == loss
 
 
 class Counting(torch.optim.SGD):

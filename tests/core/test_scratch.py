@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from damages import Damage, cut, damage_file, double_line, drop_line, exchange, flip, move_lines, zero
-from engines import memory, zeroth_order
+from engines import memory
 from safetensors.torch import save_file
 from segments import BLOCKS, CountingWeights, layouts
 from toy import ToyBlockModel
@@ -53,17 +53,20 @@ BUCKETS = {"resident": None, "one bucket": 1, "three buckets": 3}
 every_source = pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS)
 
 
-def engine(run: Path, buckets: int | None, every: int | None = 1) -> Engine:
+def engine_on(model: BlockModel, run: Path, buckets: int | None = None, every: int | None = None) -> Engine:
     """An engine that goes on from whatever is in the run's directory."""
-    model = ToyBlockModel(50, 40, LAYERS, tied=True, dtype=torch.float32, file=run.parent / f"{run.name}.safetensors")
-    return zeroth_order(
+    return Engine(
         model,
-        MeZOSGD(lr=1e-2, zo_eps=1e-3),
-        noise=PhiloxNoise(),
+        ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=PhiloxNoise()),
         journal=run / "journal.jsonl",
         memory=memory(buckets, budget=1 << 28),
         write_back=WriteBackPolicy(directory=run, every=every),
     )
+
+
+def engine(run: Path, buckets: int | None) -> Engine:
+    file = run.parent / f"{run.name}.safetensors"
+    return engine_on(ToyBlockModel(50, 40, LAYERS, tied=True, dtype=torch.float32, file=file), run, buckets, 1)
 
 
 def train(run: Path, buckets: int | None, steps: int) -> dict[str, bytes]:
@@ -272,8 +275,7 @@ def test_a_copy_of_a_live_run_goes_on_with_the_same_bits(
     assert goes_on > 0
 
 
-def test_bytes_are_hashed_beside_the_write_and_memory_is_free_when_it_ends(written: Path) -> None:
-    """Records of a run name the checksum of what the file holds."""
+def test_each_segments_last_record_has_a_checksum_of_its_bytes_and_one_of_its_own(written: Path) -> None:
     header, *rest = records(written / "streamed")
     assert header["format"] == 2
     lasts = {record["segment"]: record for record in rest}
@@ -290,16 +292,6 @@ WIDTH = 100  # of the toy: a layer's matrix is larger than three samples of the 
 
 def wide_toy(file: Path) -> ToyBlockModel:
     return ToyBlockModel(50, WIDTH, 3, tied=True, dtype=torch.float32, file=file)
-
-
-def engine_on(model: BlockModel, begun_run: Path, buckets: int | None = None, every: int | None = None) -> Engine:
-    return Engine(
-        model,
-        ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=PhiloxNoise()),
-        journal=begun_run / "journal.jsonl",
-        memory=memory(buckets),
-        write_back=WriteBackPolicy(directory=begun_run, every=every),
-    )
 
 
 def changed_toy(file: Path, parameter: str = "layers.1.mix.weight") -> ToyBlockModel:

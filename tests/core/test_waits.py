@@ -162,14 +162,16 @@ def run(
     return sweeps.end()
 
 
+def at_random(seed: int) -> Callable[[], float]:
+    """Durations of which each is another one."""
+    rng = random.Random(seed)
+    return lambda: rng.choice([0.0, 0.0, 0.001, 0.004])
+
+
 @pytest.mark.parametrize("kept", [0, 1, 3, BLOCKS])
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
-    rng = random.Random(seed)
-
-    def some() -> float:
-        return rng.choice([0.0, 0.0, 0.001, 0.004])
-
+    some = at_random(seed)
     assert run(Case(some, some, some, some), without=[], kept=kept) == []
 
 
@@ -177,12 +179,7 @@ def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
 @pytest.mark.parametrize(("kept", "capacity", "replays"), each_choice([0, 1, 3, BLOCKS], [1, 2, BLOCKS], [False, True]))
 def test_a_sweep_may_turn_back(kept: int, capacity: int, replays: bool) -> None:
     """Forward over all segments and back, as a first-order step does; at the turn a block comes back that has just left."""
-    rng = random.Random(kept)
-    order = [*range(BLOCKS + 2), *range(BLOCKS, 0, -1)]
-
-    def some() -> float:
-        return rng.choice([0.0, 0.001, 0.004])
-
+    some, order = at_random(kept), [*range(BLOCKS + 2), *range(BLOCKS, 0, -1)]
     for case in (Case(some, some, some, some, replays=replays), Case(upload=slow, offload=slow, replays=replays)):
         assert run(case, without=[], kept=kept, order=order, capacity=capacity) == []
 
@@ -356,11 +353,7 @@ def test_streams_take_the_host_memory_that_is_planned_and_allocate_nothing_from_
 @pytest.mark.parametrize("streams", [1, 2, 3, 7])
 @pytest.mark.parametrize("staying", [0, 1, 3])
 def test_whatever_takes_long_no_stream_is_mixed_up(streams: int, staying: int) -> None:
-    rng = random.Random(streams)
-
-    def some() -> float:
-        return rng.choice([0.0, 0.0, 0.001, 0.004])
-
+    some = at_random(streams)
     # Room for the streams that stay, for one forward, and for streams in transit.
     case = StreamsCase(some, some, some, some, streams=streams, allowed=(staying + 1 + IN_TRANSIT) * STREAM_BYTES)
     assert sweep_twice(case) == []
