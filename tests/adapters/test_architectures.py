@@ -251,9 +251,7 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("model_type", ["codegen", "gpt_neo"])
-def test_tables_that_no_checkpoint_holds_are_from_pretraineds_and_no_keys_are_cached(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_tables_that_no_checkpoint_holds_are_transformers_and_no_keys_are_cached(model_type: str, tmp_path: Path) -> None:
     """CodeGen rounds the keys that it caches; neither the engine nor the loop that it is held against caches any."""
     config = small_config(model_type)
     made: Any = small_model(config)

@@ -234,7 +234,7 @@ BOTH = pytest.mark.parametrize("make", [of_adapter, full])
 
 
 @BOTH
-def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(make: Any, base: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(make: Any, base: Path, tmp_path: Path) -> None:
     saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     whole, again = (make(base, tmp_path / "run", **saved) for _ in range(2))
     middle = tmp_path / "run" / "checkpoint-4"
@@ -362,9 +362,7 @@ def made_grpo(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "loss_type": "grpo"}], ids=str)
-def test_grpo_with_the_same_completions_has_the_bits_of_trls_trainer(
-    vocabulary: Path, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_grpo_on_the_same_completions_has_trls_bits(vocabulary: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     ours = made_grpo(FirstOrderGRPOTrainer, opened(vocabulary), tmp_path / "run", **changes)
     written: list[list[list[int]]] = []
     own = ours._generate_single_turn
@@ -423,9 +421,7 @@ def test_completions_are_those_of_the_present_adapter(vocabulary: Path, tmp_path
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
     ],
 )
-def test_what_needs_the_whole_model_is_refused_by_name(
-    vocabulary: Path, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
+def test_what_needs_a_whole_model_is_refused(vocabulary: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(OptionError, match=f"^{named}: "):
         made_grpo(FirstOrderGRPOTrainer, opened(vocabulary), tmp_path / "run", **changes)
 

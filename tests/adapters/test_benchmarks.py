@@ -233,7 +233,7 @@ def test_rows_that_a_killed_process_left_are_used_again_and_others_are_refused(f
     assert f"{folder / 'run.rows'}: " in ended.out
 
 
-def test_an_interruption_before_the_run_began_leaves_no_rows_and_the_command_given_again_is_told_to_resume(
+def test_an_interruption_before_the_run_leaves_no_rows_and_later_one_resumes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: object) -> None:

@@ -70,9 +70,7 @@ def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("estimator", "name", "losses"), [("mezo", "multi-query-rge", 6), ("fzoo", "fzoo", 4)])
-def test_the_estimator_reaches_the_updates(
-    estimator: str, name: str, losses: int, base: Path, rows: Path, tmp_path: Path
-) -> None:
+def test_estimators_reach_updates(estimator: str, name: str, losses: int, base: Path, rows: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done("train", "--model", base, "--data", rows, "--output", run, *TRAIN, "--estimator", estimator, "--queries", 3)
     journal = Journal(run / "journal.jsonl")
@@ -114,7 +112,7 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing(base: Path, rows: Pat
     assert "options.json: found no value for the key 'batch_size'" in refusal("train", "--resume", whole)
 
 
-def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
+def test_a_device_of_its_own_memory_gives_the_model(
     base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
@@ -156,9 +154,7 @@ VERIFIED += [f"--method {method}" for method in get_args(OptimizerName)]
     ("method", "precision"),
     [*each_choice(VERIFIED, ["--precision exact", "--precision mixed --dtype bfloat16"]), ("", "--dtype float16")],
 )
-def test_verify_says_equal_or_finds_a_difference(
-    base: Path, method: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_tells_equal_from_different(base: Path, method: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("verify", "--model", base, "--tokens", 9, *method.split(), *precision.split())
     told = done(*command).out
     assert told.startswith("EQUAL over 3 steps")

@@ -401,9 +401,7 @@ def test_a_reward_that_its_file_does_not_define_is_refused(text: str, found: str
     assert not (place / "run").exists()
 
 
-def test_a_task_is_refused_under_torchrun_and_chats_that_two_adapters_could_answer(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_under_torchrun_and_chats_of_two_adapters_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "did you mean --steps" not in refusal("evaluate", "--epochs", 3), "a command that has no such option"
     for folder in ("one", "two"):
         shutil.copytree(place / "mine", place / folder / "same")

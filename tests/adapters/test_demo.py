@@ -144,9 +144,7 @@ def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoT
     assert accuracy(task.model, task.train, LABELS) == right / len(rows)
 
 
-def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_lowers_the_loss_by_zeroth_order_and_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def states() -> str:
         return json.dumps([torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())])
 

@@ -209,9 +209,7 @@ def quantised(folder: Path) -> HFBlockModel:
     ],
     ids=["no-adapter", "all-of-lora", "a-layer-frozen", "quantised"],
 )
-def test_other_models_are_refused(
-    make: Callable[[Path], HFBlockModel], error: type[ZO2Error], found: str, tmp_path: Path
-) -> None:
+def test_others_are_refused(make: Callable[[Path], HFBlockModel], error: type[ZO2Error], found: str, tmp_path: Path) -> None:
     with pytest.raises(error) as refusal:
         step_of(make(tmp_path))
     assert found in str(refusal.value)

@@ -206,9 +206,7 @@ def test_a_damaged_snapshot_is_passed_over_with_a_warning(
     done("export", "--run", "run", "--at", 4, "--output", "again")  # it was written anew
 
 
-def test_a_run_all_of_whose_snapshots_are_damaged_is_refused(
-    here: Path, apart: Apart, undisturbed: dict[str, object]
-) -> None:
+def test_a_run_whose_snapshots_are_all_damaged_stops(here: Path, apart: Apart, undisturbed: dict[str, object]) -> None:
     for path in interrupted(here, apart):
         damage(path, 1000)
     before = Path("run/journal.jsonl").read_bytes()
@@ -223,9 +221,7 @@ def test_a_run_all_of_whose_snapshots_are_damaged_is_refused(
     assert outcome("run") == undisturbed
 
 
-def test_a_repeated_step_that_is_another_one_and_a_journal_without_the_steps_of_a_snapshot_are_refused(
-    here: Path, apart: Apart
-) -> None:
+def test_another_repeated_step_and_a_journal_shorter_than_a_snapshot_are_refused(here: Path, apart: Apart) -> None:
     interrupted(here, apart)
     journal = Path("run/journal.jsonl")
     *lines, last = journal.read_bytes().splitlines()

@@ -52,9 +52,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_what_a_batch_holds_is_known_without_running_it(
-    config: PretrainedConfig, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_what_a_batch_holds_is_known_before_it_runs(config: PretrainedConfig, dtype: torch.dtype, tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path, config, dtype))
     with Engine(model):
         for lengths in ([12], [2], [9, 9], [9, 4], [12, 3, 5, 2]):
@@ -221,7 +219,7 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("loss_chunk", [None, 3])
 @pytest.mark.parametrize("lengths", [[5, 5], [5, 3]], ids=["full", "padded"])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_sweep_asks_the_device_for_nothing(
+def test_sweeps_ask_the_device_for_nothing(
     model_type: str, lengths: list[int], loss_chunk: int | None, tmp_path: Path
 ) -> None:
     base = save_model(tmp_path, small_config(model_type))
@@ -385,7 +383,7 @@ def test_the_peak_is_not_forgotten_and_shown_and_without_glibc_nothing_happens(m
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
-def test_the_command_alone_keeps_memory_within_the_budget_and_a_plan_counts_it(
+def test_the_command_alone_keeps_memory_and_plans_it(
     is_tight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[bool] = []

@@ -243,9 +243,7 @@ def test_tokens_are_transformers_own_with_the_perturbed_weights_written_out(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=2.0, top_p=0.9, seed=5)])
 @pytest.mark.parametrize("is_quantised", [False, True])
-def test_a_direction_alone_in_its_batch_generates_the_same(
-    sampling: Sampling | None, is_quantised: bool, tmp_path: Path
-) -> None:
+def test_a_direction_alone_generates_the_same(sampling: Sampling | None, is_quantised: bool, tmp_path: Path) -> None:
     config = small_config("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
     base = save_model(tmp_path / "base", config)
     if is_quantised:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from command_lines import done, refusal
 from damages import damaged
-from engines import memory
+from engines import assert_same_outcome, memory, outcome
 from gguf_files import Tensor, gguf_bytes
 from gguf_models import (
     BOS,
@@ -102,9 +102,7 @@ def assert_equal_to_whole(path: Path, dtype: torch.dtype = torch.float32, **opti
     ],
     ids=str,
 )
-def test_every_architecture_and_type_has_the_bits_of_transformers(
-    architecture: str, kinds: Any, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_every_type_has_the_bits_of_transformers(architecture: str, kinds: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     sizes = LARGER if kinds in (K_TYPES, UNEVEN, GRIDS) else {}  # blocks of 256 weights
     assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", architecture, kinds, **sizes), dtype)
 
@@ -170,24 +168,15 @@ def adapter(*targets: str) -> Adapter:
 @pytest.mark.parametrize(
     ("architecture", "targets"), [("llama", ()), ("qwen3moe", ("auto",)), ("qwen3moe", ("auto", "experts"))]
 )
-def test_gradients_of_an_adapter_are_those_on_the_decoded_model(
-    architecture: str, targets: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_gradients_are_those_on_the_decoded_model(architecture: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, MIXED, num_hidden_layers=3)
-    found = []
-    for base in (path, decoded_twin(path, tmp_path / "decoded")):
-        model = open_checkpoint(base, dtype=torch.float32, adapter=adapter(*targets))
-        batch = make_batch(model.config.vocab_size, [7, 5])
-
-        def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(parameters, lr=1e-2)
-
-        with Engine(model, FirstOrder(optimizer)) as engine:
-            losses = [engine.step(batch).loss for _ in range(4)]
-            found.append((losses, {name: value.detach().clone() for name, value in engine.parameters.items()}))
-    assert found[0][0] == found[1][0]
-    assert found[0][0][0] > found[0][0][-1]
-    assert all(value.equal(found[1][1][name]) for name, value in found[0][1].items())
+    bases = (path, decoded_twin(path, tmp_path / "decoded"))
+    models = [open_checkpoint(base, dtype=torch.float32, adapter=adapter(*targets)) for base in bases]
+    method = FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    batch = make_batch(models[0].config.vocab_size, [7, 5])
+    ours, theirs = (outcome(Engine(model, method), [batch] * 4, "lora") for model in models)
+    assert_same_outcome(ours, theirs)
+    assert ours[0][0] > ours[0][-1]
 
 
 @pytest.mark.parametrize(
@@ -204,15 +193,16 @@ def test_zeroth_order_steps_are_those_on_the_decoded_model(
 ) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, kinds, **changes)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=perturbation is None)
-    losses, weights = [], []
-    for base in (path, decoded_twin(path, tmp_path / "decoded")):
-        model = open_checkpoint(base, dtype=torch.float32, adapter=adapter() if perturbation is None else None)
-        batch = make_batch(model.config.vocab_size, [7, 5])
-        with Engine(model, ZerothOrder(estimator, perturbation=perturbation, seed=3)) as engine:
-            losses.append([engine.step(batch).losses for _ in range(5)])
-            weights.append({name: value.clone() for name, value in engine.parameters_now()})
-    assert losses[0] == losses[1]
-    assert all(value.equal(weights[1][name]) for name, value in weights[0].items())
+    bases, options = (
+        (path, decoded_twin(path, tmp_path / "decoded")),
+        {"adapter": adapter() if perturbation is None else None},
+    )
+    models = [open_checkpoint(base, dtype=torch.float32, **options) for base in bases]
+    batch, method = (
+        make_batch(models[0].config.vocab_size, [7, 5]),
+        ZerothOrder(estimator, perturbation=perturbation, seed=3),
+    )
+    assert_same_outcome(*(outcome(Engine(model, method), [batch] * 5) for model in models))
     with contextlib.closing(open_checkpoint(path).weights) as reader:
         assert reader.fingerprint == open_checkpoint(path).weights.fingerprint
 
@@ -328,7 +318,7 @@ def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -
         ("llama", {"llama.attention.layer_norm_rms_epsilon": "small"}, "What to do"),
     ],
 )
-def test_what_transformers_would_pass_over_is_refused(
+def test_what_would_be_passed_over_is_refused(
     architecture: str, further: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, "Q8_0", further=further)
@@ -515,16 +505,9 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
     for name in sorted(name.removesuffix(".lora_a") for name in written if name.endswith(".lora_a")):
         down, up = written[f"{name}.lora_a"], written[f"{name}.lora_b"]
         changed = gguf.dequantize(stored[name].data, stored[name].tensor_type) + alpha / len(down) * up @ down
-        path = (
-            f"model.layers.{name.split('.')[1]}."
-            + {
-                "attn_q": "self_attn.q_proj",
-                "attn_k": "self_attn.k_proj",
-                "attn_v": "self_attn.v_proj",
-                "ffn_down": "mlp.down_proj",
-            }[name.split(".")[2]]
-        )
-        heads = {"attn_q": 4, "attn_k": 2}.get(name.split(".")[2])
+        _, layer, kind, *_ = name.split(".")
+        path = f"model.layers.{layer}." + (f"self_attn.{kind[-1]}_proj" if "attn" in kind else "mlp.down_proj")
+        heads = {"attn_q": 4, "attn_k": 2}.get(kind)
         if heads is not None:  # rows are in pairs, as llama.cpp rotates them
             changed = changed.reshape(heads, -1, 2, changed.shape[1]).swapaxes(1, 2).reshape(changed.shape)
         np.testing.assert_allclose(changed, merged[f"{path}.weight"].numpy(), atol=1e-6)
@@ -538,9 +521,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_an_adapter_that_llama_cpp_does_not_have_or_whose_base_adds_lines_is_refused(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_adapters_unknown_to_llama_cpp_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / f"{name}.gguf", "llama", EXPORTED)
     config = LoraConfig(r=2, target_modules=["q_proj"], **changes)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))

@@ -225,9 +225,7 @@ def test_a_loss_of_its_own_is_monolithic_mezos(
 
 
 @pytest.mark.parametrize(("name", "weights"), [("plain", True), ("plain", False), ("sft", True), ("dpo", True)])
-def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(
-    base: Path, tmp_path: Path, name: str, weights: bool
-) -> None:
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, name: str, weights: bool) -> None:
     zo = ZOArguments(export_checkpoints=weights)
     saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
     whole = made(name, base, tmp_path / "run", zo, save_total_limit=2, **saved)
@@ -415,9 +413,7 @@ def test_what_cannot_be_heeded_is_refused(
         make(base, tmp_path / "run")
 
 
-def test_what_is_not_there_or_no_reward_model_is_refused_and_every_trainer_of_trls_is_known(
-    base: Path, tmp_path: Path
-) -> None:
+def test_what_is_absent_or_no_reward_model_is_refused_and_all_of_trls_trainers_are_known(base: Path, tmp_path: Path) -> None:
     exported = {name for name in dir(trl) if name.endswith("Trainer")}
     assert exported == {*UNTRAINABLE, "SFTTrainer", "DPOTrainer", "RewardTrainer"}
     with pytest.raises(JournalError, match=r"journal.jsonl: found no file"):
@@ -476,9 +472,7 @@ def test_weights_that_were_written_back_are_in_nobodys_way(base: Path, tmp_path:
         assert resumed.engine.journal.updates == engine.journal.updates
 
 
-def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_what_is_there(
-    base: Path, tmp_path: Path
-) -> None:
+def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_it(base: Path, tmp_path: Path) -> None:
     trainer = made("plain", base, tmp_path / "run")
     stale = tmp_path / "run" / "model-00001-of-00002.safetensors"
     stale.write_bytes(b"of another model")
@@ -649,7 +643,7 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
-def test_a_checkpoint_with_a_damaged_journal_is_refused(
+def test_a_damaged_journal_is_refused(
     base: Path, trained: Path, tmp_path: Path, damage: Callable[[str], str], said: str
 ) -> None:
     copy = Path(shutil.copytree(trained / "checkpoint-4", tmp_path / "run" / "checkpoint-4"))
@@ -665,9 +659,7 @@ def test_a_checkpoint_with_a_damaged_journal_is_refused(
     assert trainer.engine.version == 0
 
 
-def test_a_checkpoint_of_a_second_call_of_train_goes_on_though_its_step_counts_from_zero(
-    base: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_a_second_call_of_train_goes_on_from_its_own_step(base: Path, trained: Path, tmp_path: Path) -> None:
     twice = saving(base, tmp_path / "run")
     twice.train()
     twice.train()
@@ -683,9 +675,7 @@ def test_a_checkpoint_of_a_second_call_of_train_goes_on_though_its_step_counts_f
         saving(base, tmp_path / "other").train(resume_from_checkpoint=str(copy))
 
 
-def test_a_checkpoint_that_names_no_version_is_held_against_the_trainers_step(
-    base: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_version_is_held_against_the_trainers_step(base: Path, trained: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(trained / "checkpoint-4", tmp_path / "run" / "checkpoint-4"))
     state = json.loads((copy / "trainer_state.json").read_text())
     del state["stateful_callbacks"]["ZOTrainerMixin"]

@@ -147,9 +147,7 @@ def test_labels_are_words_rather_than_numbers(here: Path) -> None:
         assert (chosen.label_column, chosen.prompt_template) == (label, f"{{review}}\\n{label.capitalize()}:")
 
 
-def test_only_choices_are_written_and_other_objectives_and_models_get_zeroth_order_steps(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_choices_are_written_and_other_objectives_get_zeroth_order(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.1}
     with monkeypatch.context() as patch:
         patch.setattr("zo2adapters.trainers.initial_recipe.product_seconds", seconds.__getitem__)
@@ -176,9 +174,7 @@ def test_blocks_that_hand_over_tensors_are_found_before_a_run(tmp_path: Path) ->
         assert hands_over_tensors(open_checkpoint(tmp_path / family, adapter=Adapter(config=lora))) == hands_over
 
 
-def test_a_model_larger_than_memory_streams_and_zeroth_order_steps_then_only_read(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_larger_than_memory_streams_and_is_then_only_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(*args: Any, **kwargs: Any) -> HostPlan:
         return replace(plan_host(*args, **kwargs), buckets=1)
 

@@ -131,9 +131,7 @@ class OwnEvaluation(ZOLightningModule):
             super().validation_step(batch, batch_idx)
 
 
-def test_a_module_may_evaluate_by_itself_and_a_validation_that_failed_does_not_count_in_the_next(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_module_may_evaluate_by_itself_and_a_failed_validation_does_not_count_later(base: Path, tmp_path: Path) -> None:
     ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
     fitted = trainer(tmp_path, 2, val_check_interval=2)
     fitted.fit(ours, ResumableLoader(), HELD_OUT)
@@ -271,9 +269,7 @@ def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("make", [module, first_order, full_module])
-def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(
-    make: Callable[[Path], Any], base: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(make: Callable[[Path], Any], base: Path, tmp_path: Path) -> None:
     whole, resumed = make(base), make(base)
     trainer(tmp_path, 6).fit(whole, ResumableLoader())
     [middle] = (tmp_path / "kept").glob("*step=3.ckpt")

@@ -195,9 +195,7 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(ROUTED, DTYPES, BUCKETS))
-def test_gradients_and_zeroth_order_steps_have_the_routers_share(
-    family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
-) -> None:
+def test_steps_have_the_routers_share(family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path) -> None:
     base = save(family, tmp_path / "base", dtype, routers=True)
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
     learned_as_by_peft(open_checkpoint(base, adapter=Adapter(config=config, seed=1)), base, padded_batch(), buckets)

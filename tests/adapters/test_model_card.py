@@ -71,7 +71,7 @@ def test_names_of_the_hub_are_in_the_header_and_those_of_directories_cannot_brea
     assert "`a__---_b_c`" in ModelCard(model_card(Journal(), version=0, base=str(base)).decode()).text
 
 
-def test_an_export_of_a_step_has_the_card_of_this_step_which_without_steps_claims_no_training(
+def test_an_export_has_the_card_of_its_step_and_without_steps_claims_no_training(
     run_directory: Path, tmp_path: Path
 ) -> None:
     base, journal = ("--model", run_directory.parent / "base"), ("--journal", run_directory / "journal.jsonl")

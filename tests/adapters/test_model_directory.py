@@ -240,7 +240,7 @@ def test_a_model_is_built_within_bounds_that_follow_from_the_checkpoint() -> Non
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_only_the_weights_that_a_model_needs_are_downloaded(
+def test_only_needed_weights_are_downloaded(
     index: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, cache = tmp_path / "hub", tmp_path / "cache"

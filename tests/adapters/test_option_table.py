@@ -353,9 +353,7 @@ def test_each_setting_is_what_it_is_called() -> None:
 RUN = ("train", "--model", "base", "--data", "rows.jsonl", "--output", "all", "--runs", "runs.yaml", "--batch-size", 2)
 
 
-def test_runs_that_go_on_refuse_another_common_option_and_take_what_may_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_go_on_refuse_other_options_and_take_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_place(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("runs.yaml").write_text("one: {rank: 2}\n")

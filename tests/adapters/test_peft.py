@@ -64,7 +64,7 @@ class LoRALoop(StackedLoop):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("frozen", [(), FA])
 @pytest.mark.parametrize(("family", "buckets"), [("llama", None), ("llama", 2), ("gpt2", 2)])
-def test_lora_beside_the_activations_is_the_stacked_loop(
+def test_lora_by_low_rank_is_the_stacked_loop(
     frozen: tuple[str, ...], family: str, buckets: int | None, tmp_path: Path
 ) -> None:
     config = small_config(family, tie_word_embeddings=False)  # as the loop wants it

@@ -386,9 +386,7 @@ def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TARGETS)
-def test_what_a_batch_with_a_prefix_holds_is_known_without_running_it(
-    model_type: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_what_a_batch_with_a_prefix_holds_is_known_ahead(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config(model_type), dtype)
     model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
     with Engine(model):

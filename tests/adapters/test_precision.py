@@ -167,9 +167,7 @@ def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: T
 
 @pytest.mark.parametrize("computed", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_kernels_round_what_leaves_them_once(
-    stored: torch.dtype, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_round_results_once(stored: torch.dtype, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = (5, 6)
     own = (Perturb(0, 1.0, 1e-3), Descend(1, 0.5, 1e-2, 0.1))
     for then in (None, Perturb(1, -2.0, 1e-3)):

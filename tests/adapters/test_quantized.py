@@ -463,9 +463,7 @@ def test_an_unknown_quantisation_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "buffers"])
-def test_a_checkpoint_of_a_shard_larger_than_memory_opens(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_of_shards_beyond_memory_open(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system refuses to map such a shard privately, as safetensors' reader for torch does."""
 
     def refuse(path: str, *_: object, **__: object) -> None:

@@ -208,7 +208,7 @@ def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functio
             assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
 
 
-def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no_request(
+def test_what_a_reward_prints_or_forks_is_no_answer_and_no_request(
     functions: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with closing(rewards(f"{functions}:prints")) as judge:
@@ -228,9 +228,7 @@ def test_what_a_reward_prints_and_reads_and_its_forks_return_is_no_answer_and_no
         ("cats = 3", "TypeError: cats is not a function"),
     ],
 )
-def test_a_file_that_does_not_run_is_told_before_anything_is_generated(
-    source: str, why: str, here: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_does_not_run_is_told_before_generating(source: str, why: str, here: Path, tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(source)
     with (
@@ -256,9 +254,7 @@ limited.LimitedProcess(pathlib.Path(sys.argv[2])).ask({**request, "calls": calls
 
 
 @pytest.mark.parametrize("end", ["killed", "closed", "crashed"])
-def test_a_rewards_process_ends_with_its_parent_and_with_all_that_it_has_started(
-    end: str, functions: Path, tmp_path: Path
-) -> None:
+def test_a_rewards_process_ends_with_its_parent_and_all_it_started(end: str, functions: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
     if end == "killed":
         program = (limited_process.__file__, reward_program.__file__, str(functions), str(started))
@@ -503,9 +499,7 @@ def test_a_rewards_process_that_dies_once_costs_nothing(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "option"), [(40, "--data"), (30, "--data"), (30, "--evaluation")])
-def test_prompts_without_room_and_rewards_that_fail_in_an_evaluation_are_told_by_their_row(
-    tokens: int, option: str, here: Path
-) -> None:
+def test_prompts_without_room_and_rewards_that_fail_are_told_by_their_row(tokens: int, option: str, here: Path) -> None:
     write_rows(Path("long.jsonl"), [*ROWS, {"prompt": "cat " * tokens}])
     told = refusal(*asked("length", "--evaluation", "rows.jsonl", option, "long.jsonl"))
     if tokens == 40:

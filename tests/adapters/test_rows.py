@@ -221,9 +221,7 @@ def test_collate_pads_right_and_hides_prompts_and_padding_from_the_loss() -> Non
 
 @settings(deadline=None)
 @given(count=st.integers(1, 9), batch_size=st.integers(1, 12), seed=st.integers(), step=st.integers(0, 30))
-def test_every_epoch_has_every_row_once_in_full_batches_also_after_a_restart(
-    count: int, batch_size: int, seed: int, step: int
-) -> None:
+def test_every_epoch_has_every_row_once_also_after_a_restart(count: int, batch_size: int, seed: int, step: int) -> None:
     given: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
     batches = list(itertools.islice(training_batches(numbered(count), **given), max(3 * count, step + 5)))
     assert {len(batch) for batch in batches} == {batch_size}
@@ -453,9 +451,7 @@ def test_a_malformed_file_is_refused(file: str, content: str, named: str, tmp_pa
     assert named in str(caught.value)
 
 
-def test_a_split_that_is_missing_lists_the_others_and_a_missing_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_split_lists_the_others_and_a_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_splits(tmp_path / "splits", ROWS)
     for wrong in (path.with_name("splits"), path.with_name("splits:dev")):
         with pytest.raises(DataError, match="train, test"):
@@ -649,9 +645,7 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_
 
 
 @every_format
-def test_a_token_beyond_the_embedding_is_refused_and_a_digest_tells_rows_and_their_order_apart(
-    form: RowFormat, tmp_path: Path
-) -> None:
+def test_a_token_beyond_the_embedding_is_refused_and_digests_tell_rows_apart(form: RowFormat, tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<new>"])
     size = len(tokenizer) - 1
@@ -731,9 +725,7 @@ def test_cells_are_texts_where_a_format_has_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cells", "labels"), [("0 1", ("0", "1")), ("0.0 1.0", ("0", "1")), ("4.5 -1.0", ("-1", "4.5"))])
-def test_numbers_in_any_column_of_labels_are_labels_or_their_indices(
-    tmp_path: Path, cells: str, labels: tuple[str, ...]
-) -> None:
+def test_numbers_as_labels_are_labels_or_their_indices(tmp_path: Path, cells: str, labels: tuple[str, ...]) -> None:
     first, second = cells.split()
     path = csv_rows(tmp_path / "rows", f"text,mood\nthe cat,{first}\nthe dog,{second}\n")
     options = RowOptions(prompt_template="{text}", label_column="mood")

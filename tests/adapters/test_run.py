@@ -147,7 +147,7 @@ def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> 
             Trainer(RunDirectory.options(options.output) if groups else options, resume=True, quiet=True)
 
 
-def test_what_a_killed_export_has_left_is_cleared_away_and_a_run_that_could_not_begin_leaves_nothing(
+def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(
     options: TrainOptions,
 ) -> None:
     with pytest.raises(Exception, match="smallest plan"):
@@ -225,9 +225,7 @@ def test_a_run_killed_before_its_first_record_says_how_to_go_on(options: TrainOp
     assert "give the command that began the run again" in refusal("train", "--resume", run)
 
 
-def test_a_run_that_another_process_has_begun_meanwhile_is_left_alone(
-    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_process_has_begun_is_left(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     def begun_and_ended(lock: Any) -> Any:
         options.output.mkdir(exist_ok=True)
         (options.output / "options.json").write_text("another's")
@@ -240,9 +238,7 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_left_alone(
     assert (options.output / "options.json").read_text() == "another's"
 
 
-def test_a_run_killed_while_it_was_lengthened_can_be_lengthened(
-    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_as_it_was_lengthened_goes_on(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(options, optimization=Optimization(lr=1e-2))
     finish(options)
 
@@ -302,7 +298,7 @@ def with_another_best(rows: str) -> str:
 
 
 @pytest.mark.parametrize("damage", [None, with_another_best])
-def test_damaged_metrics_do_not_change_which_step_is_exported(
+def test_damaged_metrics_do_not_change_the_export(
     finished: Path, tmp_path: Path, damage: Callable[[str], str] | None
 ) -> None:
     run, name = Path(shutil.copytree(finished, tmp_path / "run")), "model.safetensors"
@@ -456,7 +452,7 @@ def parent(base: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("step", range(6))
-def test_a_branch_has_the_weights_of_its_step_and_goes_on_with_another_estimator(
+def test_a_branch_has_its_steps_weights_and_takes_another_estimator(
     step: int, base: Path, parent: Path, tmp_path: Path
 ) -> None:
     slower, path = MeZOSGD(lr=1e-3, zo_eps=1e-3), tmp_path / "new" / "branch.jsonl"
@@ -502,9 +498,7 @@ def test_what_cannot_be_branched_is_refused_and_nothing_is_written(parent: Path,
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-def test_a_branch_appears_whole_or_not_at_all(
-    call: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_branches_appear_whole_or_not(call: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -605,7 +599,7 @@ def test_what_a_branch_cannot_be_told_is_refused(options: TrainOptions, tmp_path
 
 @pytest.mark.parametrize("lr", [0.01, 1.0])
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
-def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_best_step(
+def test_a_run_whose_lr_is_far_too_large_stops_and_goes_on_from_its_best(
     lr: float, options: TrainOptions, tmp_path: Path
 ) -> None:
     """Each loss is finite; at the end it is that of a coin, below where the run began."""
@@ -634,9 +628,7 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
 @pytest.mark.parametrize(
     ("dtype", "precision", "warns"), [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)]
 )
-def test_a_run_whose_steps_are_rounded_away_says_so_once(
-    dtype: str, precision: str, warns: bool, options: TrainOptions
-) -> None:
+def test_rounded_away_steps_are_told_once(dtype: str, precision: str, warns: bool, options: TrainOptions) -> None:
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
     said = done(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6).err
     assert said.count("others rounded back to their old values") == warns
@@ -649,9 +641,7 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
         ("mixed:transfer=float16-back", "(--precision mixed:transfer=float16)"),
     ],
 )
-def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(
-    chosen: str, remedy: str, options: TrainOptions
-) -> None:
+def test_what_is_proposed_against_rounding_is_what_the_run_lacks(chosen: str, remedy: str, options: TrainOptions) -> None:
     """A run whose weights come back from a device in 16 bits is in mixed precision already."""
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
     arguments += ["--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9, "--precision", chosen]

@@ -244,9 +244,7 @@ def planned_with(options: TrainOptions, optimization: Optimization, output: Path
     return run_plan.plan_run(options, model, RowShapes.of_length(batching, 7))
 
 
-def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
-    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_labelled_tokens_cost_logits_made_in_chunks(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on by the same at each look makes all that is measured equal."""
     looks = iter(range(1000))
     monkeypatch.setattr("zo2adapters.trainers.probes.time.perf_counter", lambda: next(looks))
@@ -388,9 +386,7 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
         ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest plan"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    options: dict[str, Any], error: type[Exception], message: str, base: Path
-) -> None:
+def test_unplannable_runs_are_refused(options: dict[str, Any], error: type[Exception], message: str, base: Path) -> None:
     with pytest.raises(error, match=message):
         planned_for_gpu(open_checkpoint(base), **options)
 
@@ -438,7 +434,7 @@ def lines(*more: object) -> list[str]:
     ],
     ids=str,
 )
-def test_the_first_line_has_method_time_memory_and_disk(
+def test_the_first_line_has_time_memory_disk(
     here: Path, more: list[object], begins: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[HostPlan] = []

@@ -78,9 +78,7 @@ def results_of(together: Path) -> dict[str, dict[str, bytes]]:
     return {name: results(together / name) for name in RUNS}
 
 
-def test_runs_of_one_command_are_the_runs_apart(
-    options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_runs_together_are_the_runs_apart(options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     sweeps, counting = counted_sweeps()
     with counting:
         ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
@@ -131,9 +129,7 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
     assert results_of(tmp_path / "all") == alone
 
 
-def test_killed_processes_lose_nothing(
-    options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path, apart: Apart
-) -> None:
+def test_kills_lose_nothing(options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path, apart: Apart) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
         struck = apart.run(*command, patch=strike("zo2core.journal", "Journal", "append", at, moment))
@@ -163,9 +159,7 @@ METHODS: Mapping[str, Any] = {
 
 @pytest.mark.long_profile
 @pytest.mark.parametrize("method", METHODS)
-def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
-    options: TrainOptions, tmp_path: Path, method: str
-) -> None:
+def test_tuning_together_gives_the_trials_of_tuning_one_by_one(options: TrainOptions, tmp_path: Path, method: str) -> None:
     given: Any = {"forwards": 240, "learning_rates": (1e-7, 2e-6, 1e-5, 1e-4)}
     tried = replace(options, steps=1000, **METHODS[method])
     shared: list[int] = []
@@ -189,9 +183,7 @@ def test_tuning_over_one_base_gives_the_trials_of_tuning_one_after_the_other(
 
 
 @pytest.mark.long_profile
-def test_trials_that_do_not_fit_together_run_one_after_the_other(
-    options: TrainOptions, tmp_path: Path, process_memory: int
-) -> None:
+def test_trials_that_do_not_fit_run_one_by_one(options: TrainOptions, tmp_path: Path, process_memory: int) -> None:
     tried = replace(options, steps=1000, optimization=Optimization(rank=2))
     given: Any = {"forwards": 120, "learning_rates": (1e-4, 1e-3, 1e-2)}
     expected = tune(replace(tried, output=tmp_path / "all"), **given)
@@ -221,7 +213,7 @@ def of_graphs(plan: Any) -> Any:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", [("--rank", 2), ("--method", "adamw", "--lora-rank", 2)])
-def test_a_plan_says_how_train_fit_and_what_one_more_costs(
+def test_a_plan_says_how_many_runs_fit_and_costs(
     options: TrainOptions, method: tuple[object, ...], process_memory: int
 ) -> None:
     memory = f"{(process_memory >> 20) + 100}MiB"
@@ -272,9 +264,7 @@ def counted_sweeps() -> tuple[list[int], Any]:
     return sweeps, patch.object(SharedBase, "_sweep", counted)
 
 
-def test_several_models_are_evaluated_and_continue_prompts_in_one_pass(
-    options: TrainOptions, trained: Mapping[str, Path]
-) -> None:
+def test_several_models_evaluate_and_generate_in_one_pass(options: TrainOptions, trained: Mapping[str, Path]) -> None:
     first, *others = trained.values()
     sweeps, counting = counted_sweeps()
     with counting:

@@ -561,9 +561,7 @@ def test_scores_are_of_the_present_weights_and_the_first_of_the_largest_means_is
 
 
 @pytest.mark.long_profile
-def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_thousand_examples_take_the_sweeps_of_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     save_tokenizer(base)
     rows = [{"prompt": f"the {WORDS[3 + i % 5]} is", "candidates": [" yes", " no"], "answer": i % 2} for i in range(1000)]

@@ -324,9 +324,7 @@ def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Pa
 
 
 @pytest.mark.filterwarnings("ignore:step")
-def test_a_longer_run_tries_more_rates_and_one_line_says_if_all_diverge_or_nothing_chooses(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_longer_run_tries_more_rates_and_one_line_says_if_all_diverge(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for steps, rates in ((STEPS, ZerothOrderRun.few_learning_rates), (2000, ZerothOrderRun.learning_rates)):
         said = refused_by_stopping(*train("run", "--steps", steps))
         assert f"Learning rate: {len(rates)} rates are tried first" in said

@@ -192,9 +192,7 @@ def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_batch_holds_is_known_without_running_it_and_the_tower_runs_once_a_forward(
-    tmp_path: Path, family: str
-) -> None:
+def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(tmp_path: Path, family: str) -> None:
     model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]), precision="exact")
     [tower] = [module for name, module in model.skeleton.named_modules() if name in ("model.vision_tower", "model.visual")]
     calls: list[Any] = []

@@ -298,9 +298,7 @@ def test_preferences_are_learned_together(place: Path, crew: Crew, tmp_path: Pat
         (("--pack",), "batch: found 1 rows that can be separated, and 2 workers"),
     ],
 )
-def test_what_workers_cannot_split_is_refused_by_name(
-    more: Sequence[object], told: str, place: Path, crew: Crew, tmp_path: Path
-) -> None:
+def test_unsplittable_work_is_refused(more: Sequence[object], told: str, place: Path, crew: Crew, tmp_path: Path) -> None:
     for line in refused(crew.run(*train(place, tmp_path / "run", *more))):
         assert told in line
     assert not list(tmp_path.iterdir())
@@ -327,9 +325,7 @@ def assert_not_torn(output: Path, steps: int) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_workers_one_of_which_was_killed_go_on_with_the_same_bits(
-    rank: int, place: Path, crew: Crew, tmp_path: Path
-) -> None:
+def test_workers_one_of_whom_was_killed_go_on_as_before(rank: int, place: Path, crew: Crew, tmp_path: Path) -> None:
     output, command = tmp_path / "run", train(place, tmp_path / "run", "--snapshot-every", 2)
     ended = crew.killed(rank, strike(JOURNAL, "Journal", "append", 5, "after"), *command)
     assert ended[rank].status == -signal.SIGKILL

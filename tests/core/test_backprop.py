@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from engines import Proxy, assert_equal, assert_same_outcome, first_order, memory, outcome
+from engines import Proxy, assert_equal, first_order, memory, outcome
 from full_loops import WholeModel
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.trainer_mixins import TrainerLoss
-from zo2adapters.models.quantizer import quantize
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import OptionError
 from zo2core.sweep.gradient_visitor import BlockGraph
@@ -86,9 +85,7 @@ def assert_equal_steps(engine: Engine, resident: Resident, micro_batches: Any, c
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=3, long=33)
 @given(data=st.data())
-def test_a_step_is_that_of_the_resident_model(
-    model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_steps_are_the_whole_models(model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     tmp, draw = tmp_path_factory.mktemp("backprop"), data.draw
     config = draw(CONFIGS[model_type])
     micro_batches = [draw(batches(config.vocab_size)) for _ in range(draw(st.integers(1, 3)))]
@@ -174,9 +171,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("overlap", "rows", "buckets"), each_choice([False, True], [None, 1], [1, 2, 3, 5]))
-def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
-    base: Path, overlap: bool, rows: int | None, buckets: int
-) -> None:
+def test_blocks_without_a_bucket_are_read_at_most_twice(base: Path, overlap: bool, rows: int | None, buckets: int) -> None:
     batch, steps = make_batch(40, [7, 5, 6, 4]), 4
     with make(base, buckets, overlap=overlap, micro_batch_size=rows) as engine:
         block = engine._runner.model.layouts[1].nbytes
@@ -258,14 +253,7 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
 @pytest.mark.parametrize("buckets", [None, 1])
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | None, tmp_path: Path) -> None:
-    sizes: Any = {
-        "hidden_size": 12,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 3,
-        "intermediate_size": 20,
-        "vocab_size": 40,
-    }
-    plain = small_config("llama", pad_token_id=0, num_hidden_layers=3) if family == "llama" else BertConfig(**sizes)
+    plain = small_config("llama", pad_token_id=0, num_hidden_layers=3) if family == "llama" else BertConfig(**SIZES)
     plain.num_labels = 3
     torch.manual_seed(0)
     auto_class: Any = AutoModelForSequenceClassification
@@ -293,9 +281,7 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
 @pytest.mark.few(2)
 @pytest.mark.parametrize("data_begins_at", [0, 8])  # modulo 16: where products of float32 vectors round otherwise
 @pytest.mark.parametrize("rank", [None, 2])
-def test_weights_are_read_where_they_are_stored_with_the_same_bits(
-    data_begins_at: int, rank: int | None, tmp_path: Path
-) -> None:
+def test_weights_read_where_they_lie_have_the_same_bits(data_begins_at: int, rank: int | None, tmp_path: Path) -> None:
     directory = save_model(tmp_path / "base", small_config("llama", hidden_size=60, intermediate_size=96), torch.float32)
     begin_data_at(directory / "model.safetensors", data_begins_at)
     batch = {"input_ids": torch.tensor([[7]])}  # one token: matrices times a vector
@@ -321,23 +307,10 @@ def begin_data_at(path: Path, offset: int) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
-def test_a_quantised_base_trains_as_the_dequantised_one(method: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
-    quantize(tmp_path / "base", tmp_path / method, method)
-    with Engine(open_checkpoint(tmp_path / method)) as replayer:
-        replayer.export(tmp_path / "plain")
-    plain, quantised = (outcome(make(tmp_path / name, 1), [BATCH] * 3, "lora") for name in ("plain", method))
-    assert_same_outcome(plain, quantised)
-
-
 def test_a_prefix_is_trained(base: Path) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    losses = outcome(Engine(open_checkpoint(base, adapter=Adapter(config=config, seed=1)), FirstOrder(ADAMW)), [BATCH] * 4)[
-        0
-    ]
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    losses, _ = outcome(Engine(model, FirstOrder(ADAMW)), [BATCH] * 4)
     assert losses[-1] < losses[0]
 
 

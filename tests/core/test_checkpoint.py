@@ -262,9 +262,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> Path:
 
 @given(data=st.data())
 @pytest.mark.parametrize("least", [PAGE, 1 << 20], ids=["in place", "by way of the buffer"])
-def test_ranges_arrive_whole_and_nothing_beside_them_changes(
-    path: Path, content: bytes, least: int, data: st.DataObject
-) -> None:
+def test_ranges_arrive_whole_and_change_nothing_else(path: Path, content: bytes, least: int, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, SIZE))
     length = data.draw(st.integers(0, SIZE - offset))
     askew = data.draw(st.sampled_from([0, 0, 1, 64]))  # of the address against the offset

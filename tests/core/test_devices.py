@@ -136,9 +136,7 @@ def test_cuda_locks_exactly_the_arena_and_lets_go_of_it_once_all_work_is_done(ru
     assert not runtime.locked
 
 
-def test_cuda_copies_in_the_lanes_stream_between_two_events_after_what_it_waits_for(
-    runtime: FakeRuntime, log: list[str]
-) -> None:
+def test_cuda_copies_in_a_lanes_stream_between_events_after_what_it_awaits(runtime: FakeRuntime, log: list[str]) -> None:
     streams = CudaDevice().streams
     computed = streams.mark()
     del log[:]

@@ -152,9 +152,7 @@ def test_the_registry_counts_the_forwards_that_a_step_takes(queries: int) -> Non
     ],
     ids=["mezo", "queries", "a seed that comes up twice is one direction", "fzoo"],
 )
-def test_evaluations_are_sides_of_directions_in_turn(
-    estimator: ZOEstimator, seeds: list[int], expected: list[tuple[int, float]]
-) -> None:
+def test_evaluations_are_sides_in_turn(estimator: ZOEstimator, seeds: list[int], expected: list[tuple[int, float]]) -> None:
     assert [evaluation[:2] for evaluation in estimator.evaluations(0, iter(seeds))] == expected
 
 

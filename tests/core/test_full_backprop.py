@@ -139,9 +139,7 @@ def assert_equal_runs(
 @cases("adalomo", "delayed", "nadam")
 @examples(short=3, long=33)
 @given(data=st.data())
-def test_steps_are_those_of_a_loop_over_the_whole_model(
-    case: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_steps_are_those_of_a_whole_loop(case: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     draw = data.draw
     config = draw(CONFIGS[draw(st.sampled_from(sorted(CONFIGS)))])
     micro_batches = [draw(batches(config.vocab_size)) for _ in range(draw(st.integers(1, 3)))]
@@ -320,9 +318,7 @@ def test_a_gradient_that_is_not_finite_is_found(options: dict[str, Any], factor:
 
 
 @cases("adamw", "badam", "delayed", "rmsprop", "lora", among=["lora", *CASES])
-def test_a_state_goes_on_with_the_same_bits_and_is_not_changed_by_the_engine_that_it_is_from(
-    case: str, base: Path, tmp_path: Path
-) -> None:
+def test_a_state_goes_on_with_the_same_bits_and_its_engine_does_not_change_it(case: str, base: Path, tmp_path: Path) -> None:
     with engine_of(base, case) as engine, engine_of(base, case) as loaded:
         for batch in ROWS[:3]:
             engine.step(batch)
@@ -339,9 +335,7 @@ def test_a_state_goes_on_with_the_same_bits_and_is_not_changed_by_the_engine_tha
         assert other.evaluate(ROWS).losses == evaluated
 
 
-def test_weights_that_an_interrupted_load_has_dropped_are_not_those_of_the_base(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_dropped_by_an_interrupted_load_are_not_the_bases(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = StoredParameters.set_values
 
     def interrupted(self: StoredParameters, index: int, *given: Any) -> None:

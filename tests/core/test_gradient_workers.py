@@ -101,9 +101,7 @@ def together(
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "rows"), [(2, 4), (3, 5), (3, 7)])
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_a_step_is_that_of_one_process_that_accumulates_the_shards(
-    base: Path, size: int, rows: int, clip: float | None
-) -> None:
+def test_a_step_is_one_process_accumulating_the_shards(base: Path, size: int, rows: int, clip: float | None) -> None:
     shared = together(base, size, lambda step: batch_of(step, rows), clip=clip)
     assert_same(shared, alone(base, lambda step: shards_of(batch_of(step, rows), size), clip=clip))
 
@@ -269,9 +267,7 @@ REFUSED: Mapping[str, tuple[Callable[[Engine, Workers], Any], list[type[BaseExce
 
 
 @pytest.mark.parametrize(("step", "kinds", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_one_worker_cannot_do_ends_the_step_of_all(
-    base: Path, step: Any, kinds: list[type[BaseException]], told: str
-) -> None:
+def test_what_one_cannot_do_ends_the_step_of_all(base: Path, step: Any, kinds: list[type[BaseException]], told: str) -> None:
     errors = raised(base, len(kinds), step)
     assert [type(error) for error in errors] == kinds
     assert told in str(errors[0])

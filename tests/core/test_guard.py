@@ -104,9 +104,7 @@ def noisy(steps: int, loss: float = 2.0) -> list[Update]:
 
 
 @pytest.mark.parametrize(("loss", "grad", "word"), [(9.0, 1.0, "loss 9"), (2.0, 500.0, "zo_eps apart")])
-def test_a_step_far_outside_the_range_is_not_applied_and_its_record_has_its_losses(
-    loss: float, grad: float, word: str
-) -> None:
+def test_a_step_far_outside_the_range_is_not_applied_and_keeps_its_losses(loss: float, grad: float, word: str) -> None:
     past = noisy(40)
     with pytest.warns(ZO2Warning, match=f"step 40 is not applied: .*{word}"):
         update = step_of(Guarded(estimator=PLAIN), past, loss, grad)

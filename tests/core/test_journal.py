@@ -309,7 +309,7 @@ def test_a_journal_that_is_removed_during_a_step_is_an_error_of_that_step(path: 
         assert len(journal.updates) == 3
 
 
-def test_a_journal_that_is_put_back_goes_on_and_a_relative_path_means_the_same_file(
+def test_a_journal_put_back_goes_on_and_a_relative_path_stays(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -540,9 +540,7 @@ def test_what_decides_nothing_of_a_config_may_change(base: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_description_is_json_says_which_attention_runs_and_is_the_same_when_opened_again(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_a_description_is_json_names_the_attention_and_is_the_same_again(model_type: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config(model_type))
     description = open_checkpoint(base).description
     assert json.loads(json.dumps(description, allow_nan=False)) == description == open_checkpoint(base).description
@@ -603,9 +601,7 @@ ENDLESS: dict[str, Any] = {}
 ENDLESS["again"] = ENDLESS
 
 
-def test_provenance_that_is_not_json_is_refused_and_a_difference_in_everything_stays_short(
-    base: Path, tmp_path: Path
-) -> None:
+def test_provenance_that_is_no_json_is_refused_and_a_difference_of_all_stays_short(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     for wrong in ({"x": float("nan")}, {"x": {1, 2}}, {"x": object()}, {"x": [[]] * 2, "y": b"raw"}, ENDLESS):
         with pytest.raises(OptionError, match="provenance: "):

@@ -91,9 +91,7 @@ def filled(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), blocks=st.integers(1, 6), room=st.integers(0, 400))
-def test_the_first_blocks_inputs_leave_and_all_are_there_when_their_backward_needs_them(
-    sizes: list[int], blocks: int, room: int
-) -> None:
+def test_the_first_blocks_inputs_leave_and_are_there_for_their_backward(sizes: list[int], blocks: int, room: int) -> None:
     store, tensors = Memory(), {}
     inputs = KeptActivations(store)
     for _ in range(2):

@@ -303,7 +303,7 @@ def matrices(
     in_place=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_the_compiled_kernel_gives_the_references_bits(
+def test_compiled_sums_are_the_references(
     sizes: tuple[int, int, int], dtype: torch.dtype, in_place: bool, seed: int
 ) -> None:
     base, own, shared = matrices(*sizes, dtype, seed)

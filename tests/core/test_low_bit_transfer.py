@@ -322,7 +322,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
 
 @given(data=st.data())
 @settings(max_examples=10)
-def test_carried_models_are_monolithic_mezo_at_carried_weights(
+def test_models_are_monolithic_mezo_at_carried_weights(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     draw, base = data.draw, tmp_path_factory.mktemp("base") / "model"

@@ -618,9 +618,7 @@ def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, 
     assert_equal(now, expected)
 
 
-def test_periods_count_as_far_as_a_torn_manifest_goes_and_not_of_a_run_on_other_data(
-    stopped: Stopped, run: Path, tmp_path: Path
-) -> None:
+def test_periods_count_as_far_as_a_manifest_goes_and_not_of_other_data(stopped: Stopped, run: Path, tmp_path: Path) -> None:
     torn, other = stopped.copy(tmp_path / "torn"), [make_batch(40, [3, 9])] * STEPS  # the same options, the same header
     cut(MANIFEST, 0.99)(torn)  # as a crash leaves it
     assert stopped.resume(torn) == stopped.directions(STEPS - PERIOD)
@@ -660,9 +658,7 @@ def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, 
 
 
 @pytest.mark.parametrize("policy", [{"every": None}, {"terabytes_per_1000_steps": 1e-9}])
-def test_what_may_not_be_written_is_read_all_the_same(
-    policy: dict[str, Any], stopped: Stopped, run: Path, tmp_path: Path
-) -> None:
+def test_what_may_not_be_written_is_still_read(policy: dict[str, Any], stopped: Stopped, run: Path, tmp_path: Path) -> None:
     assert stopped.resume(run, **policy) == stopped.directions(STEPS % PERIOD)
     assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes()
     bare = stopped.copy(tmp_path / "bare", bare=True)

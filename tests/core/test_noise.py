@@ -237,9 +237,7 @@ def test_millions_of_compiled_numbers_are_torchs() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["compiled", "torch"])
 @given(seed=any_seeds, before=sizes, skipped=st.lists(sizes, max_size=4), after=sizes)
-def test_skipping_leads_where_drawing_does(
-    kind: str, dtype: torch.dtype, seed: int, before: int, skipped: list[int], after: int
-) -> None:
+def test_skipping_is_drawing(kind: str, dtype: torch.dtype, seed: int, before: int, skipped: list[int], after: int) -> None:
     one: Generator = CompiledGenerator(seed) if kind == "compiled" else TorchGenerator(seed, CPU)
     drawn(one, before, dtype)
     other = one.copy()
@@ -252,9 +250,7 @@ def test_skipping_leads_where_drawing_does(
 @compiled
 @pytest.mark.parametrize("size", [3, 16, 33, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_library_that_gives_other_numbers_is_not_used(
-    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_other_numbers_is_not_used(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = CompiledGenerator.fill
 
     def lying(self: CompiledGenerator, out: torch.Tensor) -> None:

@@ -346,9 +346,7 @@ def test_what_is_paid_to_write_less_is_at_most_a_tenth_of_a_step(replay: float, 
 
 
 @given(seconds, seconds, seconds)
-def test_a_resident_model_is_written_as_seldom_as_a_resumed_run_can_make_good(
-    replay: float, write: float, step: float
-) -> None:
+def test_a_resident_model_is_written_as_seldom_as_a_resume_can_make_good(replay: float, write: float, step: float) -> None:
     every = write_back_interval(replay, write, step=step, resident=True)
     assert 10 <= every <= 1000
     assert every in (10, 1000) or every * replay <= max(60, 100 * write + replay) * (1 + 1e-6)

@@ -148,7 +148,7 @@ def bench(make: Make, on: Callable[[], Device], tmp_path: Path) -> Iterator[Benc
 @every_device
 @every_scheduler
 @pytest.mark.parametrize("buckets", [None, 1, 2, 3])
-def test_each_segment_is_visited_once_in_order_replay_first(
+def test_segments_are_visited_once_in_order(
     make: Make, on: Callable[[], Device], buckets: int | None, tmp_path: Path
 ) -> None:
     with benched(make, on, recording_source(tmp_path, buckets=buckets)) as (source, scheduler):
@@ -223,9 +223,7 @@ def test_a_failing_visit_releases_every_bucket(bench: Bench, what: str, index: i
 @every_device
 @every_scheduler
 @pytest.mark.parametrize("position", range(1, 5))
-def test_an_interrupt_between_two_visits_releases_every_bucket(
-    make: Make, on: Callable[[], Device], position: int, tmp_path: Path
-) -> None:
+def test_an_interrupt_releases_every_bucket(make: Make, on: Callable[[], Device], position: int, tmp_path: Path) -> None:
     class InterruptedSource(RecordingSource):
         calls = 0
 
@@ -274,9 +272,7 @@ def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(bench: Benc
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("buckets", "kept", "reads"), [(1, 6, 6), (3, 0, 12), (3, 6, 6), (3, 11, 0), (8, 6, 0)])
-def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucket(
-    buckets: int, kept: int, reads: int
-) -> None:
+def test_a_sweep_reads_blocks_that_neither_the_device_nor_a_bucket_keeps(buckets: int, kept: int, reads: int) -> None:
     weights, device, visitor, present = CountingWeights(), threaded(), AddingVisitor(1), 1
     source = SegmentStore(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
     scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)

@@ -161,7 +161,7 @@ def test_a_damaged_scratch_file_costs_time_and_changes_no_bit(
 
 
 @every_source
-def test_one_flipped_bit_gives_up_its_segment_alone(
+def test_a_flipped_bit_costs_its_segment(
     buckets: int | None, written: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     run = copied(written, tmp_path, buckets)
@@ -182,7 +182,7 @@ def test_one_flipped_bit_gives_up_its_segment_alone(
 
 
 @every_source
-def test_two_segments_of_one_slot_are_both_replayed(
+def test_two_segments_of_a_slot_are_lost(
     buckets: int | None, written: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     run = copied(written, tmp_path, buckets)
@@ -336,9 +336,7 @@ def test_the_first_sweep_notes_a_digest_of_every_segment_once_and_a_replayer_non
 
 
 @every_source
-def test_a_base_that_was_changed_between_the_samples_is_refused(
-    buckets: int | None, begun_run: Path, tmp_path: Path
-) -> None:
+def test_a_base_changed_between_the_samples_is_refused(buckets: int | None, begun_run: Path, tmp_path: Path) -> None:
     file = tmp_path / "base.safetensors"
     model = changed_toy(file)
     updates = len(Journal(begun_run / "journal.jsonl").updates)
@@ -586,9 +584,7 @@ def test_a_segment_is_written_with_its_states_though_its_weights_alone_were_read
         source.release(bucket, 2)
 
 
-def test_a_segment_is_released_once_no_states_are_read_into_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_are_released_once_no_states_are_read_into_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that fails releases a segment unchanged while its states are read."""
     go, ended, real = threading.Event(), threading.Event(), Generations.read
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from engines import assert_equal, behind_copies, first_order, weights, zeroth_order
+from engines import assert_equal, behind_copies, first_order, outcome, weights, zeroth_order
 from engines import memory as stored
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,9 +103,8 @@ class Drawn:
 
 
 def alone(base: Path, number: int, drawn: Drawn, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with METHODS[drawn.method](base, number, **options) as engine:
-        losses = [engine.step(batch_of(number, step)).loss for step in range(drawn.steps)]
-        return losses, weights(engine)
+    made = outcome(METHODS[drawn.method](base, number, **options), [batch_of(number, step) for step in range(drawn.steps)])
+    return [losses[0] for losses in made[0]], made[1]
 
 
 def stepped(shared: SharedBase, batches: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -195,9 +194,7 @@ def test_quantised_blocks_are_decoded_once_for_all_runs(four: tuple[SharedBase, 
     assert others.call_count == 0
 
 
-def test_a_run_that_fails_ends_alone_and_can_take_the_step_again(
-    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
-) -> None:
+def test_a_failed_run_ends_alone_and_can_go_on(four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]) -> None:
     shared, engines = four
     base, broken = bases["llama-nf4"], engines["exact"]
     with torch.no_grad():

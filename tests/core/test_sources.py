@@ -468,9 +468,7 @@ def test_the_bytes_before_count_until_the_new_ones_are_durable(tmp_path: Path) -
     again.close()
 
 
-def test_a_write_that_failed_is_reported_and_the_blocks_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_is_reported_and_its_blocks_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = scratch_in(tmp_path)
     source = make(CountingWeights(), 1, scratch, 1)
     data = scratch._data

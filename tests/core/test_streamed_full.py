@@ -285,9 +285,7 @@ def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, swee
 @pytest.mark.parametrize(
     ("case", "place", "clip"), each_choice(["lomo", "adamw"], [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)], [None, 1.0])
 )
-def test_states_are_read_on_the_way_back_alone(
-    case: str, place: tuple[int, int], clip: float | None, tmp_path: Path
-) -> None:
+def test_states_are_read_on_the_way_back(case: str, place: tuple[int, int], clip: float | None, tmp_path: Path) -> None:
     buckets, commit_every = place
     deep_base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=6, tie_word_embeddings=True))
 
@@ -373,9 +371,7 @@ def test_bytes_of_another_journal_are_neither_used_nor_replaced(deep_base: Path,
 
 
 @pytest.mark.parametrize("call", ["apply", "sync", "write"])
-def test_a_failed_update_or_commit_closes_the_engine_and_leaves_the_commit_before(
-    call: str, deep_base: Path, tmp_path: Path
-) -> None:
+def test_a_failed_update_or_commit_closes_the_engine_and_is_undone(call: str, deep_base: Path, tmp_path: Path) -> None:
     engine = streamed(deep_base, tmp_path / "run", 2, "adamw")
     for batch in BATCHES[:2]:
         engine.step(batch)
@@ -385,7 +381,7 @@ def test_a_failed_update_or_commit_closes_the_engine_and_leaves_the_commit_befor
     else:
         failing = patch.object(RangedFile, call, side_effect=OSError(28, "no space left"))
     with failing:
-        with pytest.raises((KeyboardInterrupt, ScratchError), match="no space left|^$"):
+        with pytest.raises((KeyboardInterrupt, ScratchError), match=r"no space left|^$"):
             engine.step(BATCHES[2])
         for use in (engine.commit, lambda: engine.step(BATCHES[2])):
             with pytest.raises(ClosedError):

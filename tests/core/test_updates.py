@@ -88,7 +88,7 @@ def test_weight_decay_applies_to_the_parameters_that_decay() -> None:
         (Evaluation(5, 1.0), None, [(5, -1.0)]),
     ],
 )
-def test_moves_lead_from_one_evaluation_to_the_next(
+def test_moves_lead_to_the_evaluation(
     before: Evaluation | None, after: Evaluation | None, expected: list[tuple[int, float]]
 ) -> None:
     assert moves(compile_moves(before, after, 1e-3)) == expected
@@ -196,9 +196,7 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
     assert drawn <= len(seeds) * (own + skipped)
 
 
-def test_the_engines_generators_fit_into_what_the_arrangement_leaves(
-    journal: Path, tmp_path: Path, process_memory: int
-) -> None:
+def test_an_engines_generators_fit_into_what_the_plan_leaves(journal: Path, tmp_path: Path, process_memory: int) -> None:
     asked = process_memory + (128 << 20)
     with Engine(toy(tmp_path), journal=journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
         assert engine.host_plan is not None
@@ -234,9 +232,7 @@ def sampled(lr: float, *grads: float, step: int = 0) -> Update:
 
 @pytest.mark.parametrize("buckets", [None, 2], ids=["resident", "streamed"])
 @every_noise
-def test_the_share_is_that_of_the_weights_that_the_step_changes(
-    noise: NoiseGenerator | None, buckets: int | None, tmp_path: Path
-) -> None:
+def test_the_share_is_of_the_weights_that_change(noise: NoiseGenerator | None, buckets: int | None, tmp_path: Path) -> None:
     """Of all weights, where the sample is of a few hundred: in bfloat16, at steps of which about half lands."""
     batch = dict.fromkeys(("input_ids", "labels"), BATCH["input_ids"])
 
@@ -260,9 +256,7 @@ def test_the_share_is_that_of_the_weights_that_the_step_changes(
     ("dtype", "lr", "least", "most"),
     [("bfloat16", 1e-2, 0.9, 1.0), ("bfloat16", 1e-6, 0.0, 0.2), ("float32", 1e-2, 0.9, 1.0), ("float32", 1e-6, 0.9, 1.0)],
 )
-def test_small_steps_land_in_float32_and_not_in_bfloat16(
-    dtype: str, lr: float, least: float, most: float, base: Path
-) -> None:
+def test_small_steps_land_in_float32_alone(dtype: str, lr: float, least: float, most: float, base: Path) -> None:
     with Engine(open_checkpoint(base, dtype=dtype), ZerothOrder(MeZOSGD(lr=lr, zo_eps=1e-2))) as engine:
         share_applied = engine.step(BATCH).share_applied
     assert share_applied is not None

@@ -123,9 +123,7 @@ def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do()
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_by_directions_every_bit_is_that_of_one_worker(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_by_directions_all_bits_are_one_workers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder, draw = tmp_path_factory.mktemp("run"), data.draw
     name = draw(st.sampled_from(sorted(ESTIMATORS)))
     estimator = ESTIMATORS[name]
@@ -190,7 +188,7 @@ def of_models(
     [("directions", "exact", None), ("directions", "mixed", None), ("2x2", "exact", None), ("2x2", "exact", 1)],
 )
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
-def test_every_adapter_deals_directions_and_rows(
+def test_adapters_deal_directions_and_rows(
     tmp_path: Path, kind: str, split: str, precision: str, buckets: int | None
 ) -> None:
     base = save_model(tmp_path / "base", small_config(kind), torch.bfloat16 if split == "directions" else torch.float32)

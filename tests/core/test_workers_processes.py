@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import worker_program
 from command_lines import run_here, torchrun_command
 from crews import SECONDS, all_equal, distributed, free_port, group_of
-from engines import memory
+from engines import memory, outcome
 from models import make_batch, save_model, small_config
 from runs import small_run
 
@@ -30,58 +30,32 @@ KINDS = ("default", "avx2", "avx512")  # of vector instructions that torch uses
 STEPS = 4
 
 
-class Asked(NamedTuple):
-    """What a machine is to do as a worker of a run."""
-
-    base: Path  # checkpoint
-    folder: Path  # for its journal
-    rank: int
-    size: int  # number of workers
-    port: int  # of the store
-    split: str  # of a step
-    exact: bool  # whether it draws MeZO's noise
-
-
 def without_kernels(kind: str) -> None:
     """The oldest machine has no compiled kernels either."""
     if kind == KINDS[0]:
         dispatch.library = lambda: None  # type: ignore[assignment]
 
 
-def trained(asked: Asked) -> tuple[list[float], bytes]:
-    """Losses that this machine computes alone, and the weights that the workers come to."""
-    with Engine(open_checkpoint(asked.base)) as replayer:
-        alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
-    store = distributed.TCPStore("127.0.0.1", asked.port, is_master=False, wait_for_workers=False)
-    with (
-        Workers(group_of(store, asked.rank, asked.size), split=asked.split) as workers,
-        Engine(
-            open_checkpoint(asked.base),
-            ZerothOrder(
-                MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
-                noise=None if asked.exact else PhiloxNoise(Distribution.GAUSSIAN),
-            ),
-            journal=asked.folder / "journal.jsonl",
-            memory=memory(1, budget=2**28),
-            workers=workers,
-        ) as engine,
-    ):
-        for step in range(STEPS):
-            engine.step(make_batch(40, [9, 3, 7, 5], seed=step))
-        return alone, b"".join(tensor.numpy().tobytes() for _, tensor in engine.parameters_now())
-
-
-def trained_or_refused(asked: Asked) -> tuple[list[float], bytes] | str:
-    """As ``trained``, or what the machine was refused with."""
+def trained(
+    base: Path, folder: Path, port: int, rank: int, *, size: int, split: str, exact: bool
+) -> tuple[list[float], bytes] | str:
+    """Losses that this machine computes alone, and the weights that the workers come to; or what it was refused with."""
+    batches = [make_batch(40, [9, 3, 7, 5], seed=step) for step in range(STEPS)]
+    estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1)
+    method = ZerothOrder(estimator, noise=None if exact else PhiloxNoise(Distribution.GAUSSIAN))
+    options: Any = {"journal": folder / "journal.jsonl", "memory": memory(1, budget=2**28)}
+    with Engine(open_checkpoint(base)) as replayer:
+        alone = [replayer.evaluate([batch]).loss for batch in batches]
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     try:
-        return trained(asked)
+        with Workers(group_of(store, rank, size), split=split) as workers:
+            _, made = outcome(Engine(open_checkpoint(base), method, workers=workers, **options), batches)
+            return alone, b"".join(tensor.numpy().tobytes() for tensor in made.values())
     except ZO2Error as error:
         return str(error)
 
 
-Machines = dict[
-    str, ProcessPoolExecutor
-]  # one of each kind, which tests use one after the other: starting them takes seconds
+Machines = dict[str, ProcessPoolExecutor]  # one of each kind, used by one test after the other: starting takes seconds
 
 
 def train_on(machines: Machines, base: Path, folder: Path, kinds: Sequence[str], split: str, *, exact: bool) -> list[Any]:
@@ -91,8 +65,8 @@ def train_on(machines: Machines, base: Path, folder: Path, kinds: Sequence[str],
     for rank, kind in enumerate(kinds):
         own = folder / str(rank)
         own.mkdir()
-        asked = Asked(base, own, rank, len(kinds), store.port, split, exact)
-        futures.append(machines[kind].submit(trained_or_refused, asked))
+        told: Any = {"size": len(kinds), "split": split, "exact": exact}
+        futures.append(machines[kind].submit(trained, base, own, store.port, rank, **told))
     return [future.result(SECONDS) for future in futures]
 
 

@@ -88,9 +88,7 @@ def damaged_copy(rng: random.Random, runs: Runs, run: Path) -> Iterator[str]:
         yield f"{kind} {file.name}"
 
 
-def test_damage_ends_in_the_undisturbed_bits_or_in_one_typed_line(
-    runs: Runs, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_damage_ends_in_the_same_bits_or_a_typed_line(runs: Runs, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     examples = EXAMPLES["long" if request.config.getoption("--long") else "short"]
     silent = []
     outcomes = {0: 0, 2: 0}

@@ -340,9 +340,7 @@ def kinds(*short: str) -> pytest.MarkDecorator:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.reference])
-def test_where_weights_are_kept_changes_no_bit(
-    kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed]
-) -> None:
+def test_where_weights_are_changes_no_bit(kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed]) -> None:
     reference = KINDS[kind].reference
     assert reference is not None
     found, expected = (Runs(name, apart, undisturbed).expected.outcome for name in (kind, reference))
@@ -365,7 +363,7 @@ def test_a_run_killed_at_a_place_ends_as_the_undisturbed_one(runs: Runs, place: 
 
 
 @kinds("zeroth, streamed, written every second step", "badam, streamed")
-def test_a_run_killed_at_any_call_that_changes_a_file_ends_as_the_undisturbed_one(
+def test_a_run_killed_at_any_change_of_a_file_ends_as_undisturbed(
     kind: str, runs: Runs, request: pytest.FixtureRequest
 ) -> None:
     """After one is before the next. Or at one call a kind, each time later."""
@@ -380,7 +378,7 @@ def test_a_run_killed_at_any_call_that_changes_a_file_ends_as_the_undisturbed_on
 
 
 @kinds("adamw, streamed")
-def test_a_run_killed_by_the_clock_again_and_again_ends_as_the_undisturbed_one(
+def test_a_run_killed_by_the_clock_ends_as_the_undisturbed_one(
     kind: str, runs: Runs, request: pytest.FixtureRequest
 ) -> None:
     wanted, rng = 60 if request.config.getoption("--long") else 2, random.Random(kind)
@@ -420,9 +418,7 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs:
         ("adamw, streamed", (METRICS, "", "write_row", 5), "the run goes on from the commit of step "),
     ],
 )
-def test_an_interrupted_run_says_from_where_it_goes_on(
-    runs: Runs, apart: Apart, place: tuple[str, str, str, int], told: str
-) -> None:
+def test_interrupted_runs_say_how_to_go_on(runs: Runs, apart: Apart, place: tuple[str, str, str, int], told: str) -> None:
     interrupted: Ended = apart.run(*runs.kind.command, patch=strike(*place, "SIGTERM"))
     assert interrupted.status == 143, interrupted
     assert told in interrupted.err

@@ -117,7 +117,7 @@ def refused_apart(ended: Ended) -> str:
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
+def test_what_cannot_be_heeded_is_refused_by_its_name(
     prepared: Path, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     places = {name: prepared / name for name in ("base", "run", "adapter")}
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_holds_infinity_is_named(place: Path, command: str) ->
     [["--memory", "1MB"], ["--lr", "1e6"], ["--steps", 2], ["--steps", 2, "--evaluation", "choices.jsonl"]],
     ids=lambda arguments: " ".join(map(str, arguments)),
 )
-def test_a_refused_run_never_removes_a_directory_that_the_user_made(
+def test_a_refused_run_keeps_a_users_directory(
     place: Path, arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
@@ -409,9 +409,7 @@ def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
     assert (run / "journal.jsonl").read_bytes() == journal
 
 
-def test_a_resumed_run_refuses_what_its_result_depends_on_unless_it_is_the_same(
-    run: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_refuses_what_decides_its_result(run: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     options = (run / "options.json").read_bytes()
     for option, value, said in (
@@ -453,9 +451,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Path, apart: Apart) -> N
     assert not ended.err
 
 
-def test_a_path_that_is_called_as_an_option_is_no_option(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_called_as_an_option_is_none(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
     line = refusal("evaluate", "--model", "run", "--data", place / "rows.jsonl")

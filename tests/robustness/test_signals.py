@@ -93,9 +93,7 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=LONG), 50])
-def test_many_signals_are_as_good_as_one(
-    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int
-) -> None:
+def test_many_signals_are_as_one(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int) -> None:
     run = tmp_path / "run"
     apart.start(*train(prepared, run))
     wait_for_steps(run, 3)
@@ -110,9 +108,7 @@ def test_many_signals_are_as_good_as_one(
 @pytest.mark.parametrize(
     ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)]
 )
-def test_a_signal_while_a_command_starts_leaves_nothing(
-    prepared: Path, tmp_path: Path, number: signal.Signals, after: float
-) -> None:
+def test_a_signal_at_the_start_leaves_nothing(prepared: Path, tmp_path: Path, number: signal.Signals, after: float) -> None:
     process = subprocess.Popen(
         command(*train(prepared, tmp_path / "run")),
         stdout=subprocess.PIPE,
@@ -154,9 +150,7 @@ writer._write_header = slow
 """
 
 
-def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
-    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
-) -> None:
+def test_a_signal_leaves_no_half_of_a_model(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
     apart.start("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=SLOWLY)
     wait_until(lambda: list(tmp_path.glob(".new.partial-*/new/model.safetensors")))
     apart.send(number)

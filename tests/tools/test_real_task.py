@@ -110,9 +110,7 @@ def test_doubtful_rows_are_left_out_and_rows_depend_on_the_seed(sizes: None) -> 
         split([*odd, *bad, *good[1:]])
 
 
-def test_a_corpus_reads_with_and_without_confidence_and_what_is_missing_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_reads_without_confidence_and_names_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "corpus.csv"
     path.write_bytes(b'sentiment,confidence,text\r\npositive,0.9,"a, \xd5b"\r\nneutral,,c\r\n')
     assert list(read_tweets(path)) == [Tweet("a, Õb", "positive", 0.9), Tweet("c", "neutral", None)]

@@ -57,9 +57,7 @@ def test_a_sparse_checkpoint_is_a_dense_one_but_for_the_data(model_type: str, ma
         assert not value.any(), "a hole reads as zeros"
 
 
-def test_opt_175b_takes_no_disk_and_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_opt_175b_is_sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "opt-175b", str(tmp_path / "opt"), "--sparse"])
     main()
     assert "349.21 GB of float16" in capsys.readouterr().out
@@ -106,9 +104,7 @@ def test_a_sparse_mixture_has_coded_experts_and_routes_tokens(family: str, sizes
 
 
 @pytest.mark.parametrize("name", bench.benchmarks())
-def test_each_benchmark_tells_its_options(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmarks_tell_options(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", name, "--help"])
     with pytest.raises(SystemExit, match="0"):
         bench.main()
@@ -132,9 +128,7 @@ def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long_profile
 @pytest.mark.parametrize(("encoding", "tiny", "large"), [("int8", 1.15, 6.52), ("nf4", 0.70, 3.50)])
-def test_encoded_checkpoints_have_the_sizes_of_p_rges_table_9(
-    encoding: str, tiny: float, large: float, tmp_path: Path
-) -> None:
+def test_encoded_checkpoints_have_p_rges_sizes(encoding: str, tiny: float, large: float, tmp_path: Path) -> None:
     for name, paper in (("tinyllama-1.1b", tiny), ("llama2-7b", large)):
         nbytes = make_sparse_coded(geometries()[name], tmp_path / name, dtype=torch.bfloat16, encoding=encoding)
         assert nbytes / 2**30 == pytest.approx(paper, rel=0.03)
@@ -158,9 +152,7 @@ def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, m
 
 
 @pytest.mark.long_profile
-def test_a_run_is_compared_with_its_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_held_to_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32)
     save_tokenizer(tmp_path / "base", 40)
     monkeypatch.setattr(sys, "argv", ["bench.py", "train", str(tmp_path / "base"), "--tokens", "6", "--steps", "3"])
@@ -171,9 +163,7 @@ def test_a_run_is_compared_with_its_plan(
     assert found["seconds"]["median"] > 0
 
 
-def test_small_updates_are_lost_in_place_and_kept_beside_the_base(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_updates_are_lost_in_place_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--sizes", "1e-5", "--steps", "7", "120", "--side", "64", "--rank", "2"]
     monkeypatch.setattr(sys, "argv", ["bench.py", "accumulation", *arguments])
     bench.main()
