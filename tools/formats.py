@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.quantizer import METHODS, quantize
+from zo2adapters.models.conversion import METHODS, quantize
 from zo2core import Engine, ZO2Error
 
 FORMATS = ["bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"]

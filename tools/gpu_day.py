@@ -35,7 +35,7 @@ from measuring import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 from zo2core import Engine
 
 STEPS = 3

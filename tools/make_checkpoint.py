@@ -34,7 +34,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core.checkpoint.shards import MAX_SHARD, TensorEntry, find_tensors, new_checkpoint, write_checkpoint
 from zo2core.encodings import GGUF_BLOCKS

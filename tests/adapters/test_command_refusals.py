@@ -11,7 +11,7 @@ from command_lines import ROWS, refusal, write_rows
 from models import WORDS, save_model, save_tokenizer, small_config
 from transformers import AutoModelForSequenceClassification
 
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 
 CHOICE = {"prompt": "the cat", "candidates": [" sat", " ran"], "answer": 0}
 PREFERENCE = {"prompt": "the cat", "chosen": " sat", "rejected": " ran"}

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.limited_process import LimitedProcess
-from zo2adapters.models import pickle_conversion, unpickling
-from zo2adapters.models.pickle_conversion import INDEX_FILE, SINGLE_FILE, new_reader
-from zo2adapters.models.pickle_conversion import convert as plain_convert
+from zo2adapters.models import conversion, unpickling
+from zo2adapters.models.conversion import INDEX_FILE, SINGLE_FILE, new_reader
+from zo2adapters.models.conversion import convert as plain_convert
 from zo2core.errors import CheckpointError, OutputError
 
 Tensors = dict[str, torch.Tensor]
@@ -272,8 +272,8 @@ def test_a_file_system_that_refuses_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _tight_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_conversion, "SECONDS", 2.0)
-    monkeypatch.setattr(pickle_conversion, "MEMORY", 1 << 28)
+    monkeypatch.setattr(conversion, "SECONDS", 2.0)
+    monkeypatch.setattr(conversion, "MEMORY", 1 << 28)
 
 
 def archive(content: bytes, *, storages: Mapping[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED) -> bytes:

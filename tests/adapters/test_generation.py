@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import end_token_ids
+from zo2adapters.models.conversion import quantize
 from zo2adapters.models.footprint import cache_bytes
-from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks import generation
 from zo2adapters.tasks.generation import STREAM, Generation, GenerationPlan, NextToken, Sampling, generate, plan_generation
 from zo2adapters.tasks.rewards import RewardOptions

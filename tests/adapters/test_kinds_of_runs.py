@@ -16,7 +16,7 @@ from runs import outcome
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import collate
 from zo2core import Journal

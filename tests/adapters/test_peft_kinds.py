@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.models.batches import pack
+from zo2adapters.models.conversion import quantize
 from zo2adapters.models.peft_model import LayerPrefix
-from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError

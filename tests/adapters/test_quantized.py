@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from zo2adapters import Adapter, Precision, open_checkpoint
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 from zo2core import (
     Distribution,
     Engine,

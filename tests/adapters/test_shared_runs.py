@@ -15,7 +15,7 @@ from runs import small_run
 from strikes import strike
 
 from zo2adapters.commands import train
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 from zo2adapters.trainers import tuning
 from zo2adapters.trainers.optimization import FirstOrder, Optimization
 from zo2adapters.trainers.options import RunModelOptions, Storage, TrainOptions

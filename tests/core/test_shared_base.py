@@ -21,8 +21,8 @@ from peft_models import lora
 from profiles import examples
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.conversion import quantize
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.quantizer import quantize
 from zo2core import Engine, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
 from zo2core.errors import (
     BusyError,

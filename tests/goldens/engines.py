@@ -16,7 +16,7 @@ from models import make_batch, save_model, small_config
 
 from goldens.trajectory import Trajectory, exact, journal_of, weights_digest
 from zo2adapters import Adapter, Precision, open_checkpoint
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 from zo2core import (
     BlockUpdate,
     Distribution,

@@ -37,7 +37,7 @@ from strikes import (
     strike,
 )
 
-from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.conversion import quantize
 
 STEPS = 6
 MOST_KILLS = 6  # of one run, which then goes on to its end

@@ -171,7 +171,7 @@ class Merge(WritesDirectory):
 class Convert(Command):
     """Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model."""
 
-    needs: ClassVar = ("zo2adapters.models.pickle_conversion",)
+    needs: ClassVar = ("zo2adapters.models.conversion",)
 
     model: Path
     """Model directory with pytorch_model*.bin or, with --quantize, with safetensors."""
@@ -183,8 +183,7 @@ class Convert(Command):
 
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""
-        from zo2adapters.models.pickle_conversion import convert
-        from zo2adapters.models.quantizer import quantize
+        from zo2adapters.models.conversion import convert, quantize
         from zo2adapters.trainers.progress_bar import progress_bar
         from zo2core.types import shown_bytes
 

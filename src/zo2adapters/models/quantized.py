@@ -30,10 +30,9 @@ from zo2core.encodings import (
 )
 from zo2core.errors import CheckpointError, UnsupportedModelError
 
-NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 _INTEGERS = {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}
 SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the part's role
-    "int8": {"codes": ".weight", "scales": ".SCB"},
+    "int8": {"codes": ".weight", "scales": ".SCB", "format": ".weight_format"},  # the last is 0: codes row by row
     "fp8": {"codes": ".weight", "scales": ".weight_scale_inv"},
     "nf4": {
         "codes": ".weight",
@@ -41,6 +40,7 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
         "table": ".weight.quant_map",
         "nested scales": ".weight.nested_absmax",
         "nested table": ".weight.nested_quant_map",
+        "state": ".weight.quant_state.bitsandbytes__nf4",
     },
     "mxfp4": {"codes": "_blocks", "scales": "_scales"},
     "gptq": _INTEGERS,
@@ -49,11 +49,10 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
     "int4": {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point", "order": ".weight_g_idx"},
     "nvfp4": {"codes": ".weight_packed", "scales": ".weight_scale", "global": ".weight_global_scale"},
 }
-INT8_FORMAT = ".weight_format"  # bitsandbytes' layout of codes: 0 is row by row
 MATRIX = ".matrices."  # between the name of a tensor of three axes and the number of one of its matrices; of this package
 _UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")  # of compressed-tensors, beside what is decoded
 _MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}  # suffixes that encoded layers alone have
-_MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": NF4_STATE}
+_MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": SUFFIXES["nf4"]["state"]}
 _STACKS = MXFP4Stack, MatrixStack
 _MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
 _MAX_OFFSET = torch.finfo(torch.float32).max
@@ -115,7 +114,7 @@ class Quantization:
                 expected="the tensors that belong to this config",
                 remedy="take quantization_config out of config.json if the weights are not quantised",
             )
-        suffixes = *SUFFIXES[self.method].values(), INT8_FORMAT, NF4_STATE, *_UNUSED
+        suffixes = *SUFFIXES[self.method].values(), *_UNUSED
         parts = {f"{layer}{suffix}" for layer in layers for suffix in suffixes}
         plain = {name: entry for name, entry in entries.items() if name not in parts}
         encoded = _with_stacks({f"{layer}{own}": self._tensor(entries, layer) for layer in layers})
@@ -138,7 +137,7 @@ class Quantization:
     def _encoding(self, entries: Mapping[str, TensorEntry], layer: str) -> tuple[Encoding, tuple[int, ...]]:
         """The encoding and the shape of a layer's matrix."""
         if self.method == "nf4":
-            return _nf4(entries[f"{layer}{NF4_STATE}"])
+            return _nf4(self._entry(entries, layer, "state"))
         codes = self._entry(entries, layer, "codes")
         if self.method == "mxfp4" and len(codes.shape) == 4:
             *stack, outputs, blocks, _ = codes.shape
@@ -151,7 +150,7 @@ class Quantization:
             return Float8Blocks(self.block, DTYPES[scales if scales in ("BF16", "F8_E8M0") else "F32"]), codes.shape
         if self.method != "int8":
             return self._groups(entries, layer, *codes.shape)
-        order = entries.get(f"{layer}{INT8_FORMAT}")
+        order = entries.get(f"{layer}{SUFFIXES['int8']['format']}")
         if order is not None and (order.nbytes != 1 or any(_read(order))):
             remedy = "quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint"
             raise _malformed(order, "codes in another layout", "0, the layout row by row", remedy)

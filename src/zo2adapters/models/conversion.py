@@ -1,0 +1,319 @@
+"""Convert checkpoints: from pickles to safetensors, and from 16 or 32 bits to 8 or 4 bits.
+
+``torch.load(weights_only=True, mmap=True)`` runs no code of a pickle, but a small file can still make it take any memory,
+run for ever or crash. So it runs in a child process whose limits follow from the file's size (see ``limited_process``).
+
+The formats of 8 and 4 bits are those of ``quantized.py``; transformers loads them, too, with bitsandbytes for int8 and nf4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
+from zo2adapters.models.checkpoint import json_object, open_checkpoint, portable_companions, remote_code_note
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.quantized import MATRIX, SUFFIXES
+from zo2core import ParameterSpec
+from zo2core.checkpoint.shards import (
+    malformed,
+    new_directory,
+    parse_index,
+    require_own_file,
+    require_unused,
+    shard_names,
+    write_checkpoint,
+    write_companions,
+    write_index,
+)
+from zo2core.encodings import EncodedPart, Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, system_errors_as
+from zo2core.io.durable import open_regular
+from zo2core.kernels.encoding import encode
+from zo2core.types import SavedForm, SavedPart
+
+SINGLE_FILE = "pytorch_model.bin"
+INDEX_FILE = "pytorch_model.bin.index.json"
+
+_READER_SCRIPT = Path(__file__).with_name("unpickling.py")
+# Limits of the child: each gigabyte of weights takes about a second and two gigabytes of memory.
+SECONDS = 30.0  # CPU seconds for any file
+SECONDS_PER_BYTE = 60e-9
+MEMORY = 1 << 29  # bytes for any file, beyond the memory of the started child
+MEMORY_PER_BYTE = 4
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    report: Callable[[str], object] = lambda line: None,
+    reader: LimitedProcess | None = None,
+) -> Path:
+    """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process."""
+    require_unused(destination)
+    expected = _find_shards(source)
+    companions, changed = portable_companions(source)
+    names = shard_names(len(expected))
+    assigned = {name: shard for shard, tensors in expected.items() for name in tensors}
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    reading = new_reader() if reader is None else contextlib.nullcontext(reader)
+    with new_directory(destination) as partial, reading as child:
+        write_companions(partial, companions)
+        if changed:
+            report(remote_code_note(changed))
+        for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
+            report(f"{shard} ({number} of {len(expected)})")
+            sizes = _convert_shard(child, source / shard, partial / target, shard, assigned)
+            for name in sizes:
+                if name in weight_map:
+                    raise malformed(f"{source / shard}: {name}", "a tensor of another shard", "each tensor once")
+                weight_map[name] = target
+            for name in expected[shard]:
+                if name not in sizes:
+                    raise malformed(source / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says")
+            total_size += sum(sizes.values())
+        if not weight_map:
+            raise malformed(source, "no tensors", "a model's weights")
+        write_index(partial, weight_map, total_size=total_size)
+    return destination
+
+
+def new_reader() -> LimitedProcess:
+    """Make a child process that reads pickled files. It starts, and imports torch, with the first file."""
+    return LimitedProcess(_READER_SCRIPT)
+
+
+def _find_shards(directory: Path) -> dict[str, list[str]]:
+    """The tensors that the index expects in each shard, by the shard's file name; a single file has no index."""
+    shards: dict[str, list[str]] = {}
+    if (directory / INDEX_FILE).exists():
+        require_own_file(directory / INDEX_FILE, directory)
+        for name, shard in sorted(parse_index(directory / INDEX_FILE, suffix=".bin").items()):
+            shards.setdefault(shard, []).append(name)
+        if not shards:
+            raise malformed(directory / INDEX_FILE, "an empty weight_map", "the model's tensors")
+    elif (directory / SINGLE_FILE).exists():
+        shards[SINGLE_FILE] = []
+    else:
+        found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
+        if any(directory.glob("*.safetensors")):
+            found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
+        raise CheckpointError(directory, found=found, expected=f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
+    for shard in shards:
+        require_own_file(directory / shard, directory)
+    return dict(sorted(shards.items()))
+
+
+def _convert_shard(
+    reader: LimitedProcess, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
+) -> dict[str, int]:
+    """Convert one file in the child process. Returns the bytes of each tensor written."""
+    typed = system_errors_as(CheckpointError, source, expected="a readable file", remedy="get the file again")
+    with typed, open_regular(source) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+    request = {"source": str(source), "target": str(target), "shard": shard, "assigned": assigned}
+    try:
+        seconds, memory = SECONDS + SECONDS_PER_BYTE * nbytes, MEMORY + MEMORY_PER_BYTE * nbytes
+        result = reader.ask(request, seconds=seconds, memory=memory)
+    except LimitedProcessError as error:
+        raise CheckpointError(
+            source,
+            found=f"a file that cannot be read within limits ({error})",
+            expected="tensors by name",
+            remedy="get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
+        ) from error
+    if "refused" in result:
+        raise CheckpointError(result["refused"].pop("where"), **result["refused"])
+    if "unwritable" in result:
+        raise OSError(result["unwritable"])  # the new directory reports it, as it does every write that fails
+    return dict(result["sizes"])
+
+
+METHODS = ("int8", "nf4", "fp8")
+_MAX_BLOCK = 128  # rows and columns of fp8's blocks, as in released checkpoints
+_STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers are written before its values are known
+
+
+def quantize(
+    model: Path | str, directory: Path, method: str, *, progress: Callable[[int, int], object] = lambda done, total: None
+) -> Quantized:
+    """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
+
+    One matrix at a time is in memory.
+    """
+    if method not in METHODS:
+        raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="pass one of these")
+    require_unused(directory)
+    opened = open_checkpoint(model)
+    with contextlib.closing(opened.weights):
+        chosen = _linear_weights(opened, Path(model))
+        parameters = [spec for layout in opened.layouts for spec in layout.parameters]
+        encoding = _encoding(method, [matrix.shape for matrices in chosen.values() for matrix in matrices])
+        specs = [part for spec in parameters for part in _specs(spec, chosen.get(spec.name, ()), encoding)]
+        tensors = _tensors(opened, parameters, chosen, encoding, progress)
+        kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
+        config = json_object(opened.companions["config.json"])
+        config["quantization_config"] = _description(encoding, config["dtype"])
+        companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
+        form = SavedForm(kept, opened.saved_form.constants)
+        write_checkpoint(directory, specs, tensors, companions, form=form)
+    in_layers = [spec for layout in opened.layouts if not layout.resident for spec in layout.parameters]
+    left = [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
+    return Quantized(sum(spec.nbytes for spec in parameters), sum(spec.nbytes for spec in specs), left)
+
+
+class Quantized(NamedTuple):
+    """What was written."""
+
+    before: int  # bytes of the model's tensors
+    after: int  # bytes of those that were written
+    left: list[ParameterSpec]  # the layers' matrices that are not encoded
+
+
+class _Matrix(NamedTuple):
+    """A matrix to encode, which is a parameter or one of a stack."""
+
+    layer: str  # name of its layer in the checkpoint
+    shape: tuple[int, int]
+
+
+def _encoding(method: str, shapes: Sequence[tuple[int, int]]) -> MatrixEncoding:
+    """The encoding for matrices of these shapes; fp8's block divides all of them.
+
+    With partial blocks, kernels and transformers would not agree where blocks begin.
+    """
+    if method == "fp8":
+        rows, columns = (math.gcd(_MAX_BLOCK, *sizes) for sizes in zip(*shapes, strict=True))
+        return Float8Blocks((rows, columns))
+    return Int8Rows() if method == "int8" else NF4Blocks()
+
+
+def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix, ...]]:
+    """The parameters to encode: layers' linear weights, and stacks of experts."""
+    chosen: dict[str, tuple[_Matrix, ...]] = {}
+    for layout in model.layouts:
+        for spec in layout.parameters:
+            if spec.encoding is not None:
+                found, remedy = f"{spec.name} in {spec.encoding.name}", "use it as it is, or quantise the original"
+                raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
+            (_, module, leaf), *_ = model.places_of(spec.name)
+            parts, is_linear = model.saved_form.parts_of(spec), leaf == "weight" and type(module) is nn.Linear
+            is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__  # a matrix for each
+            is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
+            if layout.resident or not (is_stack or is_linear):
+                continue
+            columns = spec.shape[-1]
+            if is_stack and parts == (SavedPart(parts[0].tensor, spec.shape, 0, spec.numel),):
+                experts, rows, columns = spec.shape
+                layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(experts)]
+                chosen[spec.name] = tuple(_Matrix(layer, (rows, columns)) for layer in layers)
+                continue
+            shapes = [(part.numel // columns, columns) for part in parts]
+            if all(
+                part == SavedPart(part.tensor, shape, 0, math.prod(shape)) and part.tensor.endswith(".weight")
+                for part, shape in zip(parts, shapes, strict=True)
+            ):
+                layers = [part.tensor.removesuffix(".weight") for part in parts]
+                chosen[spec.name] = tuple(map(_Matrix, layers, shapes))
+    if not chosen:
+        raise UnsupportedModelError(
+            where,
+            found="no linear layer with its own tensor",
+            expected="linear layers to encode",
+            remedy="use the model as it is",
+        )
+    return chosen
+
+
+def _specs(spec: ParameterSpec, matrices: Sequence[_Matrix], encoding: MatrixEncoding) -> list[ParameterSpec]:
+    """The specs of the tensors that hold a parameter."""
+    suffixes = SUFFIXES[encoding.name]
+    return [
+        ParameterSpec(f"{layer}{suffixes[part.role]}", part.shape, part.dtype, spec.index, decays=False)
+        for layer, shape in matrices
+        for part in _saved_parts(encoding, shape)
+    ] or [spec]
+
+
+def _saved_parts(encoding: MatrixEncoding, shape: tuple[int, int]) -> list[EncodedPart]:
+    """The tensors in which bitsandbytes and transformers save a matrix."""
+    parts = list(encoding.parts(shape))
+    if isinstance(encoding, NF4Blocks):
+        parts[0] = parts[0]._replace(shape=(*parts[0].shape, 1))
+        parts.append(EncodedPart("state", torch.uint8, (_STATE_BYTES,)))
+    if isinstance(encoding, Int8Rows):
+        parts.append(EncodedPart("format", torch.uint8, ()))
+    return parts
+
+
+def _tensors(
+    model: HFBlockModel,
+    parameters: Sequence[ParameterSpec],
+    chosen: Mapping[str, Sequence[_Matrix]],
+    encoding: MatrixEncoding,
+    progress: Callable[[int, int], object],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, with their names from ``_specs``."""
+    done, total, suffixes = 0, sum(spec.nbytes for spec in parameters), SUFFIXES[encoding.name]
+    for spec in parameters:
+        progress(done, total)
+        done += spec.nbytes
+        if spec.name not in chosen:
+            yield spec.name, _read(model, spec, 0, spec.numel)
+            continue
+        first = 0
+        for layer, shape in chosen[spec.name]:  # of a stack one matrix at a time is in memory
+            weights = _read(model, spec, first, math.prod(shape)).view(shape)
+            first += weights.numel()
+            if not bool(weights.isfinite().all()):
+                where, remedy = f"{model.weights.origin(spec.name)}: {spec.name}", "get it again, or choose another dtype"
+                raise malformed(where, "a number that is not finite", "finite weights", remedy=remedy)
+            fitted, parts = encode(weights, encoding)
+            saved = dict(parts)
+            if isinstance(fitted, NF4Blocks):
+                saved["state"] = _state(fitted, shape, spec.dtype)
+            if isinstance(encoding, Int8Rows):
+                saved["format"] = torch.zeros((), dtype=torch.uint8)
+            for role, tensor in saved.items():
+                yield f"{layer}{suffixes[role]}", tensor.contiguous()
+    progress(done, total)
+
+
+def _read(model: HFBlockModel, spec: ParameterSpec, start: int, numel: int) -> torch.Tensor:
+    """Elements of a parameter."""
+    weights = torch.empty(numel, dtype=spec.dtype)
+    model.weights.read_into(spec.name, weights, start)
+    return weights
+
+
+def _state(encoding: NF4Blocks, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Describe a matrix as bitsandbytes does: a JSON object, as bytes."""
+    values = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": str(dtype).removeprefix("torch.")}
+    values |= {"shape": list(shape), "nested_blocksize": encoding.nested_block, "nested_dtype": "float32"}
+    values["nested_offset"] = encoding.offset
+    return torch.tensor(list(json.dumps(values).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
+
+
+def _description(encoding: MatrixEncoding, dtype: str) -> dict[str, Any]:
+    """The ``quantization_config`` of ``config.json``."""
+    if isinstance(encoding, Float8Blocks):
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(encoding.block)}
+    nf4 = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+    }
+    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else nf4)}
