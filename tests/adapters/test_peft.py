@@ -200,7 +200,7 @@ def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refuse
 def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step(tmp_path: Path) -> None:
     later = tmp_path / "adapter_config.json"  # of a later peft
     later.write_text(json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None}))
-    with pytest.warns(ZO2Warning, match="of_tomorrow ignored, which the installed peft"):
+    with pytest.warns(ZO2Warning, match="of_tomorrow.*are ignored"):
         assert peft_config(Adapter(config=later)).config.r == 3
     options = small_run(tmp_path)
     config, run, text = tmp_path / "lora.json", tmp_path / "run", json.dumps({**LORA, "target_modules": ["q_proj"]})

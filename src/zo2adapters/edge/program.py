@@ -39,7 +39,7 @@ from zo2adapters.edge.step import (
     TrainingStep,
     groups_of,
 )
-from zo2adapters.models.batches import check_batch
+from zo2adapters.models.batches import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import PeftBlockModel, plain_config, read_weight, write_adapter
 from zo2adapters.models.skeleton import Stub
@@ -240,7 +240,7 @@ class TrainingProgram:
         """Tokens and labels of a batch, padded to the program's shape."""
         description = self.description
         options: dict[str, Any] = {"vocab_size": description.vocabulary}
-        check_batch(batch, PretrainedConfig(**options), description.tokens)
+        CAUSAL_LM.check(batch, PretrainedConfig(**options), description.tokens)
         ids, labels = batch["input_ids"].to("cpu", torch.int64), batch["labels"].to("cpu", torch.int64)
         if len(ids) > description.rows:
             expected, remedy = f"at most {description.rows}, the program's rows", "pass fewer rows, or write another program"

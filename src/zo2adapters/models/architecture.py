@@ -140,20 +140,6 @@ def choose_precision(
     return replace(chosen, transfer_dtype=carried, transfer_back=transfer_dtype.endswith(_BACK))
 
 
-def exact_where_encoded(precision: Precision | str, transfer_dtype: str) -> Precision | str:
-    """Return "exact", the only precision of checkpoints with matrices in 8 or 4 bits."""
-    given = {"transfer_dtype": (transfer_dtype, "stored"), "precision": (precision, "auto", "exact")}
-    for option, (value, *allowed) in given.items():
-        if value not in allowed:
-            raise OptionError(
-                option,
-                found=f"{value} for quantised weights",
-                expected="exact precision and the stored transfer dtype",
-                remedy="leave it out, and pass a dtype to compute in another one",
-            )
-    return "exact"
-
-
 def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
     """The 16-bit dtype in which products take less time; bfloat16 where they are close."""
     bfloat, half = (seconds(dtype) for dtype in _HALVES)
@@ -177,15 +163,6 @@ def product_seconds(dtype: torch.dtype) -> float:
     finally:
         torch.set_num_threads(threads)
     return best
-
-
-def autocast_dtype(modules: list[nn.Module], autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype to which a parameter of these modules is cast before the forward; None: it keeps the stored dtype.
-
-    Weights and biases of linear layers are cast. Norms and embeddings compute in float32, and others are cast inside the
-    forward, with the same bits.
-    """
-    return autocast if modules and all(type(module) is nn.Linear for module in modules) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +206,8 @@ def segment_layouts(
             tuple(parameter.shape),
             parameter.dtype,
             index,
-            _decays_in_mezo(name),
+            # MeZO's trainer decides by the name, so RMSNorm weights decay.
+            not any(part in name for part in ("bias", "layer_norm", "layernorm")),
             encoding=formats.encodings.get(name),
             frozen=formats.trained is not None and name not in formats.trained,
         )
@@ -247,7 +225,10 @@ def segment_layouts(
             spec = replace(spec, transfer_dtype=precision.carried, transfer_back=precision.transfer_back)
         for order, user in enumerate([0, *users] if is_resident else users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
-            user_spec = replace(spec, forward_dtype=autocast_dtype(modules, precision.autocast))
+            # Weights and biases of linear layers are cast before the forward. Norms and embeddings compute in float32, and
+            # others are cast inside the forward, with the same bits.
+            is_linear = bool(modules) and all(type(module) is nn.Linear for module in modules)
+            user_spec = replace(spec, forward_dtype=precision.autocast if is_linear else None)
             if spec.frozen and name in formats.frozen_dtypes and in_layers and not is_resident:
                 forward_dtype = user_spec.forward_dtype or spec.dtype
                 user_spec = replace(user_spec, dtype=formats.frozen_dtypes[name], forward_dtype=forward_dtype)
@@ -296,11 +277,6 @@ def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList
         expected="the path of a ModuleList",
         remedy="declare it as the blocks of the Architecture",
     )
-
-
-def _decays_in_mezo(name: str) -> bool:
-    """Whether MeZO's trainer decays a parameter. It decides by the name, so RMSNorm weights decay."""
-    return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:
@@ -362,13 +338,12 @@ def _refused(where: object, found: str, expected: str) -> OptionError:
     return OptionError(str(where), found=found, expected=expected, remedy=_EXAMPLE)
 
 
-def _declared(model_type: str, *towers: str, decoder: str = "model", ignored: tuple[str, ...] = ()) -> Architecture:
+def _declared(model_type: str, *towers: str, decoder: str = "model") -> Architecture:
     return Architecture(
         model_type=model_type,
         embedding=(*towers, f"{decoder}.embed_tokens"),
         blocks=f"{decoder}.layers",
         head=(f"{decoder}.norm", "lm_head"),
-        ignored=ignored,
     )
 
 
@@ -383,8 +358,8 @@ _DECLARED = (
         head=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
         ignored=("decoder.version",),
     ),
-    _declared("llama", ignored=("rotary_emb.inv_freq",)),
-    _declared("qwen2", ignored=("rotary_emb.inv_freq",)),  # small sizes tie the head to the embedding
+    _declared("llama"),
+    _declared("qwen2"),  # small sizes tie the head to the embedding
     _declared("qwen3"),
     _declared("qwen2_5_vl", "model.visual", decoder="model.language_model"),
     *(_declared(model_type, *_TOWER, decoder="model.language_model") for model_type in ("gemma3", "llava", "mistral3")),
@@ -499,19 +474,17 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
             architecture = _architecture(run, path, where)
             if head is CAUSAL_LM:
                 architecture = replace(architecture, axes=_axes(run, where))
+            if is_next_token:
+                return architecture
+            raise _underivable(
+                where, "a loss other than that of the next token, as transformers computes it from all logits"
+            )
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
             mismatch, between = mismatch or str(error), between or next(iter(run.between), "")
-            continue
         except Exception as error:  # any: unexpected values lead forwards to all kinds of errors
             problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            continue
-        if not is_next_token:
-            raise _underivable(
-                where, "a loss other than that of the next token, as transformers computes it from all logits"
-            )
-        return architecture
     if between:
         raise _underivable(where, f"{between}, called between two layers")
     raise _underivable(where, f"layers in {path} that do not follow each other ({mismatch or problem})")

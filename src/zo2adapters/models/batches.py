@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -111,35 +111,22 @@ def longest_row(model: PreTrainedModel) -> int | None:
     return longest
 
 
-def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
-    """Refuse a batch that the model cannot train on."""
-    if "labels" not in batch:
-        raise _refusal("labels", "no labels", "a (batch, tokens) tensor", "pass input_ids and labels")
-    check_inputs(batch, config, longest)
-    if not bool(predicted(batch["labels"]).any()):
-        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
-
-
 def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
-    """Refuse a batch that the model cannot run; labels are optional."""
+    """Refuse a batch, without labels, that the model cannot run."""
     if "input_ids" not in batch:
         raise _refusal("input_ids", "no input_ids", "a (batch, tokens) tensor", "pass input_ids")
-    ids = batch["input_ids"]
-    labels = batch.get("labels", ids[:0])
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
     if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
         raise _refusal(
             "input_ids", f"{ids.dtype} of shape {tuple(ids.shape)}", "integers (batch, tokens)", "pad to one length"
         )
-    for key in ("labels", "attention_mask"):
-        if key in batch and batch[key].shape != ids.shape:
-            raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
+    if mask is not None and mask.shape != ids.shape:
+        raise _refusal("attention_mask", f"shape {tuple(mask.shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
     positions = batch.get("position_ids")  # each sequence of a packed row has its own
     tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
     if longest is not None and tokens > longest:
         raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
-    for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
-        if values.numel():
-            _require_range(key, "token", values, config.get_text_config().vocab_size, "use this model's own tokenizer")
+    _require_range("input_ids", "tokens", ids, config.get_text_config().vocab_size, "use this model's own tokenizer")
 
 
 def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,14 +215,11 @@ def require_separating_masks(batch: Batch, calls: Callable[[], Iterable[tuple[Se
     """Refuse a model in which a layer would attend across the sequences of a packed row."""
     positions = batch["position_ids"]
     sequence_ids = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
-    separates: dict[torch.Tensor, bool] = {}  # by mask, since most layers share one
+    separates = cache(partial(_separates, sequence_ids))  # most layers share a mask
     for layer, (arguments, keywords) in enumerate(calls()):
         tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
         masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == (sequence_ids.shape[1],) * 2]
-        for mask in masks:
-            if mask not in separates:
-                separates[mask] = _separates(mask, sequence_ids)
-        if not any(separates[mask] for mask in masks):
+        if not any(separates(mask) for mask in masks):
             raise UnsupportedModelError(
                 f"layer {layer}",
                 found="no attention mask that separates packed rows",
@@ -244,7 +228,7 @@ def require_separating_masks(batch: Batch, calls: Callable[[], Iterable[tuple[Se
             )
 
 
-def _separates(mask: torch.Tensor, sequence_ids: torch.Tensor) -> bool:
+def _separates(sequence_ids: torch.Tensor, mask: torch.Tensor) -> bool:
     """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides other sequences; floats are added to scores."""
     for first in range(0, sequence_ids.shape[1], _MASK_ROWS):
         part, numbers = mask[:, :, first : first + _MASK_ROWS], sequence_ids[:, first : first + _MASK_ROWS]
@@ -266,9 +250,17 @@ class Head:
 
     name: str
     auto_class: Any
-    check: Callable[[Batch, PretrainedConfig], None]
+    check_targets: Callable[[Batch, PretrainedConfig], None]
     targets: tuple[str, ...] = ("labels",)
     count: Callable[[Batch], int] = _count_labels
+
+    def check(self, batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
+        """Refuse a batch that the model cannot train on."""
+        for name in self.targets:
+            if name not in batch:
+                raise _refusal(name, f"no {name}", f"the targets of {self.name}", "add it")
+        check_inputs({name: value for name, value in batch.items() if name not in self.targets}, config, longest)
+        self.check_targets(batch, config)
 
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config; a language model may also read images."""
@@ -288,14 +280,21 @@ def head_of(name: str) -> Head:
     return HEADS[name]
 
 
-def _token_label_check(classes: str) -> Callable[[Batch, PretrainedConfig], None]:
-    def check(batch: Batch, config: PretrainedConfig) -> None:
-        labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
-        if tuple(labels.shape) != shape or labels.is_floating_point():
-            raise _refusal("labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}")
-        _require_classes(labels, int(getattr(config, classes)))
+def _check_token_classes(batch: Batch, config: PretrainedConfig, classes: int | None = None) -> None:
+    labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
+    if tuple(labels.shape) != shape or labels.is_floating_point():
+        raise _refusal("labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}")
+    _require_classes(labels, int(config.num_labels if classes is None else classes))
 
-    return check
+
+def _check_tokens(batch: Batch, config: PretrainedConfig) -> None:
+    _check_token_classes(batch, config, config.get_text_config().vocab_size)
+
+
+def _check_next_tokens(batch: Batch, config: PretrainedConfig) -> None:
+    if batch["labels"].dim() and not bool(predicted(batch["labels"]).any()):
+        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
+    _check_tokens(batch, config)
 
 
 def _check_row_labels(batch: Batch, config: PretrainedConfig) -> None:
@@ -334,14 +333,14 @@ def _require_range(key: str, what: str, values: torch.Tensor, stop: int, remedy:
         raise _refusal(key, f"{what} {int(values.min())} to {int(values.max())}", f"0 to {stop - 1}", remedy)
 
 
-CAUSAL_LM = Head("causal-lm", transformers.AutoModelForCausalLM, _token_label_check("vocab_size"))
+CAUSAL_LM = Head("causal-lm", transformers.AutoModelForCausalLM, _check_next_tokens)
 HEADS: Mapping[str, Head] = {
     head.name: head
     for head in (
         CAUSAL_LM,
-        Head("masked-lm", transformers.AutoModelForMaskedLM, _token_label_check("vocab_size")),
+        Head("masked-lm", transformers.AutoModelForMaskedLM, _check_tokens),
         Head("sequence-classification", transformers.AutoModelForSequenceClassification, _check_row_labels),
-        Head("token-classification", transformers.AutoModelForTokenClassification, _token_label_check("num_labels")),
+        Head("token-classification", transformers.AutoModelForTokenClassification, _check_token_classes),
         Head(
             "question-answering",
             transformers.AutoModelForQuestionAnswering,

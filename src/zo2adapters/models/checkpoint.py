@@ -25,6 +25,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from zo2adapters.models import stored_tensors
 from zo2adapters.models.architecture import (
     ARCHITECTURES,
     Architecture,
@@ -32,29 +33,19 @@ from zo2adapters.models.architecture import (
     Precision,
     choose_precision,
     derive_architecture,
-    exact_where_encoded,
     read_architecture,
 )
 from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, without_router_losses
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
-from zo2adapters.models.matching import OverlaidReader, match_tensors, require_dtype
 from zo2adapters.models.peft_adapter import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
 from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel
-from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
+from zo2adapters.models.stored_tensors import EncodedTensor, Quantization
 from zo2core import ZO2Error
+from zo2core.checkpoint import shards
 from zo2core.checkpoint.gguf import is_gguf
-from zo2core.checkpoint.shards import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    Piece,
-    SafetensorsReader,
-    TensorEntry,
-    check_float,
-    find_tensors,
-    require_own_file,
-)
+from zo2core.checkpoint.shards import Piece, TensorEntry
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, system_errors_as
 from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader
@@ -126,29 +117,31 @@ def open_checkpoint(
     _require_loss_chunk(loss_chunk, kind)
     adapter_config = None if adapter is None else peft_config(adapter)
     if adapter_config is not None:
-        _require_adapter_options(precision, transfer_dtype, export_dtype)
+        carried = precision.carried if isinstance(precision, Precision) else None
+        only = {"transfer_dtype": (carried or transfer_dtype, "stored"), "export_dtype": (export_dtype, "auto")}
+        _require_one_of("an adapter", only)
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
     files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
     exported = files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
-        precision = exact_where_encoded(precision, transfer_dtype)
+        only = {"transfer_dtype": (transfer_dtype, "stored"), "precision": (precision, "exact", "auto")}
+        _require_one_of("quantised weights", only)
+        precision = "exact"
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
     if adapter_config is not None:
         _require_adapter_fits(adapter_config, files.config, kind)
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
-    parameters, saved_form = match_tensors(directory, entries, skeleton, architecture)
+    parameters, saved_form = stored_tensors.match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
-        require_dtype(parameters, skeleton, chosen.stored)
-    pieces, encodings = encodings_of(parameters, encoded)
-    model_class, options = HFBlockModel if kind is CAUSAL_LM else HFHeadModel, dict[str, Any]()
+        stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
+    pieces, encodings = stored_tensors.encodings_of(parameters, encoded)
+    model_class, options = HFBlockModel if kind is CAUSAL_LM else HFHeadModel, dict[str, Any](head=kind)
     if kind is CAUSAL_LM:
         automatic = None if without_router_losses(skeleton) else _loss_chunk(files.config, chosen)
         options["loss_chunk"] = automatic if loss_chunk == "auto" else loss_chunk
-    else:
-        options["head"] = kind
     formats, opened = ParameterFormats(precision=chosen), None
     if adapter_config is not None:
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
@@ -159,7 +152,7 @@ def open_checkpoint(
         architecture = replace(architecture, embedding=(*architecture.embedding, *adapter_config.kind.embedding))
         formats = replace(formats, trained=opened.trained, resident=opened.tensors.keys())
         if chosen.autocast is not None:
-            kept = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
+            kept = {name: shards.check_float(first.entry) for name, (first, *_) in pieces.items()}
             formats = replace(formats, frozen_dtypes=kept)  # frozen weights keep the checkpoint's dtype
     if export_dtype != "auto":
         exported = _dtype(export_dtype, files)
@@ -167,7 +160,7 @@ def open_checkpoint(
         exported = chosen.stored
     reader: TensorReader = files.reader(pieces)
     if opened is not None:
-        reader = OverlaidReader(reader, opened.values, opened.dtypes, opened.where)
+        reader = stored_tensors.OverlaidReader(reader, opened.values, opened.dtypes, opened.where)
     rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
     return model_class(
         skeleton,
@@ -190,16 +183,12 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {kind.name}", expected="none", remedy="leave it out")
 
 
-def _require_adapter_options(precision: Precision | str, transfer_dtype: str, export_dtype: torch.dtype | str) -> None:
-    """Refuse dtypes that cannot be chosen with an adapter."""
-    if isinstance(precision, Precision) and precision.transfer_dtype not in (None, precision.stored):
-        transfer_dtype = str(precision.transfer_dtype)
-    if transfer_dtype != "stored":
-        expected = "the stored transfer dtype with an adapter"
-        raise OptionError("transfer_dtype", found=transfer_dtype, expected=expected, remedy="leave it out")
-    if export_dtype != "auto":
-        expected = "auto with an adapter, which is exported in float32"
-        raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
+def _require_one_of(what: str, options: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse options of such a model whose first value is none of the others."""
+    for option, (value, *allowed) in options.items():
+        if value not in allowed:
+            remedy = "leave it out" + (", and pass a dtype to compute in another one" if option == "precision" else "")
+            raise OptionError(option, found=f"{value} with {what}", expected=" or ".join(map(str, allowed)), remedy=remedy)
 
 
 def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head: Head) -> None:
@@ -258,8 +247,8 @@ def resolve_directory(path: Path | str) -> Path:
 def _shards(directory: Path) -> list[str]:
     """The files of weights that a model needs: the index's shards, or the only one; reading reports a damaged index."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return sorted(set(json.loads((directory / INDEX_FILE).read_bytes())["weight_map"].values()))
-    return [SINGLE_FILE]
+        return sorted(set(json.loads((directory / shards.INDEX_FILE).read_bytes())["weight_map"].values()))
+    return [shards.SINGLE_FILE]
 
 
 def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) -> PreTrainedModel:
@@ -316,7 +305,7 @@ class ModelDirectory:
                 expected="safetensors",
                 remedy=f"convert it once: zo2 convert --model {directory} --output NEW",
             )
-        self._entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()
+        self._entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
         self.is_encoded = quantization is not None  # whether there are tensors that have to be decoded
         if quantization is not None:
             self._entries, self._encoded = quantization.split(self._entries, self.dtype)
@@ -339,7 +328,7 @@ class ModelDirectory:
 
     def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
         """A reader of the parameters that consist of these pieces."""
-        return SafetensorsReader(pieces)
+        return shards.SafetensorsReader(pieces)
 
     def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
         """Files to write beside exported weights of this dtype."""
@@ -471,7 +460,7 @@ def _checked(path: Path, directory: Path) -> Path:
     with _readable(path):
         target = Path(os.path.realpath(path, strict=True))
         info = target.stat()
-    require_own_file(path, directory)
+    shards.require_own_file(path, directory)
     if not stat.S_ISREG(info.st_mode):
         raise _refused(path, "no regular file", "a regular file")
     max_bytes = _MAX_CONFIG_BYTES if path.name.endswith("config.json") else _MAX_BYTES

@@ -3,7 +3,7 @@
 ``torch.load(weights_only=True, mmap=True)`` runs no code of a pickle, but a small file can still make it take any memory,
 run for ever or crash. So it runs in a child process whose limits follow from the file's size (see ``limited_process``).
 
-The formats of 8 and 4 bits are those of ``quantized.py``; transformers loads them, too, with bitsandbytes for int8 and nf4.
+The formats of 8 and 4 bits are those of ``stored_tensors.py``. Transformers loads them, too: int8 and nf4 with bitsandbytes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,9 @@ from torch import nn
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.checkpoint import json_object, open_checkpoint, portable_companions, remote_code_note
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.quantized import MATRIX, SUFFIXES
+from zo2adapters.models.stored_tensors import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
-from zo2core.checkpoint.shards import (
-    malformed,
-    new_directory,
-    parse_index,
-    require_own_file,
-    require_unused,
-    shard_names,
-    write_checkpoint,
-    write_companions,
-    write_index,
-)
+from zo2core.checkpoint import shards
 from zo2core.encodings import EncodedPart, Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, system_errors_as
 from zo2core.io.durable import open_regular
@@ -60,16 +50,16 @@ def convert(
     reader: LimitedProcess | None = None,
 ) -> Path:
     """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process."""
-    require_unused(destination)
+    shards.require_unused(destination)
     expected = _find_shards(source)
     companions, changed = portable_companions(source)
-    names = shard_names(len(expected))
+    names = shards.shard_names(len(expected))
     assigned = {name: shard for shard, tensors in expected.items() for name in tensors}
     weight_map: dict[str, str] = {}
     total_size = 0
     reading = new_reader() if reader is None else contextlib.nullcontext(reader)
-    with new_directory(destination) as partial, reading as child:
-        write_companions(partial, companions)
+    with shards.new_directory(destination) as partial, reading as child:
+        shards.write_companions(partial, companions)
         if changed:
             report(remote_code_note(changed))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
@@ -77,15 +67,15 @@ def convert(
             sizes = _convert_shard(child, source / shard, partial / target, shard, assigned)
             for name in sizes:
                 if name in weight_map:
-                    raise malformed(f"{source / shard}: {name}", "a tensor of another shard", "each tensor once")
+                    raise shards.malformed(f"{source / shard}: {name}", "a tensor of another shard", "each tensor once")
                 weight_map[name] = target
             for name in expected[shard]:
                 if name not in sizes:
-                    raise malformed(source / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says")
+                    raise shards.malformed(source / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says")
             total_size += sum(sizes.values())
         if not weight_map:
-            raise malformed(source, "no tensors", "a model's weights")
-        write_index(partial, weight_map, total_size=total_size)
+            raise shards.malformed(source, "no tensors", "a model's weights")
+        shards.write_index(partial, weight_map, total_size=total_size)
     return destination
 
 
@@ -96,23 +86,23 @@ def new_reader() -> LimitedProcess:
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
     """The tensors that the index expects in each shard, by the shard's file name; a single file has no index."""
-    shards: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     if (directory / INDEX_FILE).exists():
-        require_own_file(directory / INDEX_FILE, directory)
-        for name, shard in sorted(parse_index(directory / INDEX_FILE, suffix=".bin").items()):
-            shards.setdefault(shard, []).append(name)
-        if not shards:
-            raise malformed(directory / INDEX_FILE, "an empty weight_map", "the model's tensors")
+        shards.require_own_file(directory / INDEX_FILE, directory)
+        for name, shard in sorted(shards.parse_index(directory / INDEX_FILE, suffix=".bin").items()):
+            names.setdefault(shard, []).append(name)
+        if not names:
+            raise shards.malformed(directory / INDEX_FILE, "an empty weight_map", "the model's tensors")
     elif (directory / SINGLE_FILE).exists():
-        shards[SINGLE_FILE] = []
+        names[SINGLE_FILE] = []
     else:
         found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
         if any(directory.glob("*.safetensors")):
             found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
         raise CheckpointError(directory, found=found, expected=f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
-    for shard in shards:
-        require_own_file(directory / shard, directory)
-    return dict(sorted(shards.items()))
+    for shard in names:
+        shards.require_own_file(directory / shard, directory)
+    return dict(sorted(names.items()))
 
 
 def _convert_shard(
@@ -154,7 +144,7 @@ def quantize(
     """
     if method not in METHODS:
         raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="pass one of these")
-    require_unused(directory)
+    shards.require_unused(directory)
     opened = open_checkpoint(model)
     with contextlib.closing(opened.weights):
         chosen = _linear_weights(opened, Path(model))
@@ -167,7 +157,7 @@ def quantize(
         config["quantization_config"] = _description(encoding, config["dtype"])
         companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
         form = SavedForm(kept, opened.saved_form.constants)
-        write_checkpoint(directory, specs, tensors, companions, form=form)
+        shards.write_checkpoint(directory, specs, tensors, companions, form=form)
     in_layers = [spec for layout in opened.layouts if not layout.resident for spec in layout.parameters]
     left = [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
     return Quantized(sum(spec.nbytes for spec in parameters), sum(spec.nbytes for spec in specs), left)
@@ -278,7 +268,7 @@ def _tensors(
             first += weights.numel()
             if not bool(weights.isfinite().all()):
                 where, remedy = f"{model.weights.origin(spec.name)}: {spec.name}", "get it again, or choose another dtype"
-                raise malformed(where, "a number that is not finite", "finite weights", remedy=remedy)
+                raise shards.malformed(where, "a number that is not finite", "finite weights", remedy=remedy)
             fitted, parts = encode(weights, encoding)
             saved = dict(parts)
             if isinstance(fitted, NF4Blocks):

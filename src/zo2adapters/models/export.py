@@ -23,29 +23,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from zo2adapters.models import gguf_model, peft_model
 from zo2adapters.models.checkpoint import end_token_ids
-from zo2adapters.models.gguf_model import (
-    FURTHER_ENDS,
-    GGUF_EXTRA,
-    ROTARY_FACTORS,
-    LlamaCppLayout,
-    rotary_factors,
-    scaled_rotary_factors,
-    unwritable,
-    vocabulary,
-    write_gguf,
-)
+from zo2adapters.models.gguf_model import LlamaCppLayout
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
-from zo2adapters.models.peft_model import (
-    ADAPTER_NAME,
-    FILE_PREFIX,
-    SAVED,
-    PeftBlockModel,
-    base_form,
-    plain_config,
-    put_value,
-    write_adapter,
-)
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint.gguf import is_gguf, read_gguf
@@ -86,7 +68,7 @@ def export_adapter(
     with closing(replayer.learned()) as learned:
         for name, value in learned:
             for path, module, leaf in model.places_of(name):
-                forward, prefix = type(module).forward, f"{FILE_PREFIX}{path}"
+                forward, prefix = type(module).forward, f"{peft_model.FILE_PREFIX}{path}"
                 if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
                     saved[path], tensors[f"{prefix}.{leaf}"] = None, value.present().clone()
                 elif value.factors is None:
@@ -111,7 +93,7 @@ def export_adapter(
         task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's task types of other heads add a head
         inference_mode=True,
     )
-    write_adapter(Path(directory), plain_config(config), tensors, {**model.tokenizer_files, **files})
+    peft_model.write_adapter(Path(directory), peft_model.plain_config(config), tensors, {**model.tokenizer_files, **files})
 
 
 def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,17 +118,25 @@ def export_merged(
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
-    require_mergeable(model)
     require_unused(directory)
-    with closing(merged_parameters(runner, model, progress)) as tensors:
-        companions, specs = {**model.companions, **files}, merged_specs(model)
+    specs, parameters = _whole_model(runner, model, progress)
+    with closing(parameters) as tensors:
+        companions = {**model.companions, **files}
         write_checkpoint(directory, specs, tensors, companions, dtype=model.export_dtype, form=model.saved_form)
 
 
-def merged_specs(model: PeftBlockModel) -> list[ParameterSpec]:
-    """The parameters of the base by their names in it, decoded."""
-    specs = [spec for layout in model.layouts for spec in layout.parameters if spec.name not in model.exported_parameters]
-    return [replace(spec.decoded, name=base_form(spec.name)) for spec in specs]
+def _whole_model(
+    runner: Engine, model: HFBlockModel, progress: Callable[[int], object] | None = None
+) -> tuple[list[ParameterSpec], Generator[tuple[str, torch.Tensor], None, None]]:
+    """The parameters of a model without an adapter, which is merged into them, by their names in the base, decoded."""
+    specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
+    if not isinstance(model, PeftBlockModel):
+        return specs, runner.parameters_now()
+    require_mergeable(model)
+    of_base = [
+        replace(spec, name=peft_model.base_form(spec.name)) for spec in specs if spec.name not in model.exported_parameters
+    ]
+    return of_base, merged_parameters(runner, model, progress)
 
 
 def adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Tensor]:
@@ -182,12 +172,12 @@ def merged_parameters(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the parameters of the base by their names in it, with the adapter merged into them."""
     values = adapter_values(runner, model)
-    copies = {base_form(name): value for name, value in values.items() if SAVED in name}
+    copies = {peft_model.base_form(name): value for name, value in values.items() if peft_model.SAVED in name}
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:
             if name in values:
                 continue
-            base = base_form(name)
+            base = peft_model.base_form(name)
             if base in copies:
                 yield base, copies[base].to(tensor.dtype)
             elif _BASE in name:
@@ -212,12 +202,14 @@ def merged_parameter(
     layer: Any = deepcopy(original, shared)
     for own, _ in original.named_parameters():
         if f"{path}.{own}" in values:
-            put_value(layer, own, values[f"{path}.{own}"])
+            peft_model.put_value(layer, own, values[f"{path}.{own}"])
     base = layer.get_base_layer()
     for other, parameter in list(base.named_parameters()):
-        put_value(base, other, tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype))
+        peft_model.put_value(
+            base, other, tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype)
+        )
     with torch.no_grad():
-        layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
+        layer.merge(safe_merge=False, adapter_names=[peft_model.ADAPTER_NAME])
     merged: torch.Tensor = getattr(base, leaf).detach()
     return merged.contiguous()
 
@@ -239,10 +231,10 @@ def export_gguf(
     An adapter is merged into the model or, ``as_adapter``, written as llama.cpp's GGUF LoRA beside the base's path.
     ``template`` is that of the Modelfile.
     """
-    optional_package("gguf", install=GGUF_EXTRA)
+    optional_package("gguf", install=gguf_model.GGUF_EXTRA)
     file, names = read_gguf(base) if is_gguf(base) else None, tokenizer(base)
     if file is None and model.config.model_type not in _ARCHITECTURES:
-        raise unwritable(
+        raise gguf_model.unwritable(
             base, f"model type {model.config.model_type}", f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}"
         )
     architecture = model.config.model_type if file is None else str(file.metadata["general.architecture"])
@@ -263,32 +255,27 @@ def export_gguf(
             _write_adapter(partial / ADAPTER, adapter_values(engine, model), layout, loras)
             write_companions(partial, {MODELFILE: lines, **files})
         return
-    if isinstance(model, PeftBlockModel):
-        require_mergeable(model)
-        specs, parameters = merged_specs(model), merged_parameters(engine, model)
-    else:
-        specs = [spec.decoded for segment in model.layouts for spec in segment.parameters]
-        parameters = engine.parameters_now()
+    specs, parameters = _whole_model(engine, model)
     with new_directory(directory) as partial, closing(parameters):
         metadata = {} if file is not None else _metadata(model, architecture, base, names)
-        ends = zip(FURTHER_ENDS, further if metadata else [], strict=False)
+        ends = zip(gguf_model.FURTHER_ENDS, further if metadata else [], strict=False)
         metadata |= {f"tokenizer.ggml.{end}_token_id": token for end, token in ends}
         named = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
         unnamed = next((spec.name for spec in specs if spec.name not in named), None)
         if unnamed is not None:
             found = f"{unnamed}, for which llama.cpp's {architecture} has no tensor"
-            raise unwritable(base, found, "the tensors of its models")
+            raise gguf_model.unwritable(base, found, "the tensors of its models")
         chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
         metadata["general.file_type"] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]
         metadata |= {"general.quantization_version": 2} if chosen == "Q8_0" else {}
         is_scaled = file is None and (model.config.rope_parameters or {}).get("rope_type") == "llama3"
-        computed = scaled_rotary_factors(model.config) if is_scaled else None
-        factors = computed if file is None else rotary_factors(file)
-        rotary = {} if factors is None else {ROTARY_FACTORS: factors}
+        computed = gguf_model.scaled_rotary_factors(model.config) if is_scaled else None
+        factors = computed if file is None else gguf_model.rotary_factors(file)
+        rotary = {} if factors is None else {gguf_model.ROTARY_FACTORS: factors}
         infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
         infos += [(named[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
         tensors = ((named[name], layout.write(named[name], tensor.float())) for name, tensor in parameters)
-        write_gguf(partial / MODEL, architecture, metadata, infos, chain(rotary.items(), tensors), file)
+        gguf_model.write_gguf(partial / MODEL, architecture, metadata, infos, chain(rotary.items(), tensors), file)
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
 
 
@@ -326,7 +313,7 @@ def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: Pre
     window = getattr(config, "use_sliding_window", False)
     if rotary.get("rope_type", "default") not in ("default", "llama3") or window or config.hidden_act != "silu":
         found = f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, {config.hidden_act}"
-        raise unwritable(base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu")
+        raise gguf_model.unwritable(base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = {
         "vocab_size": config.vocab_size,
@@ -343,7 +330,7 @@ def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: Pre
         "rope.freq_base": float(rotary.get("rope_theta", 10000.0)),
     }
     named = {"general.type": "model", "general.name": base.name, **{f"{architecture}.{key}": own[key] for key in own}}
-    return {**named, **vocabulary(tokenizer, model.layouts[0].parameters[0].shape[0], base)}
+    return {**named, **gguf_model.vocabulary(tokenizer, model.layouts[0].parameters[0].shape[0], base)}
 
 
 def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str, float]]:
@@ -362,7 +349,7 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
             unknown = unknown or f"LoRA on {path}, which is no matrix of its own in llama.cpp"
             continue
         wrapped: Any = model.modules[path]
-        loras[tensor] = up, wrapped.scaling[ADAPTER_NAME] * wrapped.r[ADAPTER_NAME]
+        loras[tensor] = up, wrapped.scaling[peft_model.ADAPTER_NAME] * wrapped.r[peft_model.ADAPTER_NAME]
     if unknown is not None:
         expected, remedy = "LoRA of linear layers, for llama.cpp", "leave --format out, or train such an adapter"
         raise OptionError("format", found=unknown, expected=expected, remedy=remedy)
@@ -381,4 +368,4 @@ def _write_adapter(
         tensors[f"{name}.lora_b"] = b if alpha == first else b * (alpha / first)
     metadata = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(first)}
     infos = [(name, tuple(tensor.shape), "F32") for name, tensor in tensors.items()]
-    write_gguf(path, layout.architecture, metadata, infos, tensors.items())
+    gguf_model.write_gguf(path, layout.architecture, metadata, infos, tensors.items())

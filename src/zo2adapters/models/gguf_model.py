@@ -26,11 +26,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zo2adapters.models.matching import OverlaidReader
-from zo2adapters.models.quantized import EncodedTensor
+from zo2adapters.models.stored_tensors import EncodedTensor, OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
-from zo2core.checkpoint.shards import DTYPE_NAMES, Piece, SafetensorsReader, TensorEntry
+from zo2core.checkpoint.shards import DTYPE_NAMES, Piece, SafetensorsReader, TensorEntry, check_float
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.encoding import grid_of, row_order
@@ -157,17 +156,14 @@ class GGUFModel:
     @property
     def is_encoded(self) -> bool:
         """Whether there are tensors in blocks of codes, or of rows in another order."""
-        return not all(entry.dtype in _FLOATS for entry in self.file.tensors.values()) or self._has_pairs
+        tensors = self.file.tensors.items()
+        return any(one.dtype not in _FLOATS or self.layout.heads(name, one.shape) for name, one in tensors)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices; float32, in which codes are decoded, if they are encoded."""
         found = {entry.dtype for entry in self.file.tensors.values() if len(entry.shape) > 1 and _ROUTER not in entry.name}
         return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
-
-    @property
-    def _has_pairs(self) -> bool:
-        return any(self.layout.heads(name, entry.shape) for name, entry in self.file.tensors.items())
 
     def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by their names in a model."""
@@ -307,12 +303,7 @@ class GGUFModel:
 def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
     """The factors by which a file divides rotary frequencies, float32; None if it has none."""
     entry = file.tensors.get(ROTARY_FACTORS)
-    if entry is None:
-        return None
-    values = torch.empty(entry.shape[0])
-    with contextlib.closing(SafetensorsReader({entry.name: entry})) as reader:
-        reader.read_into(entry.name, values)
-    return values
+    return None if entry is None else read_tensor(entry).to(check_float(entry)).float()
 
 
 def scaled_rotary_factors(config: PretrainedConfig) -> torch.Tensor:

@@ -45,7 +45,6 @@ from zo2adapters.models.batches import (
     PreparedBatch,
     RouterLogits,
     branches_of,
-    check_batch,
     check_inputs,
     chunked_losses,
     is_padded,
@@ -101,7 +100,7 @@ class HFBlockModel:
         saved_form: The tensors in which the checkpoint keeps the parameters, and its other tensors.
         loss_chunk: Labelled tokens whose logits are in memory at a time; None: all.
         export_dtype: The dtype to which exported weights are rounded; None is the stored dtype.
-        targets: Entries of a batch that only the loss reads.
+        head: The kind of the model's head.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -121,7 +120,7 @@ class HFBlockModel:
         saved_form: SavedForm | None = None,
         loss_chunk: int | None = None,
         export_dtype: torch.dtype | None = None,
-        targets: Sequence[str] = ("labels",),
+        head: Head = CAUSAL_LM,
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(skeleton, architecture, formats)
@@ -132,7 +131,7 @@ class HFBlockModel:
         self.companions = companions
         self.saved_form = saved_form or SavedForm()
         self.loss_chunk = loss_chunk
-        self.targets = targets
+        self.kind = head
         self.longest_row = longest_row(skeleton)
         self._axes = architecture.axes
         self._aliases = segment_aliases(skeleton, architecture)
@@ -242,7 +241,7 @@ class HFBlockModel:
 
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and record the tensor values that HF's forward branches on. See the contract."""
-        check_batch(batch, self.config, self.longest_row)
+        self.kind.check(batch, self.config, self.longest_row)
         return self._prepared(batch)
 
     def prepared_inputs(self, batch: Batch) -> Batch:
@@ -292,12 +291,12 @@ class HFBlockModel:
             return chunked_losses(self.by_token(activations.hidden), batches, self.loss_chunk, self.logits, loss)
         joined = stack_rows(batches)
         assert joined is not None, "stacked batches can be joined"
-        inputs = {key: value for key, value in joined.items() if key not in self.targets}
+        inputs = {key: value for key, value in joined.items() if key not in self.kind.targets}
         return whole_losses(self._epilogue(activations, "logits", **inputs), batches, loss)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
-        inputs = {key: value for key, value in batch.items() if key not in self.targets}
+        inputs = {key: value for key, value in batch.items() if key not in self.kind.targets}
         try:
             with branches_of(batch):
                 return self.prologue(**inputs, use_cache=False)
@@ -416,31 +415,18 @@ class HFHeadModel(HFBlockModel):
         """Return None: losses of these heads are computed one stream at a time. See the contract."""
         return None
 
-    def __init__(self, *arguments: Any, head: Head, **options: Any) -> None:
-        super().__init__(*arguments, targets=head.targets, **options)
-        assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         assert self.loss_chunk is None, "chunks are for next-token losses"
-        self.kind, config = head, self.config
+        config = self.config
         labels = {"labels": config.num_labels, "problem": config.problem_type}
         # As the checkpoint has them: transformers' forward writes the kind of problem into the config, trainers the padding.
-        self._decisive = {"head": head.name, **labels, "pad": getattr(config, "pad_token_id", None)}
+        self._decisive = {"head": self.kind.name, **labels, "pad": getattr(config, "pad_token_id", None)}
 
     @property
     def description(self) -> Mapping[str, Any]:
         """The settings that determine the forward, including the head."""
         return {**super().description, **self._decisive}
-
-    def prepared(self, batch: Batch) -> Batch:
-        """Check a batch and its labels. See the contract."""
-        for name in self.kind.targets:
-            if name not in batch:
-                raise BatchError(
-                    f"batch[{name!r}]", found=f"no {name}", expected=f"the targets of {self.kind.name}", remedy="add it"
-                )
-        inputs = {name: value for name, value in batch.items() if name not in self.kind.targets}
-        check_inputs(inputs, self.config, self.longest_row)
-        self.kind.check(batch, self.config)
-        return self._prepared(batch)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
         """Split a batch into micro-batches of at most ``rows`` rows, without those that have no counted label."""

@@ -26,23 +26,20 @@ _PROBE_STREAMS, _PROBE_ROWS = 2, 3
 class LowRankModules:
     """The modules of a model that own parameters, patched. Without perturbations they compute what they did before."""
 
+    rows = tokens = 1  # of the running batch, by which rows are assigned to streams
+
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._patches: dict[str, _Patch] = {}  # by the module's path
-        self._batch = _Shape()
         self._perturbed: list[_Patch] = []
         patched: dict[int, _Patch] = {}
         for path, module in modules.items():
             if not any(True for _ in module.parameters(recurse=False)):
                 continue
             if id(module) not in patched:
-                patched[id(module)] = _make_patch(path, module, self._batch)
+                patched[id(module)] = _make_patch(path, module, self)
             self._patches[path] = patched[id(module)]
         for patch in patched.values():
             patch.module.forward = patch.run
-
-    def set_batch_shape(self, rows: int, tokens: int) -> None:
-        """Set the shape of the batch whose forward begins, by which rows are assigned to streams."""
-        self._batch.rows, self._batch.tokens = rows, tokens
 
     def perturb(self, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
         """Perturb these parameters, and no others, in the next forwards."""
@@ -60,19 +57,13 @@ class LowRankModules:
 def set_batch_shape(modules: LowRankModules | None, tokens: torch.Tensor) -> None:
     """Set the shape of patched modules' next batch, (rows, tokens, ...); None does nothing."""
     if modules is not None:
-        modules.set_batch_shape(*tokens.shape[:2])
-
-
-class _Shape:
-    """The shape of the running batch."""
-
-    rows = tokens = 1
+        modules.rows, modules.tokens = tokens.shape[:2]
 
 
 class _Patch(ABC):
     """A replacement of a module's forward."""
 
-    def __init__(self, path: str, module: nn.Module, batch: _Shape) -> None:
+    def __init__(self, path: str, module: nn.Module, batch: LowRankModules) -> None:
         self.path = path
         self.batch = batch
         self.module = module
@@ -241,7 +232,7 @@ class _Embedding(_Patch):
         return sums.view(out.shape)
 
 
-def _make_patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
+def _make_patch(path: str, module: nn.Module, batch: LowRankModules) -> _Patch:
     """Make the patch for a module."""
     if type(module).forward is nn.Linear.forward:
         return _Linear(path, module, batch)

@@ -11,12 +11,11 @@ projection; they start as MeZO's, with those that the base computes for random t
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ from zo2core.io.durable import open_regular
 from zo2core.ranges import require_whole
 
 AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
-_WHICH_LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+_LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _NEUTRAL = {  # options of every config that do not change a run
     *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"),
 }
@@ -82,7 +81,7 @@ class AdapterKind:
         peft_type: The kind's name in peft's files.
         config_class: Name of peft's class of configs.
         title: Name in messages.
-        own: Its supported options that change the forward.
+        decisive: Its supported options that change the forward: part of a run's description.
         supported: Other supported options, which change only initial values, parameters or files.
         part_of_names: A part of the names of some parameters, as an example in messages.
         accepted: What it is supported for, for messages.
@@ -91,21 +90,15 @@ class AdapterKind:
 
     model_class: ClassVar[type[PeftBlockModel]] = PeftBlockModel  # of causal language models
     embedding: ClassVar[tuple[str, ...]] = ()  # modules that run before the layers
-    common: ClassVar[Set[str]] = _WHICH_LAYERS  # supported options that change the forward of each such kind
 
     peft_type: str
     config_class: str
     title: str
-    own: set[str]
+    decisive: set[str]
     supported: set[str]
     part_of_names: str
     accepted: str = "linear layers alone, without dropout"
     is_mixed: bool = True
-
-    @property
-    def decisive(self) -> set[str]:
-        """Supported options that change the forward: part of a run's description."""
-        return {*self.common, *self.own}
 
     def unused_options(self, config: Any) -> list[str]:
         """Names of options whose value is not supported."""
@@ -359,7 +352,6 @@ class PrefixKind(AdapterKind):
 
     model_class = PrefixBlockModel
     embedding = (_ENCODER,)
-    common: ClassVar[Set[str]] = frozenset()
 
     def unused_options(self, config: Any) -> list[str]:
         """See the base class."""
@@ -451,11 +443,11 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
     return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
 
 
-_FACTORED, _INIT = {"r", "alpha", "rank_pattern", "alpha_pattern"}, {"init_weights"}
+_FACTORED, _INIT = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}, {"init_weights"}
 _KINDS = (
     LoRAKind(
         *("LORA", "LoraConfig", "LoRA"),
-        {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "target_parameters"},
+        _FACTORED - {"alpha"} | {"lora_alpha", "use_rslora", "fan_in_fan_out", "target_parameters"},
         {"init_lora_weights", "use_dora"},
         "lora_A",
         "linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without dropout, whose initial values "
@@ -470,7 +462,9 @@ _KINDS = (
         "a causal language model, without prefix_projection",
         is_mixed=False,
     ),
-    AdapterKind("IA3", "IA3Config", "IA3", {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"),
+    AdapterKind(
+        "IA3", "IA3Config", "IA3", _LAYERS | {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"
+    ),
     AdapterKind("LOHA", "LoHaConfig", "LoHa", _FACTORED, _INIT, "hada_w1_a", is_mixed=False),
     AdapterKind(
         *("LOKR", "LoKrConfig", "LoKr"),
@@ -478,8 +472,8 @@ _KINDS = (
         _INIT,
         "lokr_w1",
     ),
-    AdapterKind("HRA", "HRAConfig", "HRA", {"r", "apply_GS"}, _INIT, "hra_u"),
-    AdapterKind("MISS", "MissConfig", "Miss", {"r", "mini_r"}, _INIT, "miss_block"),
+    AdapterKind("HRA", "HRAConfig", "HRA", _LAYERS | {"r", "apply_GS"}, _INIT, "hra_u"),
+    AdapterKind("MISS", "MissConfig", "Miss", _LAYERS | {"r", "mini_r"}, _INIT, "miss_block"),
 )
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
 
@@ -567,7 +561,11 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
             remedy="use the base that the adapter was made for",
         ) from error
     tensors = {  # a module's copy has the dtype of the module, as in peft
-        name: torch.empty(value.shape, dtype=dtypes[base_form(name)] if SAVED in name else torch.float32, device="meta")
+        name: torch.empty(
+            value.shape,
+            dtype=dtypes[base_form(name)] if SAVED in name else torch.float32,
+            device="meta",
+        )
         for name, value in _added(skeleton)
     }
     names = {name: kind.file_name(name) for name in tensors}
@@ -646,22 +644,14 @@ def _read_config(peft: Any, path: Path) -> Any:
     try:
         with open_regular(path) as file:
             values = json.loads(file.read(_LARGEST_CONFIG))
-        kind = KINDS.get(values.get("peft_type"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings for the author of the config
-            if kind is None:
-                return peft.PeftConfig.from_peft_type(**values)
-            config_class = getattr(peft, kind.config_class)
-            unknown = sorted(values.keys() - inspect.signature(config_class).parameters.keys())
-            config = config_class(**{key: value for key, value in values.items() if key not in unknown})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")  # those for the author of the config are dropped below
+            config = peft.PeftConfig.from_peft_type(**values)
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {str(error)[:200]}"
         expected = f"{CONFIG_FILE} as peft writes it"
         raise CheckpointError(path, found=found, expected=expected, remedy="save the adapter again with peft") from error
-    if unknown:
-        warnings.warn(
-            f"{path}: {', '.join(unknown)} ignored, which the installed peft {peft.__version__} does not have, either",
-            ZO2Warning,
-            stacklevel=2,
-        )
+    for warning in caught:
+        if (text := str(warning.message)).startswith("Unexpected keyword arguments"):  # of a newer peft, which it ignores
+            warnings.warn(f"{path}: {text}", ZO2Warning, stacklevel=2)
     return config

@@ -8,6 +8,7 @@ Build a model from its config alone: parameters without memory, buffers with tra
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -131,8 +132,8 @@ class OversizedError(Exception):
 class Bounds(NamedTuple):
     """Limits on what a model may create as it is built, far above what its checkpoint needs."""
 
-    parameters: int | None = None  # number of uninitialised tensors; None: no limit
-    numbers: int | None = None  # numbers in one tensor with values; None: no limit
+    parameters: int = sys.maxsize  # number of uninitialised tensors
+    numbers: int = sys.maxsize  # numbers in one tensor with values
 
     @classmethod
     def of(cls, shapes: Iterable[Sequence[int]]) -> Bounds:
@@ -156,17 +157,16 @@ class _ParametersOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.empty:
             self._created += 1
-            if self._bounds.parameters is not None and self._created > self._bounds.parameters:
+            if self._created > self._bounds.parameters:
                 raise OversizedError(f"more than {self._bounds.parameters} parameters")
             return func(*args, **{**kwargs, "device": "meta"})
-        if self._bounds.numbers is not None:
-            self._require_small(func, args, kwargs, self._bounds.numbers)
+        self._require_small(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _require_small(self, func: Callable[..., Any], args: Any, kwargs: Any, most: int) -> None:
+    def _require_small(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Check the size of a result that may be larger than its inputs, on the meta device."""
         sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        if func not in _FACTORIES and (len(sizes) < 2 or math.prod(sizes) <= most):
+        if func not in _FACTORIES and (len(sizes) < 2 or math.prod(sizes) <= self._bounds.numbers):
             return
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         try:
@@ -174,7 +174,7 @@ class _ParametersOnMeta(TorchFunctionMode):
         except Exception:  # any: the call itself raises it, too
             return
         numbers = max((leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), default=0)
-        if numbers > most:
+        if numbers > self._bounds.numbers:
             raise OversizedError(f"a table of {numbers} numbers")
 
 
