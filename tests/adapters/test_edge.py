@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import Adapter, HFBlockModel, MonolithicMeZO, ProgramState, TrainingProgram, open_checkpoint, write_program
-from zo2adapters.edge.program import append_digest, assemble
-from zo2adapters.edge.step import GROUP, DualForwardLinear, Signs, TrainingStep, groups_of
+from zo2adapters.edge.program import GROUP, DualForwardLinear, Signs, TrainingStep, append_digest, assemble, groups_of
 from zo2adapters.models.conversion import quantize
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder, ZO2Error
 from zo2core.errors import (

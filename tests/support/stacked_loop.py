@@ -90,7 +90,8 @@ class StackedLoop:
         aliases = every - {name for name, _ in self.whole.named_parameters()}
         for alias in aliases:  # the head is the embedding
             moved[alias] = next(moved[name] for name in moved if "embed_tokens" in name)
-        self.modules.set_batch_shape(len(evaluations) * len(batch["labels"]), batch["labels"].shape[1])
+        rows, self.modules.tokens = batch["labels"].shape
+        self.modules.rows = len(evaluations) * rows
         self.modules.perturb(moved, len(evaluations))
         stacked = {key: torch.cat([value] * len(evaluations)) for key, value in batch.items() if key != "labels"}
         logits = self.whole(**stacked, use_cache=False).logits.split(len(batch["labels"]))

@@ -74,12 +74,9 @@ def _use_free_names(written: Path, directory: Path) -> None:
     shards = _shards_of(index)
     if not any((directory / shard).exists() for shard in shards):
         return
-    content = json.loads(index.read_bytes())
-    renamed = {shard: shard.replace("model-", "model-new-", 1) for shard in shards}
-    for shard, name in renamed.items():
-        (written / shard).rename(written / name)
-    content["weight_map"] = {tensor: renamed[shard] for tensor, shard in content["weight_map"].items()}
-    index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    for shard in shards:
+        (written / shard).rename(written / shard.replace("model-", "model-new-", 1))
+    index.write_text(index.read_text().replace(': "model-', ': "model-new-'))
     sync_path(index)
 
 

@@ -79,7 +79,6 @@ class AdapterKind:
 
     Args:
         peft_type: The kind's name in peft's files.
-        config_class: Name of peft's class of configs.
         title: Name in messages.
         decisive: Its supported options that change the forward: part of a run's description.
         supported: Other supported options, which change only initial values, parameters or files.
@@ -92,7 +91,6 @@ class AdapterKind:
     embedding: ClassVar[tuple[str, ...]] = ()  # modules that run before the layers
 
     peft_type: str
-    config_class: str
     title: str
     decisive: set[str]
     supported: set[str]
@@ -443,11 +441,11 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
     return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
 
 
-_FACTORED, _INIT = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}, {"init_weights"}
+_FACTORS, _INIT = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}, {"init_weights"}
 _KINDS = (
     LoRAKind(
-        *("LORA", "LoraConfig", "LoRA"),
-        _FACTORED - {"alpha"} | {"lora_alpha", "use_rslora", "fan_in_fan_out", "target_parameters"},
+        *("LORA", "LoRA"),
+        _FACTORS - {"alpha"} | {"lora_alpha", "use_rslora", "fan_in_fan_out", "target_parameters"},
         {"init_lora_weights", "use_dora"},
         "lora_A",
         "linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without dropout, whose initial values "
@@ -455,25 +453,18 @@ _KINDS = (
         is_mixed=False,
     ),
     PrefixKind(
-        *("PREFIX_TUNING", "PrefixTuningConfig", "a prefix"),
+        *("PREFIX_TUNING", "a prefix"),
         {"num_virtual_tokens", *_BASE_SIZES},
         {"init_weights", "encoder_hidden_size"},  # the latter has no effect without a projection
         _ENCODER,
         "a causal language model, without prefix_projection",
         is_mixed=False,
     ),
-    AdapterKind(
-        "IA3", "IA3Config", "IA3", _LAYERS | {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"
-    ),
-    AdapterKind("LOHA", "LoHaConfig", "LoHa", _FACTORED, _INIT, "hada_w1_a", is_mixed=False),
-    AdapterKind(
-        *("LOKR", "LoKrConfig", "LoKr"),
-        {*_FACTORED, "decompose_both", "decompose_factor", "use_effective_conv2d"},
-        _INIT,
-        "lokr_w1",
-    ),
-    AdapterKind("HRA", "HRAConfig", "HRA", _LAYERS | {"r", "apply_GS"}, _INIT, "hra_u"),
-    AdapterKind("MISS", "MissConfig", "Miss", _LAYERS | {"r", "mini_r"}, _INIT, "miss_block"),
+    AdapterKind("IA3", "IA3", _LAYERS | {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"),
+    AdapterKind("LOHA", "LoHa", _FACTORS, _INIT, "hada_w1_a", is_mixed=False),
+    AdapterKind("LOKR", "LoKr", _FACTORS | {"decompose_both", "decompose_factor", "use_effective_conv2d"}, _INIT, "lokr_w1"),
+    AdapterKind("HRA", "HRA", _LAYERS | {"r", "apply_GS"}, _INIT, "hra_u"),
+    AdapterKind("MISS", "Miss", _LAYERS | {"r", "mini_r"}, _INIT, "miss_block"),
 )
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in _KINDS}
 
@@ -524,8 +515,9 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
         config = _read_config(peft, path)
     name = str(getattr(config, "peft_type", type(config).__name__)).removeprefix("PeftType.")
     kind = KINDS.get(name)
-    if kind is None or not isinstance(config, getattr(peft, kind.config_class)):
-        classes = ", ".join(known.config_class for known in KINDS.values())
+    config_classes = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    if kind is None or not isinstance(config, config_classes[name]):
+        classes = ", ".join(config_classes[known].__name__ for known in KINDS)
         raise OptionError(
             "adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
         )
