@@ -400,7 +400,7 @@ def test_rows_in_another_order_are_refused() -> None:
     layer = TokensFirst()
     modules = LowRankModules(dict(layer.named_modules()))
     rows = torch.randn(2, 6, 4)
-    modules.set_batch_shape(2, 6)
+    modules.rows, modules.tokens = 2, 6
     expected = layer(rows)
     moved: dict[str, PerturbedParameter] = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))}
     modules.perturb({**moved, "linear.bias": torch.zeros(2, 4)}, 2)

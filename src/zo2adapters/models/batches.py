@@ -284,7 +284,7 @@ def _check_token_classes(batch: Batch, config: PretrainedConfig, classes: int | 
     labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
     if tuple(labels.shape) != shape or labels.is_floating_point():
         raise _refusal("labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}")
-    _require_classes(labels, int(config.num_labels if classes is None else classes))
+    _require_classes(labels, int(config.num_labels or 1) if classes is None else classes)
 
 
 def _check_tokens(batch: Batch, config: PretrainedConfig) -> None:

@@ -118,15 +118,15 @@ def open_checkpoint(
     adapter_config = None if adapter is None else peft_config(adapter)
     if adapter_config is not None:
         carried = precision.carried if isinstance(precision, Precision) else None
-        only = {"transfer_dtype": (carried or transfer_dtype, "stored"), "export_dtype": (export_dtype, "auto")}
-        _require_one_of("an adapter", only)
+        _require_one_of("an adapter", "transfer_dtype", carried or transfer_dtype, "stored")
+        _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
     files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
     exported = files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
-        only = {"transfer_dtype": (transfer_dtype, "stored"), "precision": (precision, "exact", "auto")}
-        _require_one_of("quantised weights", only)
+        _require_one_of("quantised weights", "transfer_dtype", transfer_dtype, "stored")
+        _require_one_of("quantised weights", "precision", precision, "exact", "auto")
         precision = "exact"
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
     if adapter_config is not None:
@@ -183,12 +183,11 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {kind.name}", expected="none", remedy="leave it out")
 
 
-def _require_one_of(what: str, options: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse options of such a model whose first value is none of the others."""
-    for option, (value, *allowed) in options.items():
-        if value not in allowed:
-            remedy = "leave it out" + (", and pass a dtype to compute in another one" if option == "precision" else "")
-            raise OptionError(option, found=f"{value} with {what}", expected=" or ".join(map(str, allowed)), remedy=remedy)
+def _require_one_of(what: str, option: str, value: object, *allowed: object) -> None:
+    """Refuse a value that an option cannot have with such a model."""
+    if value not in allowed:
+        remedy = "leave it out" + (", and pass a dtype to compute in another one" if option == "precision" else "")
+        raise OptionError(option, found=f"{value} with {what}", expected=" or ".join(map(str, allowed)), remedy=remedy)
 
 
 def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head: Head) -> None:
