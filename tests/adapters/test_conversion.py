@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from zo2adapters import generate, open_checkpoint
-from zo2adapters.models import matching
+from zo2adapters.models import stored_tensors
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder, ZO2Error
 from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header, write_checkpoint
@@ -133,7 +133,7 @@ def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(tmp_path: Path,
         (WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()]), UnsupportedModelError, r"Doubled.*up_proj"),
     ]
     for rule, error, told in rules:
-        monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model, rule=rule: [rule])
+        monkeypatch.setattr(stored_tensors, "get_model_conversion_mapping", lambda model, rule=rule: [rule])
         with pytest.raises(error, match=told):
             open_checkpoint(base)
 
@@ -246,6 +246,6 @@ def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, mon
     name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
     halves = {name.replace("e_score_correction_bias", half): torch.zeros(2) for half in ("half_a", "half_b")}
     changed(base, {name: None, **halves})
-    monkeypatch.setattr(matching, "get_model_conversion_mapping", lambda model: [*rules, joined])
+    monkeypatch.setattr(stored_tensors, "get_model_conversion_mapping", lambda model: [*rules, joined])
     with pytest.raises(UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"):
         open_checkpoint(base)

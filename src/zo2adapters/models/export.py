@@ -316,8 +316,8 @@ def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: Pre
         found = f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, {config.hidden_act}"
         raise gguf_model.unwritable(base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    read: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"][architecture]  # what transformers reads is written
-    own = {key: getattr(config, name) for key, name in read.items() if hasattr(config, name or "")}
+    read: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"]  # what transformers reads is written
+    own = {key: getattr(config, name) for key, name in read[architecture].items() if hasattr(config, name or "")}
     own |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head)
     own["rope.freq_base"] = float(rotary.get("rope_theta", 10000.0))
     named = {"general.type": "model", "general.name": base.name, **{f"{architecture}.{key}": own[key] for key in own}}
