@@ -14,9 +14,9 @@ import torch
 from command_lines import done, make_place, refusal, run_here, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from models import WORDS, save_model, save_tokenizer, small_config
+from models import WORDS, save_classifier, save_model, save_tokenizer, small_config
 from runs import finish, small_run
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.commands.report import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
@@ -71,13 +71,9 @@ def test_a_run_stands_beside_its_base(rows: str, here: Path) -> None:
 
 
 def test_a_classifier_stands_beside_its_base(here: Path) -> None:
-    config = small_config("llama", vocab_size=len(WORDS), num_labels=2, pad_token_id=0)
-    made: Any = AutoModelForSequenceClassification
-    made.from_config(config).save_pretrained("classifier")
-    save_tokenizer(Path("classifier"))
-    write_rows(
-        Path("labels.jsonl"), [{"text": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS[2:7])]
-    )
+    save_classifier(Path("classifier"))
+    labelled = [{"text": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS[2:7])]
+    write_rows(Path("labels.jsonl"), labelled)
     train("classes", "--head", "sequence-classification", data="labels.jsonl", model="classifier")
     table = cells(done("evaluate", "--run", "classes", "--data", "labels.jsonl", "--batch-size", 2).out)
     line = done("evaluate", "--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl").out
@@ -186,10 +182,7 @@ def test_a_plan_counts_evaluations_of_rows_that_are_split_off(method: tuple[obje
     planned = json.loads(done(*plan, "--evaluation", 0.5).out)
     assert planned["evaluations"] == 3
     assert planned["evaluation_seconds"] > 0
-    for more, option in (
-        (("--evaluation", 1.5), "--evaluation"),
-        ((), "--evaluate-every"),
-    ):
+    for more, option in ((("--evaluation", 1.5), "--evaluation"), ((), "--evaluate-every")):
         assert f"zo2: {option}: found" in refusal(*plan, *more)
     assert "--evaluation: found 0.5 without the rows" in refusal("plan", "--model", "base", "--evaluation", 0.5)
 
@@ -200,11 +193,6 @@ def test_a_plan_counts_evaluations_of_rows_that_are_split_off(method: tuple[obje
 CANDIDATES = [{"prompt": "the cat", "candidates": [" sat", " ran"], "answer": index} for index in (0, 1, 0)]
 LABELS = [{"prompt": "the cat", "label": label} for label in ("sat", "ran", "sat")]
 ANSWERED = [{"prompt": "the cat", "answers": ["sat", "ran"]}, {"prompt": "the dog", "answers": ["ran"]}]
-
-
-def rows_file(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def evaluations(options: TrainOptions) -> dict[int, dict[str, float]]:
@@ -224,7 +212,7 @@ def test_a_run_on_completions_is_evaluated_on_other_rows(
 ) -> None:
     plain = small_run(tmp_path)
     finish(plain)
-    evaluation, judged = rows_file(tmp_path / "evaluation.jsonl", rows), tmp_path / "judged"
+    evaluation, judged = write_rows(tmp_path / "evaluation.jsonl", rows), tmp_path / "judged"
     finish(replace(plain, output=judged, evaluation=evaluation, evaluate_every=2, keep_best=True, samples=1))
     best = "f1" if "f1" in measured else "choice loss"
     assert f"step 3: evaluation {best} " in capsys.readouterr().err
@@ -250,7 +238,7 @@ def test_a_run_on_completions_is_evaluated_on_other_rows(
 def test_the_columns_of_a_run_are_those_of_both_files(tmp_path: Path) -> None:
     rows = [{"text": "the cat", "completion": f"{word} on", "label": word} for word in ("sat", "ran", "sat")]
     labels = [{"text": row["text"], "label": row["label"]} for row in rows]
-    data, evaluation = rows_file(tmp_path / "all.jsonl", rows), rows_file(tmp_path / "labels.jsonl", labels)
+    data, evaluation = write_rows(tmp_path / "all.jsonl", rows), write_rows(tmp_path / "labels.jsonl", labels)
     options = small_run(tmp_path, data=data, evaluation=evaluation, rows=RowOptions(prompt_template="{text}"))
     finish(options)
     assert evaluations(options)[3].keys() == {"choice_loss", "accuracy"}

@@ -12,7 +12,6 @@ from typing import Any, get_args
 import pytest
 import torch
 from command_lines import Apart, done, make_place, refusal, write_rows
-from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from peft_models import monolithic, values_of
 from runs import outcome
 from safetensors import safe_open
@@ -24,7 +23,7 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.row_reader import RowReader
 from zo2adapters.tasks.rows import collate, training_batches
 from zo2adapters.trainers.methods import LARGEST_SHARE, SnapshotPolicy
-from zo2core import BAdam, FirstOrder, Journal, MemoryPolicy
+from zo2core import FirstOrder, Journal, MemoryPolicy
 from zo2core.build import request_of
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.direct_file import whole_pages
@@ -489,46 +488,6 @@ def train_all(output: str, *more: object, method: str = "adamw") -> list[object]
     """The command of a run of all parameters."""
     switching = ["--method", "switch_every=2"] if method == "badam" else []
     return [word for word in train(output, *switching, *more, method=method) if word not in ("--adapter", CONFIG)]
-
-
-def loop_over_all(directory: Path, method: OptimizerName) -> dict[str, torch.Tensor]:
-    """What a loop over the whole model makes of the same batches."""
-    whole = WholeModel(directory / "base")
-    adamw: Any = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.1, fused=True)  # noqa: E731
-    sgd: Any = lambda parameters: torch.optim.SGD(parameters, weight_decay=0.1)  # noqa: E731
-    if method == "badam":
-        update = make_block_update("badam", weight_decay=0.1, switch_every=2)
-        layouts = open_checkpoint("base").layouts
-        assert isinstance(update, BAdam)
-        segments = [index for index, layout in enumerate(layouts) if layout.parameters]
-        turns = [update.segments(step, segments) for step in range(0, STEPS, 2)]
-        names = [[spec.name for index in turn for spec in layouts[index].parameters] for turn in turns]
-        loop: Any = BlockCoordinateLoop(whole, adamw, names, 2, None, CLIP)
-    else:
-        loop = {
-            "lomo": lambda: lomo_loop(whole, 0.1, None, CLIP),
-            "adalomo": lambda: adalomo_loop(whole, 0.1, None, CLIP),
-            "adamw": lambda: torch_loop(whole, adamw, None, CLIP),
-            "sgd": lambda: torch_loop(whole, sgd, None, CLIP),
-        }[method]()
-    for rate, batch in scheduled_batches(directory):
-        if isinstance(loop, BlockCoordinateLoop):
-            loop.begin()
-        whole.backward([batch])
-        loop(rate)
-    return {name: parameter.detach() for name, parameter in whole.parameters.items()}
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("method", get_args(OptimizerName))
-def test_a_run_of_all_parameters_ends_with_the_plain_loops_bits(method: OptimizerName, here: Path) -> None:
-    done(*train_all("run", *SCHEDULE, "--snapshot-every", 2, method=method))
-    expected = loop_over_all(here, method)
-    saved = load_file("run/model/model.safetensors")
-    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
-    assert len(saved) == len(expected)
-    assert [commit.step for commit in Journal("run/journal.jsonl").commits] == list(range(STEPS))
-    AutoModelForCausalLM.from_pretrained("run/model")
 
 
 @pytest.mark.few(2)

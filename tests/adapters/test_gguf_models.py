@@ -193,15 +193,10 @@ def test_zeroth_order_steps_are_those_on_the_decoded_model(
 ) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, kinds, **changes)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=perturbation is None)
-    bases, options = (
-        (path, decoded_twin(path, tmp_path / "decoded")),
-        {"adapter": adapter() if perturbation is None else None},
-    )
-    models = [open_checkpoint(base, dtype=torch.float32, **options) for base in bases]
-    batch, method = (
-        make_batch(models[0].config.vocab_size, [7, 5]),
-        ZerothOrder(estimator, perturbation=perturbation, seed=3),
-    )
+    bases, own = (path, decoded_twin(path, tmp_path / "decoded")), adapter() if perturbation is None else None
+    models = [open_checkpoint(base, dtype=torch.float32, adapter=own) for base in bases]
+    batch = make_batch(models[0].config.vocab_size, [7, 5])
+    method = ZerothOrder(estimator, perturbation=perturbation, seed=3)
     assert_same_outcome(*(outcome(Engine(model, method), [batch] * 5) for model in models))
     with contextlib.closing(open_checkpoint(path).weights) as reader:
         assert reader.fingerprint == open_checkpoint(path).weights.fingerprint

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command_lines import done, write_rows
-from models import LONGEST, WORDS, random_model, save_model, save_tokenizer, small_config
+from models import LONGEST, WORDS, save_classifier, save_model, save_tokenizer, small_config
 from parity import assert_same_weights
 from profiles import short_first
 from trainers import OF_TRL, ROWS, VOCABULARY, Smoothed, trainer_options
@@ -172,11 +172,7 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path, name
 @pytest.fixture(scope="module")
 def rewarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model."""
-    directory: Path = tmp_path_factory.mktemp("reward") / "base"
-    config = small_config("llama", pad_token_id=0, num_labels=1)
-    random_model(config, torch.float32, auto_class=AutoModelForSequenceClassification).save_pretrained(directory)
-    save_tokenizer(directory)
-    return directory
+    return save_classifier(tmp_path_factory.mktemp("reward") / "base", labels=1, vocab_size=VOCABULARY)
 
 
 OWN_LOSSES = short_first(

@@ -10,7 +10,7 @@ import torch
 import yaml
 from command_lines import Ended, done, refusal, write_rows
 from engines import memory, zeroth_order
-from models import WORDS, make_batch, random_model, save_model, save_tokenizer, small_config
+from models import make_batch, save_classifier, save_model, small_config
 from peft_models import lora, monolithic, steps, values_of
 from profiles import each_choice
 from runs import small_run
@@ -74,13 +74,8 @@ def test_lora_by_low_rank_is_the_stacked_loop(
     batch = make_batch(40, [7, 5])
     model = open_checkpoint(base, adapter=adapter)
     loop = LoRALoop(monolithic(base, adapter.config, values_of(model), frozen), 2, 2, Distribution.GAUSSIAN, run_seed=5)
-    with Engine(
-        model,
-        ZerothOrder(
-            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), seed=5, perturbation=LowRankPerturbation(rank=2, period=2)
-        ),
-        memory=memory(buckets),
-    ) as engine:
+    estimator, perturbation = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), LowRankPerturbation(rank=2, period=2)
+    with Engine(model, ZerothOrder(estimator, seed=5, perturbation=perturbation), memory=memory(buckets)) as engine:
         for _ in range(5):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
             assert list(engine.step(batch).losses) == loop.step(batch, seed)
@@ -266,10 +261,8 @@ def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: s
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -> None:
-    config = small_config("llama", pad_token_id=0, num_labels=3, tie_word_embeddings=False)
+    base = save_classifier(tmp_path / "base", labels=3, vocab_size=40, tie_word_embeddings=False)
     auto, batch = AutoModelForSequenceClassification, {**make_batch(39, [7, 4]), "labels": torch.tensor([2, 0])}
-    base = tmp_path / "base"
-    random_model(config, torch.float32, auto_class=auto).save_pretrained(base)
     with low_rank(base, LowRankPerturbation(rank=1), head="sequence-classification") as opened:
         for _ in range(3):
             opened.step(batch)
@@ -286,10 +279,8 @@ def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path) -> None:
     with Trainer(options) as trainer:
         trainer.run()
     run = options.output
-    assert (
-        "the adapter after 3 steps"
-        in done("export", "--run", run, "--at", "3", "--output", tmp_path / "adapter", "--as-adapter").out
-    )
+    exported = done("export", "--run", run, "--at", "3", "--output", tmp_path / "adapter", "--as-adapter")
+    assert "the adapter after 3 steps" in exported.out
     config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
     assert config.r == config.lora_alpha == 4
     assert Path(config.base_model_name_or_path).is_dir()
@@ -338,12 +329,10 @@ def files(run: str) -> tuple[bytes, bytes, dict[str, Any]]:
     return (folder / "journal.jsonl").read_bytes(), (folder / "model" / "adapter_model.safetensors").read_bytes(), config
 
 
+ALL_LINEAR = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
 OF_FILES: dict[str, tuple[dict[str, Any], tuple[object, ...]]] = {
-    "defaults": ({"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}, ("--lora-rank", 2)),
-    "all-linear": (
-        {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},
-        ("--lora-rank", 2, "--lora-targets", "all-linear"),
-    ),
+    "defaults": (ALL_LINEAR, ("--lora-rank", 2)),
+    "all-linear": (ALL_LINEAR, ("--lora-rank", 2, "--lora-targets", "all-linear")),
     "names": (
         {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]},
         ("--lora-rank", 3, "--lora-targets", "q_proj", "up_proj", "--lora-alpha", 5),
@@ -381,10 +370,7 @@ def test_a_run_its_recipe_and_its_adapter_say_what_was_left_out(here: Path) -> N
 
 
 def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
-    config = small_config("llama", vocab_size=len(WORDS), num_labels=2, pad_token_id=0)
-    made: Any = AutoModelForSequenceClassification
-    made.from_config(config).save_pretrained("classifier")
-    save_tokenizer(Path("classifier"))
+    save_classifier(Path("classifier"))
     write_rows(Path("labels.jsonl"), [{"text": "the cat", "label": 0}, {"text": "the dog", "label": 1}])
     common = ("--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl", "--batch-size", 2)
     done("train", *common, "--output", "run", "--steps", 2, "--lr", 1e-2, "--method", "adamw", "--lora-rank", 2)

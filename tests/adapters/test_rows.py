@@ -342,11 +342,6 @@ pq: Any = importlib.import_module("pyarrow.parquet")
 ROWS = [{"text": "The sky", "kind": "good", "n": 1}, {"text": 'a "b", c\nd', "kind": "bad", "n": 2}]
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    write_rows(path, rows)
-    return path
-
-
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -377,7 +372,7 @@ def save_splits(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 KINDS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], Path]] = {
-    "rows.jsonl": write_jsonl,
+    "rows.jsonl": write_rows,
     "rows.json": write_json,
     "rows.csv": write_csv,
     "rows.parquet": write_parquet,
@@ -507,7 +502,7 @@ LABELLED: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any], list[str]]] 
 def test_a_prompt_with_a_label_is_compared_with_all_labels(
     rows: Sequence[dict[str, Any]], options: dict[str, Any], labels: list[str], tmp_path: Path
 ) -> None:
-    read = RowReader(TOKENIZER, 99, RowOptions(**options)).read(write_jsonl(tmp_path / "rows.jsonl", rows))
+    read = RowReader(TOKENIZER, 99, RowOptions(**options)).read(write_rows(tmp_path / "rows.jsonl", rows))
     assert read.format is RowFormat.CANDIDATES
     text: Any = lambda ids: TOKENIZER.decode(list(ids))  # noqa: E731
     assert [([text(candidate) for candidate in row.candidates], row.answer) for row in read] == [(labels, 1), (labels, 0)]
@@ -554,7 +549,7 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [  # rows
 def test_a_row_that_is_none_of_its_format_is_refused_by_its_line(
     rows: list[dict[str, Any]], options: dict[str, Any], where: str, told: str, tmp_path: Path
 ) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=told) as caught:
         RowReader(TOKENIZER, 99, RowOptions(**options)).read(path)
     assert str(path) in caught.value.where
@@ -562,14 +557,14 @@ def test_a_row_that_is_none_of_its_format_is_refused_by_its_line(
 
 
 def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    data = write_rows(tmp_path / "rows.jsonl", ROWS)
     options = RowOptions(prompt_template="{text}", label_column="kind")
-    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", ROWS[:1])
+    evaluation = write_rows(tmp_path / "evaluation.jsonl", ROWS[:1])
     _, read = RowReader(TOKENIZER, 99, options).read_files(data, evaluation, None)
     assert read is not None
     assert read.format is RowFormat.CANDIDATES
     assert [len(row.candidates) for row in read] == [2]
-    write_jsonl(evaluation, [{"text": "a", "kind": "goof"}])
+    write_rows(evaluation, [{"text": "a", "kind": "goof"}])
     with pytest.raises(DataError) as caught:
         RowReader(TOKENIZER, 99, options).read_files(data, evaluation, None)
     assert caught.value.where == f"{evaluation}, line 1"
@@ -578,7 +573,7 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
 
 def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> None:
     talk = [ASK, ANSWER, {"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "The sky is"}, ASK]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"talk": talk}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"talk": talk}])
     (row,) = RowReader(TOKENIZER, 99, RowOptions(messages_column="talk")).read(path)
     labels = collate([row], pad_token_id=0)["labels"][0]
     learned = TOKENIZER.decode([token for token in labels.tolist() if token >= 0])
@@ -594,7 +589,7 @@ def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_ref
     template = (
         "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
     )
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
     with pytest.raises(DataError, match="changes an answer"):
         RowReader(make_tokenizer(template=template), 99).read(path)
     for template in ("no column", "{}", "{text", "{text!r}", "{text:>9}", "{text.upper}", "{text[0]}"):
@@ -626,7 +621,7 @@ def reader(form: RowFormat, length: int, tokenizer: Any = TOKENIZER, **options: 
 
 @every_format
 def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "The sky is blue. The")])
+    path = write_rows(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "The sky is blue. The")])
     can_be_cut = form in (RowFormat.TEXT, RowFormat.LABELS)
     for choice in ("auto", "cut", "drop", "refuse"):
         reading = reader(form, 4, options=RowOptions(too_long=choice))
@@ -639,7 +634,7 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_
             with pytest.raises(DataError, match=r"line 2.*--too-long") as caught:
                 reading.read(path)
             assert ("cannot be cut" in str(caught.value)) == (not can_be_cut)
-    write_jsonl(path, [changed(form, "The sky is blue. The")])
+    write_rows(path, [changed(form, "The sky is blue. The")])
     with pytest.raises(DataError, match="1 row, all of more than 4 tokens"):
         reader(form, 4, options=RowOptions(too_long="drop")).read(path)
 
@@ -649,20 +644,20 @@ def test_a_token_beyond_the_embedding_is_refused_and_digests_tell_rows_apart(for
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<new>"])
     size = len(tokenizer) - 1
-    path = write_jsonl(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "<new>")])
+    path = write_rows(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "<new>")])
     reader(form, 64, tokenizer, vocabulary=size + 1).read(path)
     with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
         reader(form, 64, tokenizer, vocabulary=size).read(path)
     rows = [FORMATS[form], changed(form, "What")]
     files = [rows, rows[::-1], rows[:1], [rows[0], rows[0]]]
-    digests = [reader(form, 64).read(write_jsonl(path, file)).digest() for file in [*files, rows]]
+    digests = [reader(form, 64).read(write_rows(path, file)).digest() for file in [*files, rows]]
     assert len(set(digests)) == len(files)
     assert digests[-1] == digests[0]
 
 
 def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokenizer_told_as_such(tmp_path: Path) -> None:
     options = small_run(tmp_path)
-    write_jsonl(options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}])
+    write_rows(options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}])
     arguments = ("--model", options.model, "--data", options.data, "--too-long", "drop", "--sequence-length", 3)
     for command in (("train", *arguments, "--output", tmp_path / "out", "--steps", 1), ("evaluate", *arguments)):
         assert "left out, since longer: 1 row\n" in run_here(*command).err
@@ -676,7 +671,7 @@ def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokeni
 
 
 def test_a_split_takes_rows_out_of_the_training_file_and_a_run_evaluates_on_them(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "eight.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
+    path = write_rows(tmp_path / "eight.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
     rows = RowReader(TOKENIZER, 9).read(path)
     train, evaluation = rows.split(0.25)
     numbers = [[row.line for row in part] for part in (train, evaluation)]
@@ -754,9 +749,9 @@ def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(tmp_path: Pat
 @pytest.mark.parametrize("column", ["conversations", "messages", "talk"])
 def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str) -> None:
     turns = [{"from": "human", "value": "the"}, {"from": "gpt", "value": "cat"}]
-    given = write_jsonl(tmp_path / "given.jsonl", [{"id": "x", column: turns}])
+    given = write_rows(tmp_path / "given.jsonl", [{"id": "x", column: turns}])
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
-    same = write_jsonl(tmp_path / "same.jsonl", [{"messages": messages}])
+    same = write_rows(tmp_path / "same.jsonl", [{"messages": messages}])
     options = RowOptions(messages_column="talk" if column == "talk" else None)
     rows = [RowReader(TOKENIZER, 64, options).read(given), RowReader(TOKENIZER, 64).read(same)]
     assert rows[0].digest() == rows[1].digest()
@@ -771,7 +766,7 @@ def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     row = {"messages": turns} if kind == "messages" else {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[:1]}
-    write_jsonl(options.data, [row] * 4)
+    write_rows(options.data, [row] * 4)
     with Trainer(replace(options, steps=2), quiet=True) as trainer:
         trainer.train()
     saved = RunDirectory.options(options.output)

@@ -275,8 +275,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         steps=EVALUATED_STEPS,
         optimization=Optimization(lr=3e-2),
     )
-    with Trainer(options, quiet=True) as trainer:
-        trainer.run()
+    finish(options)
     assert best_of(losses(options.output)) != EVALUATED_STEPS
     (options.output / "model").rename(place / "best")
     return options.output
@@ -415,8 +414,7 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     told_options: TrainOptions, method: OptimizerName | None, name: str, value: object
 ) -> None:
     evaluated = replace(told_options, evaluation=told_options.data, evaluate_every=1, keep_best=True)
-    with Trainer(replace(evaluated, first_order=FirstOrder(method=method)), quiet=True) as trainer:
-        trainer.run()
+    finish(replace(evaluated, first_order=FirstOrder(method=method)))
     path = told_options.output / "options.json"
     record = json.loads(path.read_text())
     groups = [record["options"], *(record["options"][part] for part in ("optimization", "first_order", "batching"))]
@@ -567,33 +565,28 @@ def test_a_branch_of_a_run_without_a_guard_may_have_one(options: TrainOptions, t
     assert branch["estimator"] == {**begun["estimator"], "guard": {"window": 50, "factor": 5.0, "refusals": 5}}
 
 
-BRANCH_AT_2 = ["--from-step", "2", "--output", "{new}"]
-REFUSED = [
-    (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected at most {STEPS}, the steps of the run"),
-    (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
-    (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
-    (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
-    (["--from-step", "2", "--output", "{run}"], "found a run that has already started"),
-    (["--from-step", "2", "--output", "{new}/below", "--memory", "1MiB"], "--memory"),
-    *(
-        ([*BRANCH_AT_2, *more.split()], told)
-        for more, told in (
-            ("--batch-size 2", "--batch-size: found 2; expected 3"),
-            ("--seed 4", "--seed: found 4; expected 3"),
-            ("--noise mezo", '--noise: found "mezo"'),
-            ("--estimator mezo:exact", "exact of --estimator: found true"),
-            ("--clip median=0.5", "median of --clip: found 0.5"),
-            ("--memory 1MiB", "--memory"),
-        )
-    ),
-]
+REFUSED = {  # options of a branch at step 2, the last of which count
+    f"--from-step {STEPS + 1}": f"--from-step: found 7; expected at most {STEPS}, the steps of the run",
+    "--from-step -1": "--from-step: found -1",
+    "--from-step 4 --steps 3": "--steps: found 3; expected at least 4",
+    "--output {run}": "found a run that has already started",
+    "--output {new}/below --memory 1MiB": "--memory",
+    "--batch-size 2": "--batch-size: found 2; expected 3",
+    "--seed 4": "--seed: found 4; expected 3",
+    "--noise mezo": '--noise: found "mezo"',
+    "--estimator mezo:exact": "exact of --estimator: found true",
+    "--clip median=0.5": "median of --clip: found 0.5",
+    "--memory 1MiB": "--memory",
+}
 
 
 def test_what_a_branch_cannot_be_told_is_refused(options: TrainOptions, tmp_path: Path) -> None:
     finish(options)
-    for arguments, expected in REFUSED:
-        told = [argument.format(new=tmp_path / "new", run=options.output) for argument in arguments]
-        assert expected in refusal("train", "--resume", options.output, *told)
+    branch = ("train", "--resume", options.output, "--from-step", 2)
+    assert "--output: found nothing; expected a directory for the new run" in refusal(*branch)
+    for more, expected in REFUSED.items():
+        given = ("--output", tmp_path / "new", *more.format(new=tmp_path / "new", run=options.output).split())
+        assert expected in refusal(*branch, *given)
         assert not (tmp_path / "new").exists()
 
 

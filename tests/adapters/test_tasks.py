@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from command_lines import done, refusal, run_here
+from command_lines import done, refusal, run_here, write_rows
 from engines import zeroth_order
 from models import CONFIGS, WORDS, candidate_scores, make_batch, save_model, save_tokenizer, small_config
 from parity import assert_same_bits, assert_same_weights
@@ -311,11 +311,8 @@ def test_the_best_step_is_kept_also_where_it_is_asked_for_later(here: Path, caps
 
 
 def test_several_right_answers_are_right_everywhere(here: Path) -> None:
-    orders = [
-        [" cat", " dog", " sat"],
-        [" sat", " cat", " dog"],
-        [" dog", " sat", " cat"],
-    ]  # some likeliest one is not first
+    # Some likeliest one is not first.
+    orders = [[" cat", " dog", " sat"], [" sat", " cat", " dog"], [" dog", " sat", " cat"]]
     rows = [{"prompt": "the", "candidates": order, "answer": [0, 1, 2]} for order in (*orders, orders[0])]
     (here / "several.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     journal = train("several", "accuracy", "--evaluation", "several.jsonl")
@@ -565,8 +562,7 @@ def test_a_thousand_examples_take_the_sweeps_of_the_budget(tmp_path: Path, capsy
     base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     save_tokenizer(base)
     rows = [{"prompt": f"the {WORDS[3 + i % 5]} is", "candidates": [" yes", " no"], "answer": i % 2} for i in range(1000)]
-    data = tmp_path / "choices.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "choices.jsonl", rows)
     model = open_checkpoint(base)
     batch = collate([TokenizedRow([3, 4, 8, 9], 3, 1)] * 16, pad_token_id=0)  # type: ignore[arg-type]
     forward = LogLikelihood(model)
@@ -590,8 +586,7 @@ def test_steps_evaluations_and_the_demo_judge_candidates_alike(tmp_path: Path) -
     save_tokenizer(base)
     labels = [" yes", " no cat sat the"]
     rows = [{"prompt": f"the {word}", "candidates": labels, "answer": number % 2} for number, word in enumerate(WORDS[3:9])]
-    data = tmp_path / "choices.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "choices.jsonl", rows)
     model, tokenizer = open_checkpoint(base), load_tokenizer(base)
     choices = RowReader(tokenizer, 12).read(data)
     with Engine(model) as engine:

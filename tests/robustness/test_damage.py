@@ -5,7 +5,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from command_lines import Ended, assert_typed, refusal, run_here
 from damages import IN_LINES, damage_file, flip
-from runs import small_run
+from runs import finish, small_run
 
 from zo2adapters.cli import main
 from zo2adapters.commands.export import Export
@@ -120,27 +120,17 @@ COMMANDS = ("export", "evaluate", "generate", "report")
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = small_run(tmp_path_factory.mktemp("end"), steps=SHORT)
-    with Trainer(options, quiet=True) as trainer:
-        trainer.run()
+    finish(options)
     return options.output
 
 
-def damaged(short_run: Path) -> None:
-    """A digit of the last record is another one."""
+def damage(short_run: Path, kind: str) -> None:
+    """The last record has another digit, is torn, or is gone as a whole."""
     raw = (short_run / "journal.jsonl").read_bytes()
     at = raw.rindex(b'"lr":') + 6
-    (short_run / "journal.jsonl").write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-
-
-def torn(short_run: Path) -> None:
-    raw = (short_run / "journal.jsonl").read_bytes()
-    (short_run / "journal.jsonl").write_bytes(raw[:-30])
-
-
-def cut(short_run: Path) -> None:
-    """The last record is gone as a whole."""
-    lines = (short_run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (short_run / "journal.jsonl").write_bytes(b"".join(lines[:-1]))
+    flipped = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+    left = {"damaged": flipped, "torn": raw[:-30], "cut": raw[: raw[:-1].rindex(b"\n") + 1]}
+    (short_run / "journal.jsonl").write_bytes(left[kind])
 
 
 def used(command: str, short_run: Path, folder: Path, *more: object) -> Ended:
@@ -162,12 +152,12 @@ def short_run(finished_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("damage", [damaged, torn, cut])
+@pytest.mark.parametrize("kind", ["damaged", "torn", "cut"])
 @pytest.mark.parametrize("command", [*COMMANDS, "journal"])
 def test_a_lost_step_is_refused_if_the_metrics_know_it_and_said_otherwise(
-    short_run: Path, tmp_path: Path, command: str, damage: Callable[[Path], None]
+    short_run: Path, tmp_path: Path, command: str, kind: str
 ) -> None:
-    damage(short_run)
+    damage(short_run, kind)
     if command != "journal":
         ended = used(command, short_run, tmp_path)
         assert ended.status == 2
@@ -178,13 +168,13 @@ def test_a_lost_step_is_refused_if_the_metrics_know_it_and_said_otherwise(
     ended = used(command, short_run, tmp_path)
     assert ended.status == 0, ended
     told = "journal.jsonl: the last record is damaged or incomplete and is ignored; the run has 2 steps"
-    assert (told in ended.err) == (damage is not cut)
+    assert (told in ended.err) == (kind != "cut")
 
 
 def test_a_damaged_end_is_said_without_a_run_and_not_where_an_earlier_step_is_exported(
     finished_run: Path, short_run: Path, tmp_path: Path
 ) -> None:
-    damaged(short_run)
+    damage(short_run, "damaged")
     base, journal = finished_run.parent / "base", short_run / "journal.jsonl"
     ended = run_here("export", "--model", base, "--journal", journal, "--output", tmp_path / "whole")
     assert ended.status == 0, ended
@@ -240,8 +230,7 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
     options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(options.output)
-    with Trainer(options, quiet=True) as trainer:
-        trainer.run()
+    finish(options)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # bars are drawn in terminals
     main(["train", "--resume", run, "--verify-base"])
     main(["export", "--run", run, "--output", str(tmp_path / "out"), "--verify-base"])

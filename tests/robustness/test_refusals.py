@@ -8,7 +8,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,12 +82,10 @@ def refused_apart(ended: Ended) -> str:
     [
         (["verify", "--model", "{base}", "--steps", "0"], "--steps: found 0; expected at least 1"),
         (["verify", "--model", "{base}", "--batch-size", "0"], "--batch-size: found 0; expected at least 1"),
-        (["verify", "--model", "{base}", "--batch-size", "-1"], "--batch-size: found -1; expected at least 1"),
         (["verify", "--model", "{base}", "--tokens", "1"], "--tokens: found 1; expected at least 2"),
         (["verify", "--model", "{base}", "--tokens", "13"], "--tokens: found 13; expected at most 12"),
         (["verify", "--model", "{base}", "--lr", "1e6"], "--lr: found 1000000.0; expected at most 1"),
         (["verify", "--model", "{base}", "--seed", HUGE], "--seed: found a number of more than 24 digits"),
-        (["plan", "--model", "{base}", "--memory", "8"], "--memory: found 8 bytes; expected at least"),
         (["plan", "--model", "{base}", "--memory", HUGE], "--memory: found '9999999999"),
         (["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"], "--at: found 3; expected none without --run"),
         (["evaluate", "--run", "{run}", "--data", "{rows}", "--at", "-1"], "--at: found -1; expected at least 0"),
@@ -140,8 +137,6 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
         (["--lr", "1e6"], "--lr: found 1000000.0; expected at most 1: an update moves each weight by"),
         (["--zo-eps", "50"], "--zo-eps: found 50.0; expected at most 1: weights are perturbed"),
         (["--lr", "0.1", "--weight-decay", "11"], "--weight-decay: found 11.0; expected at most 10"),
-        (["--batch-size", HUGE], "--batch-size: found a number of more than 24 digits; expected at most 65536"),
-        (["--steps", "1e3"], "command line: found '1e3' as --steps; expected a whole number"),
         (
             ["--stepz", "3"],
             "command line: found the unknown option --stepz; expected an option of zo2 train; did you mean --steps",
@@ -609,12 +604,6 @@ def test_the_help_is_what_people_need_first() -> None:
     said = refusal("trian")
     assert "command: found 'trian'; expected one of demo, init, train" in said
     assert "; did you mean train." in said
-
-
-def test_errors_come_at_once() -> None:
-    began = time.perf_counter()
-    refusal("verify", "--model", "/nowhere", "--steps", "0")
-    assert time.perf_counter() - began < 2
 
 
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])

@@ -262,8 +262,9 @@ def leaves(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for group in nested for name, value in group.items()}
 
 
-def write_rows(path: Path, rows: Sequence[object]) -> None:
+def write_rows(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 if __name__ == "__main__":

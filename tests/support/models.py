@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BloomConfig,
     GenerationConfig,
     GPT2Config,
@@ -126,6 +127,14 @@ def save_model(
 ) -> Path:
     """A checkpoint of a random model in the Hugging Face layout."""
     random_model(config, dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def save_classifier(directory: Path, *, labels: int = 2, **changes: Any) -> Path:
+    """A Llama that tells so many classes apart, with its tokenizer."""
+    config = small_config("llama", **{"vocab_size": len(WORDS), "pad_token_id": 0, "num_labels": labels, **changes})
+    random_model(config, auto_class=AutoModelForSequenceClassification).save_pretrained(directory)
+    save_tokenizer(directory)
     return directory
 
 
