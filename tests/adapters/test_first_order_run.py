@@ -20,8 +20,7 @@ from strikes import JOURNAL, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import collate, training_batches
+from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.trainers.methods import LARGEST_SHARE, SnapshotPolicy
 from zo2core import FirstOrder, Journal, MemoryPolicy
 from zo2core.build import request_of

@@ -26,7 +26,7 @@ from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks import generation
 from zo2adapters.tasks.generation import STREAM, Generation, GenerationPlan, NextToken, Sampling, generate, plan_generation
 from zo2adapters.tasks.rewards import RewardOptions
-from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.task import RewardTask, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Distribution, Engine, Evaluation, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder

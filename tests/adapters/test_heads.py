@@ -30,8 +30,7 @@ from transformers import (
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, generate, open_checkpoint, score
 from zo2adapters.models.batches import HEADS
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import collate, training_batches
+from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2core import Engine, Journal, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, UnsupportedModelError
 

@@ -32,8 +32,7 @@ from transformers import (
 
 import zo2core.engine
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import training_batches
+from zo2adapters.tasks.rows import RowReader, training_batches
 from zo2core import (
     Distribution,
     Engine,

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.models.conversion import quantize
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import collate
+from zo2adapters.tasks.rows import RowReader, collate
 from zo2core import Journal
 from zo2core.ranges import OptimizerName
 

@@ -9,10 +9,9 @@ import huggingface_hub
 import pytest
 from command_lines import done, refusal, run_here
 from huggingface_hub import ModelCard
-from runs import finish, small_run
+from runs import data_sha256, finish, small_run
 from transformers import AutoTokenizer
 
-from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.model_card import model_card
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zo2adapters import limited_process, open_checkpoint
 from zo2adapters.tasks import reward_program
 from zo2adapters.tasks.rewards import Completion, RewardName, RewardOptions, Rewards
-from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.task import RewardTask, TaskOptions
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
 from zo2core.errors import DataError, DivergenceError, OptionError

@@ -21,15 +21,14 @@ from command_lines import run_here, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WORDS, small_config
-from runs import finish, outcome, small_run
+from runs import data_sha256, finish, outcome, small_run
 from tokenized_rows import ANSWER, ASK, TEMPLATE, TOKENIZER, make_tokenizer, text_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
-from zo2adapters.tasks.rows import Rows, TokenizedRow, collate, file_batches, training_batches
+from zo2adapters.tasks.row_source import parsed_rows, saved_path
+from zo2adapters.tasks.rows import RowReader, Rows, TokenizedRow, collate, file_batches, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_directory import RunDirectory

@@ -15,11 +15,10 @@ import pytest
 import torch
 from command_lines import ROWS, done, make_place, refusal, run_here, write_rows
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
-from runs import STEPS, finish, interrupt_after, outcome, resumable_run, small_run
+from runs import STEPS, data_sha256, finish, interrupt_after, outcome, resumable_run, small_run
 from safetensors.torch import load_file, save_file
 
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
@@ -361,8 +360,10 @@ def told_options(tmp_path: Path) -> TrainOptions:
 def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
     rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
     devices = device_kinds(told_options.storage.device, None)
-    facts: Any = SimpleNamespace(options=told_options, directory=Path(told_options.model), length=length)
-    return provenance(facts, rows, data_sha256=data_sha256(told_options.data), devices=devices, task={})
+    data = SimpleNamespace(sha256=data_sha256(told_options.data))
+    given: Any = {"options": told_options, "directory": Path(told_options.model), "data": data, "tokens": rows}
+    facts: Any = SimpleNamespace(**given, length=length)
+    return provenance(facts, devices=devices, task={})
 
 
 def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: TrainOptions) -> None:

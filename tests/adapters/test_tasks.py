@@ -30,8 +30,7 @@ from zo2adapters import (
 from zo2adapters.cli import main
 from zo2adapters.tasks.objectives import CandidateScores, LogLikelihood, Scored
 from zo2adapters.tasks.registry import TASKS
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import TokenizedRow, collate, training_batches, with_completion
+from zo2adapters.tasks.rows import RowReader, TokenizedRow, collate, training_batches, with_completion
 from zo2adapters.tasks.task import KINDS, ChoiceTask, PreferenceTask, Task, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from updates import line_of, record_of, update_of
 
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core import Journal, Update, ZO2Error
 from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header

@@ -1,5 +1,6 @@
 """A small run: model, tokenizer and rows in a folder, and the options that train on them."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from engines import fails_at
 from models import WORDS, save_model, save_tokenizer, small_config
 
+from zo2adapters.tasks.row_source import parsed_rows
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
@@ -33,6 +35,13 @@ def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float
         batching=Batching(batch_size=3),
     )
     return replace(options, **changes)
+
+
+def data_sha256(path: Path) -> str:
+    """The digest of a data file, as reading its rows computes it."""
+    digest = hashlib.sha256()
+    assert list(parsed_rows(path, digest))
+    return digest.hexdigest()
 
 
 STEPS = 6

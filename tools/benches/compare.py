@@ -64,8 +64,7 @@ from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint, pack
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import collate, training_batches
+from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import LARGEST, SMALL, keep_freed_memory, peak_memory
 from zo2adapters.trainers.verification import random_batch

@@ -155,7 +155,7 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
 def accuracy(directory: Path, rows: Path, labels: Sequence[str]) -> float:
     """The share of rows of which a model finds the right label the likeliest."""
     from zo2adapters.models.checkpoint import open_checkpoint
-    from zo2adapters.tasks.row_reader import RowReader
+    from zo2adapters.tasks.rows import RowReader
     from zo2adapters.tasks.task import TaskOptions, measured
     from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 

@@ -131,7 +131,7 @@ class Evaluate(AtStep):
 
     def _read(self, at: AtStep, model: HFBlockModel, tokenizer: Any) -> Rows:
         """The rows to evaluate on."""
-        from zo2adapters.tasks.row_reader import RowReader, with_labels
+        from zo2adapters.tasks.rows import RowReader, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
         length, is_causal, saved = self.batching.length_for(model), at.model_options.head == "causal-lm", self.saved

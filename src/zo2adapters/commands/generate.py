@@ -401,7 +401,7 @@ class _Labelling(_Session):
     def _answer(self, line: str) -> None:
         """Print the labels with their probabilities, the likeliest one first."""
         from zo2adapters.tasks.objectives import score
-        from zo2adapters.tasks.row_reader import tokenized_choice
+        from zo2adapters.tasks.rows import tokenized_choice
         from zo2adapters.tasks.tokenizer import pad_token_id
 
         assert self._rows is not None, "they have the labels"

@@ -230,15 +230,13 @@ def _answer(row: dict[str, Any]) -> str:
 def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Rows:
     path, questions = _file(benchmark, directory, names), Rows()
     for number, row in parsed_rows(path):
-        try:
-            questions += benchmark.questions(row)
-        except DataError as error:
-            raise at_row(error, path, number) from error
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            found = f"a row that cannot be read ({type(error).__name__}: {error})"[:200]
-            expected = f"a row of {benchmark.name}, in the benchmark's own format or that of datasets"
-            remedy = "download the file again, or pass another task"
-            raise at_row(row_error(found, expected, remedy), path, number) from error
+        with at_row(path, number):
+            try:
+                questions += benchmark.questions(row)
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                found = f"a row that cannot be read ({type(error).__name__}: {error})"[:200]
+                expected = f"a row of {benchmark.name}, in the benchmark's own format or that of datasets"
+                raise row_error(found, expected, "download the file again, or pass another task") from error
     return questions
 
 

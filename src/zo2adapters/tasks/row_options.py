@@ -22,6 +22,7 @@ from zo2core.errors import DataError, OptionError, without_effect
 
 _NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
 _KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt
+_LEARNED = {"completion", "candidates", "chosen", "answers"}  # keys of rows whose label is not what is learned
 _MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # keys of texts or messages
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _LISTED = 12  # columns that a message lists
@@ -156,7 +157,7 @@ class RowOptions:
         if takes_labels:
             self._require_label(row.get(self.label_column or "label"))
         if not columns and template is None:
-            return self._with_candidates(dict(row)) if not takes_labels and self.labels else dict(row)
+            return dict(row) if takes_labels else self.with_candidates(dict(row))
         converted = {key: _column(row, column, f"--columns {key}") for key, column in columns.items()}
         made = "text" if takes_labels else "prompt"
         if template is not None:
@@ -177,15 +178,16 @@ class RowOptions:
             column = next((name for name in row if name != self.label_column and is_column(name)), "text")
             remedy = f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
             raise row_error(found, "a prompt before the label", remedy)
-        return self._with_candidates(converted)
+        return self.with_candidates(converted)
 
     def _require_label(self, label: Any) -> None:
         if isinstance(label, str) and not label.strip():
-            raise empty_label(self.label_column or "label")
+            found = f"that the column {self.label_column or 'label'!r} is empty"
+            raise row_error(found, "a label in every row", "remove the row or fill it")
 
-    def _with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Turn a prompt with a label into a prompt with candidates."""
-        if not {"prompt", "label"} <= row.keys() or row.keys() & {"completion", "candidates", "chosen", "answers"}:
+    def with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Turn a prompt with a label into a prompt with candidates, if the labels are known."""
+        if not self.labels or not {"prompt", "label"} <= row.keys() or row.keys() & _LEARNED:
             return row
         label = row.pop("label")
         self._require_label(label)
@@ -201,6 +203,10 @@ class RowOptions:
         texts = [_separated(prompt, text) for text in self.labels] if isinstance(prompt, str) else list(self.labels)
         return {**row, "candidates": texts, "answer": index}
 
+    def is_labelled(self, row: Mapping[str, Any], *, after_others: bool) -> bool:
+        """Whether a converted row is a prompt with a label, which only a row that follows others may lack."""
+        return "prompt" in row and ("label" in row or after_others) and not row.keys() & _LEARNED
+
     @property
     def _by_index(self) -> bool:
         """Whether a number is an index: where labels are numbers themselves, it is one of them."""
@@ -213,8 +219,7 @@ class RowOptions:
     def labels_in(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
         """The different labels of prompts, sorted; empty if the rows are not prompts with labels."""
         prompt, completion, label = (getattr(self, f"{key}_column") or key for key in ("prompt", "completion", "label"))
-        other = {"candidates", "chosen", "answers"}
-        other |= set() if self.label_column and not self.completion_column else {completion}
+        other = _LEARNED - {"completion"} | (set() if self.label_column and not self.completion_column else {completion})
         labels = set()
         for row in rows:
             if (self.prompt_template is None and prompt not in row) or row.keys() & other:
@@ -254,11 +259,6 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     """A message of ShareGPT's form."""
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"], **others}
-
-
-def empty_label(column: str) -> DataError:
-    """The error of a row without a label; the caller adds file and row."""
-    return row_error(f"that the column {column!r} is empty", "a label in every row", "remove the row or fill it")
 
 
 def _require_template(template: str) -> None:
@@ -331,13 +331,11 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     chosen = options if takes_labels else _completed(path, rows, options)
     if chosen.label_column is not None and options.label_column is None:
         for number, row in numbered:
-            if not str(row.get(chosen.label_column, "")).strip():
-                raise at_row(empty_label(chosen.label_column), path, number)
+            with at_row(path, number):
+                chosen._require_label(str(row.get(chosen.label_column, "")))
     labels = () if takes_labels else chosen.labels or chosen.labels_in(rows)
-    try:
+    with at_row(path, 1):
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
-    except DataError as error:
-        raise at_row(error, path, 1) from error
     unused = _unused(rows, chosen, first, takes_labels=takes_labels)
     if takes_labels:
         return Survey(chosen, RowFormat.LABELS, "texts with labels", labels, unused)

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -52,7 +53,7 @@ class _Dataset(NamedTuple):
     is_local: bool = True
 
 
-def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
+def parsed_rows(path: str | os.PathLike[str], digest: Any = None) -> Iterator[tuple[int, RowDict]]:
     """Read the rows of a data file, without values that are null, or NaN, which pandas writes for an empty cell of numbers.
 
     The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows, ``.csv`` has a header line,
@@ -63,13 +64,21 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
     Note: why ``datasets`` reads no CSV and no JSON. It infers one type for a column of CSV, so that the label 0 of a column
     with 0.5 becomes 0.0 and the text NA none, takes a cell too many for an index, copies each file into a cache, and tells
     of a malformed row without its line. Importing it takes a second and 140 MB.
+
+    Args:
+        path: The data file, the directory or the name.
+        digest: A hash of hashlib, which gets a file's bytes, or the names and bytes of all files in a directory, or the rows
+            from the hub; None: nothing does.
     """
-    path, is_empty = Path(path), True
+    path, number, dataset = Path(path), 0, _dataset(Path(path))
+    is_of_hub = digest is not None and dataset is not None and not dataset.is_local
     with system_errors_as(DataError, path, **_UNREADABLE):
-        for number, row in _rows(path):
-            is_empty = False
-            yield number, {key: value for key, value in row.items() if value is not None and not _is_nan(value)}
-    if is_empty:
+        for number, values in _rows(path, dataset, digest):
+            row = {key: value for key, value in values.items() if value is not None and not _is_nan(value)}
+            if is_of_hub:
+                digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+            yield number, row
+    if not number:
         expected = "a JSON object on each line" if _counts_lines(path) else "at least one row"
         raise DataError(path, found="no rows", expected=expected, remedy="write at least one row")
 
@@ -89,37 +98,24 @@ def row_error(found: str, expected: str, remedy: str) -> DataError:
     return DataError("row", found=found, expected=expected, remedy=remedy)
 
 
-def at_row(error: DataError, path: Path, number: int) -> DataError:
-    """The same error with the file and the row."""
-    where = f"{path}, {'line' if _counts_lines(path) else 'row'} {number}"
-    return DataError(where, found=error.found, expected=error.expected, remedy=error.remedy)
+@contextmanager
+def at_row(path: Path, number: int) -> Iterator[None]:
+    """A context in which errors of a row are given its file and number."""
+    try:
+        yield
+    except DataError as error:
+        raise _bad_row(path, number, error.found, error.expected, error.remedy) from error.__cause__
 
 
 def _bad_row(path: Path, number: int, found: str, expected: str, remedy: str) -> DataError:
-    return at_row(row_error(found, expected, remedy), path, number)
+    where = f"{path}, {'line' if _counts_lines(path) else 'row'} {number}"
+    return DataError(where, found=found, expected=expected, remedy=remedy)
 
 
 def saved_path(path: Path) -> str:
     """How a run saves the path of a data file: absolute, unless it is the name of a dataset of the hub."""
     dataset = _dataset(path)
     return str(path) if dataset is not None and not dataset.is_local else str(path.resolve())
-
-
-def data_sha256(path: Path) -> str:
-    """SHA-256 of a data file's bytes; of the names and bytes of all files in a directory; or of the rows from the hub."""
-    dataset = _dataset(path)
-    if dataset is None:
-        return file_sha256(path)
-    digest = hashlib.sha256()
-    if dataset.is_local:
-        digest.update(f"{dataset.split}\n".encode())
-        directory = Path(dataset.name)
-        for member in sorted(member for member in directory.rglob("*") if not member.is_dir()):
-            digest.update(f"{member.relative_to(directory)} {file_sha256(member)}\n".encode(errors="surrogateescape"))
-    else:
-        for _, row in parsed_rows(path):
-            digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def file_sha256(path: Path) -> str:
@@ -157,19 +153,28 @@ def _is_list(path: Path) -> bool:
         return False
 
 
-def _rows(path: Path) -> Iterator[tuple[int, RowDict]]:
-    dataset = _dataset(path)
+def _rows(path: Path, dataset: _Dataset | None, digest: Any) -> Iterator[tuple[int, RowDict]]:
     if dataset is not None:
+        if digest is not None and dataset.is_local:
+            digest.update(f"{dataset.split}\n".encode())
+            directory = Path(dataset.name)
+            for member in sorted(member for member in directory.rglob("*") if not member.is_dir()):
+                digest.update(f"{member.relative_to(directory)} {file_sha256(member)}\n".encode(errors="surrogateescape"))
         yield from _json_values(path, _dataset_rows(path, dataset), f"rows of text at {path}")
         return
     with open_regular(path) as file:
+        is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
+        file.seek(0)
+        if digest is not None:
+            hashlib.file_digest(file, lambda: digest)
+            file.seek(0)
         match path.suffix.lower():
             case ".csv":
                 yield from _csv_rows(path, file)
             case ".parquet":
                 parquet = optional_package("pyarrow.parquet", install=_INSTALL_PARQUET)
                 yield from _json_values(path, _parquet_rows(parquet, file), "a Parquet file")
-            case ".json" if _is_list(path):
+            case ".json" if is_list:
                 yield from _list_rows(path, file)
             case _:
                 yield from _jsonl_rows(path, file)

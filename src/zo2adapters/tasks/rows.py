@@ -6,20 +6,27 @@ The order of training is one of endless shuffled epochs; sequences are padded, a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, count, islice
+from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2core.errors import BatchError, OptionError
-from zo2core.ranges import require_whole
+from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
+from zo2adapters.tasks.tokenizer import render_chat
+from zo2core.errors import BatchError, DataError, OptionError
+from zo2core.ranges import counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
@@ -131,7 +138,7 @@ class Question:
 AnyRow = TokenizedRow | LabelledRow | Choice | Question
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows(Sequence[Any]):
     """The rows of a data file, in file order."""
 
@@ -142,6 +149,7 @@ class Rows(Sequence[Any]):
     new_tokens: int = 0  # most tokens of an answer that is generated to each row
     columns: tuple[str, ...] = ()  # of the file's first row
     options: RowOptions = field(default_factory=RowOptions)  # how the file was read, with the labels that it has
+    sha256: str = ""  # of the file's content. See ``parsed_rows``
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,7 +157,7 @@ class Rows(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest sequence, with an answer that is generated."""
         longest: int = max(tokens for row in self.rows for tokens, _ in row.sequences)
@@ -160,7 +168,7 @@ class Rows(Sequence[Any]):
         """Number of tokens of all rows. A prompt counts once."""
         return sum(len(part) for row in self.rows for part in row.parts)
 
-    @property
+    @cached_property
     def most_sequences(self) -> int:
         """Most sequences of a row."""
         return max(len(row.sequences) for row in self.rows)
@@ -308,3 +316,384 @@ def preference_batch(
             raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="add what is missing")
     batch = choice_batch(prompts, candidates, [0] * len(prompts), pad_token_id=pad_token_id)
     return {**batch, REFERENCE: torch.tensor(references, dtype=torch.float64).view(-1)}
+
+
+TOO_LONG = "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"  # remedy
+MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an evaluation of a run
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads data files as rows of tokens. The first row of a file says which format its rows have.
+
+    Rows of text follow the conventions of TRL's SFTTrainer: ``text``, with loss on every token; or ``messages``, with loss
+    on the assistant's answers or on every token; or ``prompt`` and ``completion``, two strings or two lists of messages,
+    with loss on the completion. Other keys are ignored. The tokenizer's EOS is appended to strings that do not end with it;
+    the chat template ends conversations.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    sequence_length: int  # most tokens of a row, with an answer that is generated
+    options: RowOptions = field(default_factory=RowOptions)
+    labelled_for: PretrainedConfig | None = None  # of the model that classifies the rows; None: a causal language model
+    new_tokens: int | None = None  # most tokens of answers that are generated; None: rows with answers are texts
+    keeps_sources: bool = False  # whether rows of text are kept as JSON as well
+    vocabulary: int | None = None  # rows of the model's embedding; None: unknown
+
+    def read_files(self, data: Path, evaluation: Path | None, eval_split: float | None) -> tuple[Rows, Rows | None]:
+        """Read the rows to train on, and those to evaluate on: of a file, or a share of the training rows.
+
+        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
+        """
+        rows = self.read(data)
+        if eval_split is not None:
+            return rows.split(eval_split)
+        if evaluation is None:
+            return rows, None
+        new = min(MOST_ANSWER_TOKENS, self.sequence_length // 2)
+        return rows, replace(self, options=rows.options, new_tokens=new).read(evaluation)
+
+    def read(self, path: Path) -> Rows:
+        """Read and tokenise a data file."""
+        require_whole("sequence_length", self.sequence_length, 2)
+        takes_labels, options, digest = self.labelled_for is not None, self.options, hashlib.sha256()
+        rows, lengths, columns = [], [], tuple[str, ...]()
+        kind: RowFormat | None = None
+        waiting: list[tuple[int, Any, Any]] = []  # numbers, prompts and labels of rows, until all labels are known
+
+        def take(line: int, row: dict[str, Any], source: Mapping[str, Any]) -> None:
+            nonlocal kind
+            kind = kind or self._format_of(row)
+            tokenized, length = self._tokenized(kind, row, source, line)
+            lengths.append(length)
+            if self._is_kept(kind, length):
+                self._require_learnable(tokenized, length)
+                rows.append(tokenized)
+
+        for line, source in parsed_rows(path, digest):
+            columns = columns or tuple(source)
+            with at_row(path, line):
+                row = options.converted(source, takes_labels=takes_labels)
+                if not (takes_labels or options.labels) and options.is_labelled(row, after_others=bool(waiting)):
+                    waiting.append((line, row["prompt"], row.get("label")))
+                else:
+                    take(line, row, source)
+        if waiting and not lengths:
+            labels = RowOptions().labels_in({"prompt": prompt, "label": label} for _, prompt, label in waiting)
+            options = with_these_labels(options, labels, path)
+        for line, prompt, label in waiting:
+            with at_row(path, line):
+                row = {"prompt": prompt} | ({} if label is None else {"label": label})
+                take(line, options.with_candidates(row), row)
+        assert kind is not None, "a file without rows was refused"
+        long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
+        if not rows:
+            found = f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}"
+            expected = "a row that is short enough, with --too-long drop"
+            remedy = "raise `sequence_length`, or pass --too-long cut"
+            raise DataError(path, found=found, expected=expected, remedy=remedy)
+        new_tokens = self.sequence_length - self._most(kind)
+        return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest.hexdigest())
+
+    def _format_of(self, row: Mapping[str, Any]) -> RowFormat:
+        """The format of a file, by its first row."""
+        if self.labelled_for is not None:
+            return RowFormat.LABELS
+        kind = RowFormat.of(row)
+        if kind is not RowFormat.ANSWERS:
+            return kind
+        if self.new_tokens is None:
+            return RowFormat.TEXT
+        together = f": prompt and answer together have at most `sequence_length`, {self.sequence_length}"
+        require_whole("max_new_tokens", self.new_tokens, 1, self.sequence_length - 1, otherwise=together)
+        return kind
+
+    def _most(self, kind: RowFormat) -> int:
+        """Most tokens of a row, without an answer that is generated."""
+        return self.sequence_length - (self.new_tokens or 0 if kind is RowFormat.ANSWERS else 0)
+
+    def _is_kept(self, kind: RowFormat, tokens: int) -> bool:
+        """Whether a row of this length is kept, perhaps shortened."""
+        choice, is_cut = self.options.too_long, kind in (RowFormat.TEXT, RowFormat.LABELS)
+        if tokens <= self._most(kind) or choice == "drop":
+            return tokens <= self._most(kind)
+        if is_cut and choice != "refuse":
+            return True
+        generates = kind is RowFormat.ANSWERS
+        uncut = "" if is_cut else ", with candidates, preferences or answers, which cannot be cut"
+        asked = "" if choice == "auto" else f" with --too-long {choice}"
+        expected = f"at most {self._most(kind)}{asked}{', so that `max_new_tokens` fit, too' if generates else ''}"
+        remedy = f"{TOO_LONG}{', or lower `max_new_tokens`' if generates else ''}; or pass --too-long "
+        raise row_error(
+            f"a row of {counted(tokens, 'token')}{uncut}", expected, remedy + ("cut or drop" if is_cut else "drop")
+        )
+
+    def _require_learnable(self, row: AnyRow, tokens: int) -> None:
+        """Refuse a text without a token to predict, and a token that the model's embedding does not have."""
+        if isinstance(row, TokenizedRow):
+            _require_prediction(tokens, row.prompt_length, self.sequence_length)
+        if self.vocabulary is not None and (largest := max(map(max, row.parts))) >= self.vocabulary:
+            found = f"the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}"
+            expected = f"ids below {self.vocabulary}, the rows of the model's embedding"
+            remedy = "use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings"
+            raise row_error(found, expected, remedy)
+
+    def _tokenized(self, kind: RowFormat, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[AnyRow, int]:
+        """A row as tokens, shortened where that is possible, and its length."""
+        if kind is RowFormat.TEXT:
+            return self._text(row, source, line)
+        if kind is RowFormat.LABELS:
+            return self._labelled(row)
+        if kind is RowFormat.ANSWERS:
+            return self._question(row)
+        return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
+
+    def _text(self, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
+        kept, most = json.dumps({**source, **row}) if self.keeps_sources else "", self.sequence_length
+        if self.keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
+            row["completion"] = self.tokenizer.eos_token or " "
+        ids, prompt, later = self._sequence(row)
+        later = tuple((start, min(end, most)) for start, end in later if start < most)
+        return TokenizedRow(array("i", ids[:most]), prompt, line, later, kept), len(ids)
+
+    def _labelled(self, row: Mapping[str, Any]) -> tuple[LabelledRow, int]:
+        assert self.labelled_for is not None
+        texts = [row[key] for key in ("text", "text_pair") if key in row]
+        is_valid = "text" in row and all(isinstance(text, str) and text for text in texts)
+        _require(is_valid, _keys(row), "a text 'text', perhaps 'text_pair'", "add or correct them")
+        label = _label(row.get("label"), self.labelled_for)
+        whole = self.tokenizer(*texts, verbose=False)["input_ids"]
+        _require(bool(whole), "a text of no tokens", "at least 1 token", "lengthen the text, or remove the row")
+        kept = self.tokenizer(*texts, verbose=False, truncation=True, max_length=self.sequence_length)
+        types = array("i", kept.get("token_type_ids", []))
+        return LabelledRow(array("i", kept["input_ids"]), types, label), len(whole)
+
+    def _choice(self, row: Mapping[str, Any]) -> tuple[Choice, int]:
+        prompt, answer, candidates = row.get("prompt"), row.get("answer"), row.get("candidates")
+        is_valid = isinstance(prompt, str) and _are_texts(candidates, 2) and all(candidates or ())
+        expected = "a text 'prompt' and two or more texts 'candidates'"
+        _require(is_valid, _keys(row), expected, "add the missing keys")
+        assert isinstance(prompt, str)
+        assert isinstance(candidates, list)
+        right: Any = answer.value if isinstance(answer, Cell) else answer
+        right = [candidates.index(answer)] if answer in candidates else right
+        right = right if isinstance(right, list) else [right]
+        is_valid = bool(right) and all(type(index) is int and 0 <= index < len(candidates) for index in right)
+        found, expected = f"{json.dumps(answer)[:40]} as 'answer'", "one of the candidates, or its index from 0"
+        _require(is_valid, found, expected, "write the right candidate")
+        return _with_tokens(tokenized_choice(prompt, candidates, right, self.tokenizer))
+
+    def _preference(self, row: Mapping[str, Any]) -> tuple[Choice, int]:
+        keys = ("prompt", "chosen", "rejected")
+        kinds = {type(row.get(key)) for key in keys}
+        found = _keys(row) if type(None) in kinds else json.dumps(row)[:60]
+        expected = "'prompt', 'chosen' and 'rejected', all texts or all lists of messages"
+        _require(kinds in ({str}, {list}), found, expected, "correct the row")
+        both = [self._sequence({"prompt": row["prompt"], "completion": row[key]})[:2] for key in keys[1:]]
+        return _with_tokens(_choice_of(both, [0]))
+
+    def _question(self, row: Mapping[str, Any]) -> tuple[Question, int]:
+        prompt, answers = row.get("prompt"), row.get("answers")
+        is_valid = isinstance(prompt, str) and _are_texts(answers, 1)
+        _require(is_valid, _keys(row), "a text 'prompt' and a list of texts 'answers'", "add the missing keys")
+        assert isinstance(answers, list)
+        ids = tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
+        _require(bool(ids), "a prompt of 0 tokens", "at least 1", "write a prompt, or remove the row")
+        return Question(ids, tuple(answers)), len(ids)
+
+    def _sequence(self, row: dict[str, Any]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+        """Token ids, the number of those before the first that is learned, and later ranges that are not learned."""
+        match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
+            case ["text"]:
+                return _text_ids(_string(row, "text"), self.tokenizer), 0, ()
+            case ["messages"] if self.options.train_on == "answers":
+                return self._answers(_messages(row, "messages"))
+            case ["messages"]:
+                return self._chat_ids(_messages(row, "messages")), 0, ()
+            case ["prompt", "completion"] if isinstance(row["prompt"], list):
+                messages = _messages(row, "prompt")
+                prompt = self._chat_ids(messages, reply_follows=True)
+                whole = self._chat_ids(messages + _messages(row, "completion"))
+            case ["prompt", "completion"]:
+                text = _string(row, "prompt", may_be_empty=True)
+                prompt = _text_ids(text, self.tokenizer, append_eos=False)
+                whole = _text_ids(text + _string(row, "completion"), self.tokenizer)
+            case present:
+                remedy = "keep the keys of one of these formats"
+                if not present and row:
+                    remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
+                found = _keys(present or row) if present or row else "the keys (none)"
+                raise row_error(found, "'text', or 'prompt' and 'completion', or 'messages'", remedy)
+        return whole, _prompt_length(prompt, whole), ()
+
+    def _answers(self, messages: list[dict[str, Any]]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+        """A conversation of which the assistant's answers are learned: what ``_sequence`` returns."""
+        whole = self._chat_ids(messages)
+        answers: list[tuple[int, int]] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            start = _prompt_length(self._chat_ids(messages[:index], reply_follows=True) if index else [], whole)
+            is_last = index == len(messages) - 1
+            end = len(whole) if is_last else _prompt_length(self._chat_ids(messages[: index + 1]), whole)
+            if start >= end:
+                found = "a chat template that changes an answer once more messages follow"
+                remedy = "pass --train-on all, or write a row with 'prompt' and 'completion' for each answer"
+                raise row_error(found, "answers that stay the same in a longer conversation", remedy)
+            answers.append((start, end))
+        expected = "at least one message of the assistant, whose tokens are learned"
+        found = "messages without an answer, that is without the role 'assistant'"
+        _require(bool(answers), found, expected, "add the answer, or pass --train-on all")
+        bounds = [*answers, (len(whole), len(whole))]
+        later = tuple((end, start) for (_, end), (start, _) in itertools.pairwise(bounds) if end < start)
+        return whole, answers[0][0], later
+
+    def _chat_ids(self, messages: list[Any], *, reply_follows: bool = False) -> list[int]:
+        found, expected = "messages, with a tokenizer that has no chat template", "a tokenizer with a chat template"
+        remedy = "use a chat model's tokenizer, or write rows of strings"
+        _require(bool(self.tokenizer.chat_template), found, expected, remedy)
+        at = self.options.rendered_at
+        text = render_chat(messages, self.tokenizer, reply_follows=reply_follows, rendered_at=at)
+        # The template writes the special tokens; the tokenizer would add them a second time.
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def with_labels(options: RowOptions, path: Path) -> RowOptions:
+    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels."""
+    labels = options.labels or options.labels_in(row for _, row in parsed_rows(path))
+    return with_these_labels(options, labels, path)
+
+
+def with_these_labels(options: RowOptions, labels: Sequence[str], path: Path) -> RowOptions:
+    """The options with the labels of a file, which are refused if there is one alone."""
+    if len(labels) == 1:
+        found, expected = f"the label {labels[0]!r} in every row", "at least two labels, which are compared"
+        remedy = "name all labels with --labels, or pass --columns completion=NAME"
+        raise DataError(path, found=found, expected=expected, remedy=remedy)
+    return replace(options, labels=tuple(labels))
+
+
+def tokenized_choice(
+    prompt: str, candidates: Sequence[str], answers: Iterable[int], tokenizer: PreTrainedTokenizerBase
+) -> Choice:
+    """Tokenise a question. Each candidate is appended to its prompt as it is, without an EOS.
+
+    A token that spans the end of the prompt and the start of a candidate counts as candidate.
+    """
+    alone = _text_ids(prompt, tokenizer, append_eos=False)
+    wholes = [_text_ids(prompt + candidate, tokenizer, append_eos=False) for candidate in candidates]
+    return _choice_of([(whole, _prompt_length(alone, whole)) for whole in wholes], answers)
+
+
+def _choice_of(sequences: Sequence[tuple[list[int], int]], answers: Iterable[int]) -> Choice:
+    """Sequences, each with the length of its prompt, as completions of the prompt that they share."""
+    shared = min(length for _, length in sequences)
+    return Choice(tuple(sequences[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in sequences), tuple(answers))
+
+
+def _with_tokens(choice: Choice) -> tuple[Choice, int]:
+    """A choice whose texts all have tokens, and the tokens of its longest sequence."""
+    lengths = ", ".join(str(len(candidate)) for candidate in choice.candidates)
+    found = f"a common prompt of {len(choice.prompt)} tokens, completions of {lengths} tokens"
+    _require(all(choice.parts), found, "at least 1 token of each", "lengthen the texts, or remove the row")
+    return choice, max(tokens for tokens, _ in choice.sequences)
+
+
+def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  # noqa: FBT001 - like an assert
+    if not condition:
+        raise row_error(found, expected, remedy)
+
+
+def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
+    """Refuse a row without a token to predict: one after the prompt, not the row's first, and within the length."""
+    found = f"a text of {'1 token' if tokens else 'no tokens'}"
+    expected = "at least 2 tokens, of which the first predicts the second"
+    _require(tokens > 1 or prompt > 0, found, expected, "lengthen the text, or remove the row")
+    found = f"a prompt of {counted(prompt, 'token')}"
+    expected, remedy = "at least one token after the prompt", "write a completion, or remove the row"
+    _require(tokens > prompt, f"{found}, and no token of a completion", expected, remedy)
+    found = f"{found}, which leaves no token of the row's {sequence_length} for the completion"
+    _require(prompt < sequence_length, found, f"a prompt of at most {sequence_length - 1} tokens", TOO_LONG)
+
+
+def _prompt_length(prompt: list[int], whole: list[int]) -> int:
+    # The prompt ends where the two tokenisations differ. That is usually its own length, but a token that spans its end and
+    # the completion's start ("is " + "blue") counts as completion, so that the whole completion is learned.
+    differs = [alone != joined for alone, joined in zip(prompt, whole, strict=False)]
+    return [*differs, True].index(True)
+
+
+def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> list[int]:
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [*ids, eos] if append_eos and eos is not None and ids[-1:] != [eos] else ids
+
+
+def _keys(row: Iterable[str]) -> str:
+    return f"the keys {', '.join(map(repr, row))}"
+
+
+def _are_texts(value: Any, least: int) -> bool:
+    return isinstance(value, list) and len(value) >= least and all(isinstance(text, str) for text in value)
+
+
+def _string(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+    value = row[key]
+    _require(isinstance(value, str), f"{json.dumps(value)[:40]} as {key!r}", "a string", f"write {key!r} as a string")
+    _require(value != "" or may_be_empty, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
+    return str(value)
+
+
+def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    for extra in ("tools", "chat_template_kwargs"):  # a template may print these, and the text would differ without them
+        _require(not row.get(extra), repr(extra), "messages alone", f"remove {extra!r} from the row")
+    value = row[key]
+    messages = [fields if isinstance(fields, dict) else {} for fields in value] if isinstance(value, list) else [{}]
+    typed = all(isinstance(fields.get(name), str) for fields in messages for name in ("role", "content"))
+    expected = "a list of objects with two strings, 'role' and 'content'"
+    _require(typed, f"{json.dumps(value)[:40]} as {key!r}", expected, f"write {key!r} as such a list")
+    _require(any(fields["content"] for fields in messages), f"an empty {key!r}", "some content", "fill in or remove it")
+    return messages
+
+
+# Labels of models that classify or predict numbers
+
+
+def classifies(config: PretrainedConfig) -> bool:
+    """Whether a model's rows have one class each."""
+    if config.problem_type is None:
+        return int(config.num_labels or 1) > 1
+    return bool(config.problem_type == "single_label_classification")
+
+
+def rates_once(config: PretrainedConfig) -> bool:
+    """Whether a model's rows, if they have no class, have one number each instead of a list."""
+    return int(config.num_labels or 1) == 1 and config.problem_type != "multi_label_classification"
+
+
+def padding_of(config: PretrainedConfig) -> int:
+    """The config's padding token, by which a decoder that classifies finds the last token of a row."""
+    pad, vocabulary = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
+    if pad is None or not 0 <= pad < vocabulary:
+        expected = f"a token from 0 to {vocabulary - 1}, by which the model finds the end of a row"
+        remedy = "write the tokenizer's padding token into config.json"
+        raise OptionError("model", found=f"{pad} as the config's pad_token_id", expected=expected, remedy=remedy)
+    return int(pad)
+
+
+def _label(value: Any, config: PretrainedConfig) -> Label:
+    """A row's label as the model's loss takes it."""
+    count, found = int(config.num_labels or 1), f"{json.dumps(value)[:40]} as 'label'"
+    held = value.value if isinstance(value, Cell) else value
+    if classifies(config):
+        names: dict[str, Any] = dict(config.label2id or {})
+        index: Any = names.get(value, held) if isinstance(value, str) else value
+        index = int(index) if isinstance(index, float) and index.is_integer() else index
+        expected = f"a class from 0 to {count - 1}, or one of {', '.join(list(names)[:8])}"
+        _require(type(index) is int and 0 <= index < count, found, expected, "correct the label")
+        return int(index)
+    numbers, is_one = held if isinstance(held, list) else [held], rates_once(config)
+    are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+    is_valid = are_numbers and len(numbers) == count and isinstance(held, list) is not is_one
+    _require(is_valid, found, "a number" if is_one else f"a list of {count} numbers", "correct the label")
+    return float(held) if is_one else tuple(map(float, numbers))

@@ -28,15 +28,16 @@ from zo2adapters.tasks.objectives import CandidateScores, Scored, in_order, is_o
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, TASKS, find_task
 from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.row_reader import classifies, padding_of
 from zo2adapters.tasks.rows import (
     Choice,
     Question,
     Rows,
     TokenizedRow,
     choice_batch,
+    classifies,
     collate,
     file_batches,
+    padding_of,
     preference_batch,
     with_completion,
 )

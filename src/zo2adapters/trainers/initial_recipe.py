@@ -17,7 +17,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat, Survey, survey
-from zo2adapters.tasks.row_reader import RowReader
+from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization

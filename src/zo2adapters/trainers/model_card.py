@@ -18,7 +18,7 @@ from huggingface_hub import ModelCardData
 
 from zo2adapters.models.checkpoint import PROMPT
 from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.row_reader import with_labels
+from zo2adapters.tasks.rows import with_labels
 from zo2adapters.trainers.metrics import best_step, losses_of
 from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.options import TrainOptions

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
-from zo2adapters.tasks.row_source import data_sha256, file_sha256, saved_path
+from zo2adapters.tasks.row_source import file_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
@@ -67,7 +67,7 @@ class RunDirectory:
         if not resume:
             require_new(path)
         self.path, self._resumed, self._lock = path, resume, directory_lock(path)
-        self.checksums: dict[str, str] = {}
+        self._checksums: dict[str, str] = {}
         self._record: dict[str, Any] = {}
         self._created = [] if resume else missing_directories(path)  # deepest first
         with writing(path):
@@ -83,20 +83,19 @@ class RunDirectory:
                 self.close()
                 raise
 
-    def begin(self, options: TrainOptions, tokens: Mapping[str, object], model: BlockModel) -> None:
+    def begin(self, inputs: RunInputs) -> None:
         """Write the record of a new run, or compare that of a resumed one with its options, data, tokens and model."""
-        files = [path for path in (options.data, options.evaluation) if path is not None]
-        self.checksums = {saved_path(path): data_sha256(path) for path in files}
+        options, tokens = inputs.options, inputs.tokens
+        self._checksums = inputs.checksums
         if not self._resumed:
-            self._record = {"options": options.to_json(), "checksums": self.checksums, "tokens": dict(tokens)}
-            self._write_record()
-            self._write_recipe(options)
+            self._write_record({"options": options.to_json(), "checksums": self._checksums, "tokens": tokens}, options)
             return
         with refusing_damage(self.path):
             record = json.loads(read_regular(self.path / OPTIONS))
             saved, saved_tokens, checksums = record["options"], dict(record["tokens"]), checksums_at(options, record)
         for option, path in (("data", options.data), ("evaluation", options.evaluation)):
-            if path is not None and (now := self.checksums[saved_path(path)]) != (before := checksums.get(saved_path(path))):
+            at = None if path is None else saved_path(path)
+            if at is not None and (now := self._checksums[at]) != (before := checksums.get(at)):
                 raise DataError(
                     option,
                     found=f"{path}, which has the sha256 {now[:12]}",
@@ -111,7 +110,7 @@ class RunDirectory:
                 remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
             )
         self._record = record
-        self._require_same_base(options.to_json(), model)
+        self._require_same_base(options.to_json(), inputs.model)
         if options.optimization.lr != "auto":
             self.remove_trials()  # of a process that was killed between its choice and their removal
 
@@ -161,12 +160,12 @@ class RunDirectory:
             names = chain([name], (f"{name}-{number}" for number in count(2)))
             with writing(model):
                 model.rename(next(path for path in map(self.path.joinpath, names) if not os.path.lexists(path)))
-        self._record = {**self._record, "options": now, "checksums": self.checksums}
-        self._write_record()
-        self._write_recipe(options)
+        self._write_record({**self._record, "options": now, "checksums": self._checksums}, options)
 
-    def _write_record(self) -> None:
-        replace_file(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
+    def _write_record(self, record: dict[str, Any], options: TrainOptions) -> None:
+        self._record = record
+        replace_file(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
+        self._write_recipe(options)
 
     def _write_recipe(self, options: TrainOptions) -> None:
         """Write the run's recipe, unless it has been written: a process may have been killed before it was."""
@@ -442,9 +441,7 @@ _TOKENIZER_FILES = (  # in the order of their digest
 )
 
 
-def provenance(
-    inputs: RunInputs, tokens: Mapping[str, object], *, data_sha256: str, devices: str, task: Mapping[str, Any]
-) -> dict[str, Any]:
+def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
     It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
@@ -468,8 +465,8 @@ def provenance(
         **declared,
         **evaluated,
         **task,
-        "data sha256": data_sha256,
-        "tokens": {key: value for key, value in tokens.items() if not key.startswith("evaluation")},
+        "data sha256": inputs.data.sha256,
+        "tokens": {key: value for key, value in inputs.tokens.items() if not key.startswith("evaluation")},
         "tokenizer sha256": tokenizer_sha256(inputs.directory),
         "dtype": opening.dtype,
         "batch size": batching.batch_size,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -18,8 +20,8 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import MODEL_LOSS, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat
-from zo2adapters.tasks.row_reader import RowReader
-from zo2adapters.tasks.rows import Rows, file_batches, training_batches
+from zo2adapters.tasks.row_source import saved_path
+from zo2adapters.tasks.rows import RowReader, Rows, file_batches, training_batches
 from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2core import Workers
@@ -72,7 +74,8 @@ def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchS
     return BatchShape(rows, tokens, fmean(shape.predictions for shape in shapes))
 
 
-class RunInputs(NamedTuple):
+@dataclass(frozen=True)
+class RunInputs:
     """Model, tokenizer and rows of a run."""
 
     options: TrainOptions  # with the values that were chosen for this machine
@@ -109,11 +112,11 @@ class RunInputs(NamedTuple):
     def reopened(self, options: TrainOptions) -> Self:
         """The same rows for a run with other options of model and method."""
         model = options.opened(self.directory)
-        return self._replace(options=options.settled(model), model=model)
+        return replace(self, options=options.settled(model), model=model)
 
     def having(self, **values: Any) -> Self:
         """The same inputs for a run with other values of options that change neither model nor rows."""
-        return self._replace(options=self.options.having(**values))
+        return replace(self, options=self.options.having(**values))
 
     @property
     def files(self) -> list[Rows]:
@@ -136,12 +139,19 @@ class RunInputs(NamedTuple):
         batching = self.options.batching
         return BatchShape.whole(*batching.shape(batching.batch_size * self.most_sequences, self.longest))
 
+    @cached_property
     def tokens(self) -> dict[str, object]:
         """Padding token, and number and digest of the tokens of each data file."""
         tokens: dict[str, object] = {"padding": self.pad}
         for name, rows in zip(("data", "evaluation"), self.files, strict=False):
             tokens |= {f"{name} tokens": rows.tokens, f"{name} sha256": rows.digest()}
         return tokens
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The digest of each data file, by the path that a run saves."""
+        paths = (self.options.data, self.options.evaluation)
+        return {saved_path(path): rows.sha256 for path, rows in zip(paths, self.files, strict=False) if path is not None}
 
     def shapes(self) -> RowShapes:
         """The shapes of the run's batches."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow, training_batches
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
@@ -90,12 +90,11 @@ class Trainer:
             self._make_task(inputs, evaluates=evaluates)
             on_error.callback(self._task.close)
             self._activations, _ = memory = self._reserved_bytes(inputs)
-            tokens = inputs.tokens()
-            run.begin(options, tokens, model)
+            run.begin(inputs)
             open_base = partial(self._method.open, model, None, self._activations, workers=workers)
             self._task.prepare(open_base, self._remaining_rows)
-            digest, devices = run.checksums[saved_path(options.data)], device_kinds(options.storage.device, workers)
-            decides = provenance(inputs, tokens, data_sha256=digest, devices=devices, task=self._task.provenance)
+            devices = device_kinds(options.storage.device, workers)
+            decides = provenance(inputs, devices=devices, task=self._task.provenance)
             self.plan = planned(inputs) if plans else None
             self.engine: Any = self._method.engine(model, memory, provenance=decides, execution=execution, workers=workers)
             on_error.callback(self.engine.close)
@@ -286,7 +285,8 @@ class Trainer:
         best = best_step(engine.journal.evaluations) if options.keep_best else None
         step = engine.version if best is None else best
         card: Any = {"head": options.model_options.head, "is_adapter": options.model_options.trains_adapter}
-        files = files_of_run(engine.journal, version=step, base=options.model, options=options, **card)
+        read = replace(options, rows=self._inputs.data.options)  # with the labels of the rows
+        files = files_of_run(engine.journal, version=step, base=options.model, options=read, **card)
         with ExitStack() as opened:
             if step != engine.version:  # updates cannot be undone: the model is made from the base
                 engine.close()

@@ -294,7 +294,7 @@ def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[
         try:
             inputs = RunInputs.read(options)
             options, plan = inputs.options, planned(inputs)
-            run.begin(options, inputs.tokens(), inputs.model)
+            run.begin(inputs)
             inputs.model.weights.close()
             tried, method = _tried(options), method_of(options)
             rates, schedule = schedule_of(tried)

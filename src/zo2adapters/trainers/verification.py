@@ -22,7 +22,7 @@ from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2adapters.tasks.row_reader import classifies, padding_of, rates_once
+from zo2adapters.tasks.rows import classifies, padding_of, rates_once
 from zo2adapters.trainers.methods import require_finite_base
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.options import ModelOptions, precision_of_run
