@@ -27,11 +27,11 @@ from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
 from zo2adapters.tasks.objectives import LogLikelihood
-from zo2adapters.trainers.allocator import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
 from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import FirstOrder
 from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.process import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import Distribution, Engine, HostPlan, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
@@ -308,7 +308,7 @@ glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's
 FAULTS = """
 import resource, sys
 import torch
-from zo2adapters.trainers.allocator import keep_freed_memory
+from zo2adapters.trainers.process import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def step():
@@ -325,8 +325,8 @@ LEFT = """
 import sys
 import psutil
 import torch
-from zo2adapters.trainers import allocator
-assert allocator.keep_freed_memory(getattr(allocator, sys.argv[1]))
+from zo2adapters.trainers import process
+assert process.keep_freed_memory(getattr(process, sys.argv[1]))
 torch.ones(2**20)
 before = psutil.Process().memory_info().rss
 block = torch.ones(2**24)

@@ -19,15 +19,16 @@ from runs import STEPS, data_sha256, finish, interrupt_after, outcome, resumable
 from safetensors.torch import load_file, save_file
 
 from zo2adapters import open_checkpoint
+from zo2adapters.tasks import row_source
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
+from zo2adapters.trainers.process import device_kinds
 from zo2adapters.trainers.run_directory import RunDirectory, provenance
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.worker_options import device_kinds
 from zo2core import Engine, Journal, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2Error, branch_journal
 from zo2core.errors import DataError, JournalError, OptionError, OutputError
-from zo2core.io.durable import to_line
+from zo2core.io.durable import open_regular, to_line
 from zo2core.journal import copy_journal
 from zo2core.ranges import OptimizerName
 
@@ -241,7 +242,7 @@ def test_a_run_killed_as_it_was_lengthened_goes_on(options: TrainOptions, monkey
     options = replace(options, optimization=Optimization(lr=1e-2))
     finish(options)
 
-    def killed(_: RunDirectory) -> None:
+    def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -257,6 +258,23 @@ def test_a_run_killed_as_it_was_lengthened_goes_on(options: TrainOptions, monkey
     assert run_here("export", "--run", options.output, "--output", options.output.parent / "exported").status == 0
     ours, theirs = (place / "model.safetensors" for place in (options.output / "model", options.output.parent / "exported"))
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("labels", [[], ["--prompt-template", "{prompt} it is", "--columns", "label=completion"]])
+def test_a_run_opens_its_data_once(options: TrainOptions, monkeypatch: pytest.MonkeyPatch, labels: list[str]) -> None:
+    opened: list[str] = []
+
+    def noted(path: Any) -> Any:
+        opened.append(os.fspath(path))
+        return open_regular(path)
+
+    rows = [{"prompt": f"the {word}", "completion": label} for word in WORDS[5:9] for label in ("cat", "dog")]
+    data = options.data.with_name("labelled.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(row_source, "open_regular", noted)
+    given = ("--model", options.model, "--data", data, "--output", options.output, "--steps", 2, "--batch-size", 2)
+    assert run_here("train", *given, *labels).status == 0
+    assert opened.count(str(data)) == 1
 
 
 EVALUATED_STEPS = 4

@@ -23,11 +23,11 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, lea
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan, trainer
-from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import FirstOrder, Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.probes import measured_forward_seconds
+from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, Transfers, duration, plan_of, plan_run
 from zo2adapters.trainers.trainer import Trainer

@@ -23,9 +23,9 @@ from strikes import JOURNAL, strike
 
 from zo2adapters.trainers.metrics import LiveMetrics
 from zo2adapters.trainers.options import Storage, TrackerName, TrainOptions
+from zo2adapters.trainers.process import device_kinds, require_same_steps, storage_of_one, worker_trace
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
-from zo2adapters.trainers.worker_options import device_kinds, require_same_steps, storage_of_one, worker_trace
 from zo2core import Journal, Workers
 from zo2core.errors import OptionError, WorkerError
 from zo2core.planning.memory import free_memory, resident_memory

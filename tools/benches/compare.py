@@ -66,7 +66,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2adapters.trainers.allocator import LARGEST, SMALL, keep_freed_memory, peak_memory
+from zo2adapters.trainers.process import LARGEST, SMALL, keep_freed_memory, peak_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     CudaDevice,

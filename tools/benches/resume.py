@@ -23,7 +23,7 @@ from measuring import add_sizes, alternate, memory_of, ratio, spread, timed, zer
 
 from benches.compare import Measured, side_parser
 from zo2adapters import HFBlockModel
-from zo2adapters.trainers.allocator import keep_freed_memory
+from zo2adapters.trainers.process import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Distribution, Engine, WriteBackPolicy
 from zo2core.perturbation import BESIDE_UP_TO

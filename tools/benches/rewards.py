@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.generation import Generation, plan_generation
-from zo2adapters.trainers.allocator import peak_memory
+from zo2adapters.trainers.process import peak_memory
 from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, MemoryPolicy, PhiloxNoise, ZerothOrder
 
 

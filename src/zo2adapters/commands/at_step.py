@@ -13,8 +13,8 @@ from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.trainers.metrics import best_step
 from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, TrainOptions, precision_of_run
+from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
-from zo2adapters.trainers.worker_options import is_first, local_device, worker_trace
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole, shown
 

@@ -19,8 +19,8 @@ from zo2adapters.commands.options import Command, Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.options import Batching, Resources, RunModelOptions, RunOptions, precision_of_run
+from zo2adapters.trainers.process import WorkerOptions, is_first, torchrun_rank
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
-from zo2adapters.trainers.worker_options import WorkerOptions, is_first, torchrun_rank
 from zo2core.errors import NonFiniteLossError, OptionError, without_effect
 from zo2core.io.durable import read_regular
 from zo2core.ranges import LARGEST, counted, parse_size, require_whole

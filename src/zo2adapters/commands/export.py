@@ -46,12 +46,12 @@ class WritesDirectory(AtStep):
 
     def _files(self, at: AtStep, engine: Engine, **kind: bool) -> dict[str, bytes]:
         """The files beside a model or an adapter of this kind that a run has made."""
-        from zo2adapters.trainers.model_card import files_of_run
+        from zo2adapters.trainers.model_card import files_of_run, rows_of_run
         from zo2core import Journal
 
         with closing(Journal(at.journal)) as journal:
             given: Any = {"version": engine.version, "head": at.model_options.head, **kind}
-            return files_of_run(journal, base=str(at.model), options=self.saved, **given)
+            return files_of_run(journal, base=str(at.model), options=self.saved, rows=rows_of_run(self.saved), **given)
 
     def _export(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
         """Export the engine's model, with a bar."""

@@ -174,13 +174,11 @@ class Chat(Command):
 
     def _rows(self) -> RowOptions | None:
         """The prompts and labels of the run, if a line is the only column of its prompts; None for conversations."""
-        from zo2adapters.trainers.model_card import prompt_of
+        from zo2adapters.trainers.model_card import rows_of_run
 
-        options = None if self.run_directory is None else RunDirectory.options(self.run_directory)
-        if options is None or options.model_options.head != "causal-lm" or len(options.rows.prompt_columns) != 1:
-            return None
-        rows = replace(options.rows, labels=tuple(prompt_of(options.rows, options.data).get("labels", ())))
-        return rows if rows.labels or rows.prompt_template else None
+        rows = rows_of_run(None if self.run_directory is None else RunDirectory.options(self.run_directory))
+        is_prompt = rows is not None and len(rows.prompt_columns) == 1 and (rows.labels or rows.prompt_template)
+        return rows if is_prompt else None
 
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first."""

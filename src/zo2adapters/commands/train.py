@@ -24,26 +24,21 @@ from zo2adapters.commands.journal import metrics_of
 from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments, text_table
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
-from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
+from zo2adapters.trainers.process import SMALL, WorkerOptions, is_first, keep_freed_memory, keeps_memory, torchrun_rank
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     METRICS,
     OPTIONS,
     RunDirectory,
     branched_run,
-    held_directory,
-    replace_file,
-)
-from zo2adapters.trainers.worker_options import (
-    WorkerOptions,
     directory_to_resume,
+    held_directory,
     holds_run,
-    is_first,
-    torchrun_rank,
+    replace_file,
     worker_directory,
 )
 from zo2core.errors import OptionError, ZO2Error

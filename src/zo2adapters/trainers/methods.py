@@ -20,9 +20,9 @@ from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
 from zo2adapters.trainers.metrics import Results, best_step
 from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.process import local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_inputs import BatchShape
-from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import (
     AtSnapshot,
     BlockUpdate,

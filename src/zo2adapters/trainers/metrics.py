@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from zo2adapters.optional_package import optional_package
-from zo2adapters.trainers.allocator import peak_memory
+from zo2adapters.trainers.process import peak_memory
 from zo2core.errors import OutputError, system_errors_as
 
 if TYPE_CHECKING:

@@ -98,18 +98,29 @@ def _card(
     return ("\n".join(["---", yaml.strip(), "---", "", f"# {title}", "", *lines]) + "\n").encode()
 
 
-def files_of_run(journal: Journal, *, base: str, options: TrainOptions | None, head: str, **card: Any) -> dict[str, bytes]:
+def files_of_run(
+    journal: Journal, *, base: str, options: TrainOptions | None, rows: RowOptions | None, head: str, **card: Any
+) -> dict[str, bytes]:
     """The files beside a model or an adapter that a run has made: its card, and the prompts that it was trained on."""
-    prompt = {} if options is None or options.takes_labels else prompt_of(options.rows, options.data)
+    prompt = prompt_of(rows)
     data = None if options is None else str(options.data)
     files = {CARD: model_card(journal, base=base, head=head, data=data, prompt=prompt, **card)}
     return files | ({PROMPT: _json(prompt).encode() + b"\n"} if prompt else {})
 
 
-def prompt_of(rows: RowOptions, data: Path) -> dict[str, Any]:
-    """The template of a run's prompts and the labels among which it chooses; empty if it has none."""
+def rows_of_run(options: TrainOptions | None) -> RowOptions | None:
+    """How the rows of a run are read, with the labels of its data; None for no run, or for labels of the model's config."""
+    if options is None or options.takes_labels:
+        return None
     with suppress(ZO2Error):  # data that has moved; then the run has labels only if it names them
-        rows = with_labels(rows, data)
+        return with_labels(options.rows, options.data)
+    return options.rows
+
+
+def prompt_of(rows: RowOptions | None) -> dict[str, Any]:
+    """The template of a run's prompts and the labels among which it chooses; empty if it has none."""
+    if rows is None:
+        return {}
     return {key: value for key, value in (("prompt_template", rows.prompt_template), ("labels", rows.labels)) if value}
 
 

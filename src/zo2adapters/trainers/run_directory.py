@@ -33,6 +33,7 @@ from zo2adapters.tasks.row_source import file_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.process import torchrun_rank
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
 from zo2core.io.durable import make_directory, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
@@ -208,6 +209,26 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock. May be called twice."""
         self._lock.release()
+
+
+def worker_directory(output: Path) -> Path:
+    """Directory for this process's journal: the run's directory, or one next to it for all but the host's first worker.
+
+    It is named after the local rank, which stays the same when hosts join or leave.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if torchrun_rank() is not None else 0
+    return output if local_rank == 0 else output.with_name(f"{output.name}.worker-{local_rank}")
+
+
+def directory_to_resume(output: Path) -> Path:
+    """Directory to read a run's options from: the worker's directory, or the run's if the worker has none yet."""
+    directory = worker_directory(output)
+    return directory if (directory / OPTIONS).exists() else output
+
+
+def holds_run(output: Path) -> bool:
+    """Whether there is a run that this process can resume or join."""
+    return (directory_to_resume(output) / OPTIONS).exists()
 
 
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers import probes
-from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.methods import GradientRun, ZerothOrderRun, base_model, interval, method_of, require_shareable
 from zo2adapters.trainers.options import RunOptions, TrainOptions
+from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError

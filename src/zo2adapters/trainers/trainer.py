@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -20,11 +19,11 @@ from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow, training_batches
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
-from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
 from zo2adapters.trainers.metrics import LiveMetrics, best_step, losses_of, progress, shown_results, step_record
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.process import device_kinds, is_first, peak_memory, require_same_steps, with_kept_memory
 from zo2adapters.trainers.progress_bar import StepBar, export_bar, sweep_bars, verify_with_progress
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -40,7 +39,6 @@ from zo2adapters.trainers.run_directory import (
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
-from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import CheckpointError, JournalError, NonFiniteLossError, OptionError, OutputError, ScratchError
 from zo2core.io.durable import open_no_follow
@@ -285,8 +283,8 @@ class Trainer:
         best = best_step(engine.journal.evaluations) if options.keep_best else None
         step = engine.version if best is None else best
         card: Any = {"head": options.model_options.head, "is_adapter": options.model_options.trains_adapter}
-        read = replace(options, rows=self._inputs.data.options)  # with the labels of the rows
-        files = files_of_run(engine.journal, version=step, base=options.model, options=read, **card)
+        rows = None if options.takes_labels else self._inputs.data.options  # with the labels of the rows
+        files = files_of_run(engine.journal, version=step, base=options.model, options=options, rows=rows, **card)
         with ExitStack() as opened:
             if step != engine.version:  # updates cannot be undone: the model is made from the base
                 engine.close()

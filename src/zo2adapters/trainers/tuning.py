@@ -23,12 +23,14 @@ from zo2adapters.trainers.methods import RunMethod, can_share, method_of, open_s
 from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.process import is_first, storage_of_one
 from zo2adapters.trainers.run_directory import (
     CHOICE,
     JOURNAL,
     METRICS,
     TRIALS,
     RunDirectory,
+    holds_run,
     replace_file,
     require_new,
     writing,
@@ -36,7 +38,6 @@ from zo2adapters.trainers.run_directory import (
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of, planned
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.worker_options import holds_run, is_first, storage_of_one
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OutputError, without_effect
 from zo2core.estimators import is_refused

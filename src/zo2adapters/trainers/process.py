@@ -1,7 +1,15 @@
-"""Options of workers that ``torchrun`` started, and the values that they have to agree on."""
+"""This process of a run: its place among the workers that ``torchrun`` started, and the memory that it keeps.
+
+Note: freed memory. By default glibc returns large blocks to the system as soon as they are freed, and the system zeroes
+their pages again when they are next allocated: several hundred thousand pages a step. If freed memory is kept, the next
+step's activations reuse it without page faults. The setting applies to the whole process, so the command ``zo2 train``
+makes it and the library never does.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zo2adapters.trainers.run_directory import OPTIONS
+import psutil
+
 from zo2core.errors import without_effect
 from zo2core.ranges import require_whole
 
-_SHARE = 0.9  # share of the free memory that the workers of a host use together
-
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import Storage
-    from zo2core import Workers
+    from zo2core import HostPlan, Workers
+
+_SHARE = 0.9  # share of the free memory that the workers of a host use together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +60,6 @@ def torchrun_rank() -> int | None:
 def is_first(workers: Workers | None) -> bool:
     """Whether this process is the worker that prints, and writes files that are written once."""
     return workers is None or workers.rank == 0
-
-
-def worker_directory(output: Path) -> Path:
-    """Directory for this process's journal: the run's directory, or one next to it for all but the host's first worker.
-
-    It is named after the local rank, which stays the same when hosts join or leave.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if torchrun_rank() is not None else 0
-    return output if local_rank == 0 else output.with_name(f"{output.name}.worker-{local_rank}")
-
-
-def directory_to_resume(output: Path) -> Path:
-    """Directory to read a run's options from: the worker's directory, or the run's if the worker has none yet."""
-    directory = worker_directory(output)
-    return directory if (directory / OPTIONS).exists() else output
-
-
-def holds_run(output: Path) -> bool:
-    """Whether there is a run that this process can resume or join."""
-    return (directory_to_resume(output) / OPTIONS).exists()
 
 
 def worker_trace(trace: Path | None, workers: Workers | None) -> Path | None:
@@ -108,3 +97,49 @@ def device_kinds(device: str, workers: Workers | None) -> str:
     """Kinds of the devices of all workers."""
     kind = device.partition(":")[0]
     return kind if workers is None else "+".join(sorted({*workers.all_gather(kind)}))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+_NEVER = -1  # glibc converts it to the largest size
+LARGEST = 1 << 30  # bytes of the largest block that is kept; larger blocks are returned to the system
+SMALL = 1 << 25  # the same where graphs take all spare memory, and the largest value that glibc accepts before 2.35
+
+KEPT = "memory kept by the allocator"
+
+
+def with_kept_memory(plan: HostPlan, activation_bytes: int) -> HostPlan:
+    """Add the freed memory that the process keeps: as much as activations and logits need, once more.
+
+    Most of it was in use before, so the peak hardly rises; but it is fragmented, and not every allocation fits into it.
+    """
+    from zo2core.planning.memory import MemoryPart
+
+    kept = activation_bytes if activation_bytes <= plan.spare else 0
+    part = MemoryPart(KEPT if kept else f"{KEPT}: none, returned to the system", kept)
+    return replace(plan, parts=(*plan.parts, part))
+
+
+def keeps_memory(plan: HostPlan) -> bool:
+    """Whether the plan has room for freed memory that is kept."""
+    return any(part.name == KEPT and part.nbytes > 0 for part in plan.parts)
+
+
+def keep_freed_memory(largest: int = LARGEST) -> bool:
+    """Tell glibc to keep freed memory for this process. Other C libraries are left alone."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError if the library is not glibc
+        mallopt = libc.mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    is_set = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (largest, SMALL))
+    return is_set and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
+
+
+def peak_memory() -> int:
+    """Peak host memory of this process in bytes; its present memory on systems that do not record the peak."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        # getrusage would include the memory of the process that started this one.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return int(psutil.Process().memory_info().rss)
