@@ -24,7 +24,7 @@ def optional_package(name: str, *, install: str) -> Any:
     except ModuleNotFoundError as error:
         extra = install.removeprefix("zo2core")
         remedy = f"pip install '{install}'" + (f"; in a clone: pip install '.{extra}'" if extra != install else "")
-        raise MissingPackageError(name, found="no such package", expected="it installed", remedy=remedy) from error
+        raise MissingPackageError(name, "no such package", "it installed", remedy) from error
 
 
 def executorch(module: str) -> Any:

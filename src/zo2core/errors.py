@@ -17,7 +17,7 @@ class ZO2Error(Exception):
         remedy: What the user can do, as an imperative sentence without a full stop.
     """
 
-    def __init__(self, where: object, *, found: str, expected: str, remedy: str) -> None:
+    def __init__(self, where: object, found: str, expected: str, remedy: str) -> None:
         self.where = str(where)
         self.is_of_path = isinstance(where, PathLike)  # a path may have the name of an option
         self.found = found
@@ -90,7 +90,7 @@ class DivergenceError(ZO2Error):
         best_step: Version of the best weights, from which to branch the run.
     """
 
-    def __init__(self, where: object, *, found: str, expected: str, remedy: str, best_step: int) -> None:
+    def __init__(self, where: object, found: str, expected: str, remedy: str, *, best_step: int) -> None:
         self.best_step = best_step
         super().__init__(where, found=found, expected=expected, remedy=remedy)
 

@@ -59,18 +59,17 @@ class AtStep(Command):
             return replace(self, model=base).resolved()
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
             found = "neither" if self.model is None and self.run_directory is None else "--run with --model or --journal"
-            raise OptionError("model", found=found, expected="either --model or --run", remedy="pass one of the two")
+            raise OptionError("model", found, "either --model or --run", "pass one of the two")
         model_options = self.model_options
         saved = self.saved
         if saved is None or self.run_directory is None:
             model_options.require_valid()
             if model_options.adapter is not None and not model_options.adapter.is_dir():
                 expected = "a directory that save_pretrained wrote"
-                raise OptionError("adapter", found=str(model_options.adapter), expected=expected, remedy="check the path")
+                raise OptionError("adapter", str(model_options.adapter), expected, "check the path")
             if model_options.lora_rank is not None:
                 expected = "none: the adapter that a run has trained is in its directory"
-                remedy = "pass --run or --adapter DIR"
-                raise OptionError("lora_rank", found=str(model_options.lora_rank), expected=expected, remedy=remedy)
+                raise OptionError("lora_rank", str(model_options.lora_rank), expected, "pass --run or --adapter DIR")
             replays = self.journal is not None  # and has to round as the run did
             precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu")
             return replace(self, model_options=replace(model_options, precision=precision))
@@ -242,12 +241,12 @@ class AtStep(Command):
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
         if workers is not None:
-            found, remedy = "a run of first-order steps under torchrun", "start the command without torchrun"
-            raise OptionError("run_directory", found=found, expected="one process", remedy=remedy)
+            found = "a run of first-order steps under torchrun"
+            raise OptionError("run_directory", found, "one process", "start the command without torchrun")
         base, own = str(journal.header["base"]), model.weights.fingerprint
         if base != own:
             found, expected = f"a run on the base {base[:12]}", f"a run on {own[:12]}, the base of this command"
-            raise JournalError(self.journal, found=found, expected=expected, remedy="pass the run's own base and adapter")
+            raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
         return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
 
@@ -262,5 +261,5 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     if missing:
         found = f"no digest for {len(missing)} of {len(model.layouts)} segments of the base"
         remedy = "resume the run for a step with --verify-base, or leave --verify-base out"
-        raise JournalError(path, found=found, expected="a digest for each, which zo2 train writes", remedy=remedy)
+        raise JournalError(path, found, "a digest for each, which zo2 train writes", remedy)
     verify_with_progress(model, journal)

@@ -349,6 +349,5 @@ def docstrings_and_code(source: str) -> tuple[list[str], list[str]]:
 
 
 def _too_little(found: str, expected: str) -> DataError:
-    found = f"{found} in the source files of the standard library"
     remedy = "use a Python installation that includes the source of its standard library"
-    return DataError(sysconfig.get_path("stdlib"), found=found, expected=expected, remedy=remedy)
+    return DataError(sysconfig.get_path("stdlib"), f"{found} in the source files of the standard library", expected, remedy)

@@ -148,7 +148,7 @@ class Evaluate(AtStep):
             _, rows = reader.read_files(saved.data, saved.evaluation, saved.eval_split)
         else:
             found = "none" if saved is None else "none, for a run without rows to evaluate on"
-            raise OptionError("data", found=found, expected="a file of rows", remedy="pass --data FILE")
+            raise OptionError("data", found, "a file of rows", "pass --data FILE")
         assert rows is not None, "the run evaluates"
         if rows.format is RowFormat.PREFERENCES:
             found = f"{self.data or 'the rows of the run'}, rows of preferences"
@@ -195,9 +195,8 @@ def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) ->
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:
         require_finite_base(model, at.base())
-        found = f"a loss or log-likelihood of {not_finite[0]}"
         remedy = "evaluate an earlier step with --at, or in a wider --dtype: the base's weights are finite"
-        raise NonFiniteLossError("evaluation", found=found, expected="finite numbers", remedy=remedy)
+        raise NonFiniteLossError("evaluation", f"a loss or log-likelihood of {not_finite[0]}", "finite numbers", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,10 +301,10 @@ def require_consistent(task: str, options: RunOptions) -> None:
         (model_options.adapter_option, model_options.adapter_name, "because an adapter trains on rows of zo2 rows"),
     ):
         if found is not None:
-            raise OptionError(option, found=f"{found} with --task", expected=f"none, {why}", remedy="leave it out")
+            raise OptionError(option, f"{found} with --task", f"none, {why}", "leave it out")
     if torchrun_rank() is not None:
-        expected, remedy = "rows that exist when the workers start", "write them with zo2 rows, and pass them as --data"
-        raise OptionError("task", found=f"{task} under torchrun", expected=expected, remedy=remedy)
+        remedy = "write them with zo2 rows, and pass them as --data"
+        raise OptionError("task", f"{task} under torchrun", "rows that exist when the workers start", remedy)
 
 
 def _score(command: Train, model: str, rows: Path, name: str) -> None:

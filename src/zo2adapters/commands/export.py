@@ -35,9 +35,9 @@ class WritesDirectory(AtStep):
 
         require_unused(self.output)
         if self.output.suffix.lower() in _FILES:
-            expected, name = "a directory, which gets the model's files", self.output.with_suffix("")
+            name = self.output.with_suffix("")
             remedy = f"pass --output {name}; for a GGUF file in it, zo2 export with --format gguf"
-            raise OutputError(self.output, found="the name of a file", expected=expected, remedy=remedy)
+            raise OutputError(self.output, "the name of a file", "a directory, which gets the model's files", remedy)
         self._write(self.resolved())
 
     def _write(self, at: AtStep) -> None:
@@ -94,12 +94,12 @@ class Export(WritesDirectory):
         """Refuse options of the other format."""
         if self.format == "huggingface" and self.gguf_type != "auto":
             remedy = "pass --format gguf as well, or leave it out"
-            raise OptionError("gguf_type", found=self.gguf_type, expected="auto without --format gguf", remedy=remedy)
+            raise OptionError("gguf_type", self.gguf_type, "auto without --format gguf", remedy)
         if self.output_dtype != "auto" and (self.format == "gguf" or self.as_adapter):
             expected, remedy = "auto for an adapter, which is float32", "leave it out"
             if self.format == "gguf":
                 expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
-            raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy=remedy)
+            raise OptionError("output_dtype", self.output_dtype, expected, remedy)
 
     def run(self) -> None:
         """Replay the run and write the model, also where the library is called."""
@@ -115,7 +115,7 @@ class Export(WritesDirectory):
         if is_gguf_file and self.as_adapter and not has_adapter:
             found = "norms and embeddings, which a run with --rank changes, too"
             expected = "a merged model, since llama.cpp's adapters change linear layers alone"
-            raise OptionError("as_adapter", found=found, expected=expected, remedy="leave it out")
+            raise OptionError("as_adapter", found, expected, "leave it out")
         model = at.open_model(export_dtype=self.output_dtype)
         merges = has_adapter and is_gguf_file and not self.as_adapter
         with at.engine(model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES) as engine:
@@ -147,8 +147,8 @@ class Merge(WritesDirectory):
 
         adapter, head = at.model_options.adapter, at.model_options.head
         if at.journal is None and adapter is None:
-            expected, remedy = "the directory of an adapter, or a run", "pass --model BASE --adapter DIR, or --run DIR"
-            raise OptionError("adapter", found="none", expected=expected, remedy=remedy)
+            remedy = "pass --model BASE --adapter DIR, or --run DIR"
+            raise OptionError("adapter", "none", "the directory of an adapter, or a run", remedy)
         model = at.open_model()
         with at.engine(model, activation_bytes=merging_bytes(model)) as engine:
             if at.journal is None:
@@ -224,8 +224,7 @@ class Push(Command):
         """Upload the directory, and print its address."""
         exported = self._exported()
         if re.fullmatch(r"[\w.-]+/[\w.-]+", self.to) is None:
-            expected, remedy = "a name such as user/name", "pass the name of a repository"
-            raise OptionError("to", found=repr(self.to), expected=expected, remedy=remedy)
+            raise OptionError("to", repr(self.to), "a name such as user/name", "pass the name of a repository")
         import huggingface_hub
 
         hub = huggingface_hub.HfApi()
@@ -238,7 +237,7 @@ class Push(Command):
         except Exception as error:  # the hub, the network and the login fail with many kinds of errors
             found = f"{self.to}, which the hub refuses ({type(error).__name__}: {error})".splitlines()[0][:300]
             remedy = "check the name and the network, and log in with hf auth login"
-            raise OptionError("to", found=found, expected="a repository that you may write to", remedy=remedy) from error
+            raise OptionError("to", found, "a repository that you may write to", remedy) from error
         print(f"https://huggingface.co/{self.to}")
 
     def _exported(self) -> Path:
@@ -249,5 +248,5 @@ class Push(Command):
         if not all(has):
             found = f"no {' or '.join(_CONFIGS if has[0] else _WEIGHTS)}" if path.is_dir() else "no directory"
             remedy = f"write it with zo2 export --run {self.directory}" if is_run else "pass a run, or what zo2 export wrote"
-            raise OptionError(path, found=found, expected="an exported model or adapter", remedy=remedy)
+            raise OptionError(path, found, "an exported model or adapter", remedy)
         return path

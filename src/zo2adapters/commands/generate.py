@@ -183,15 +183,13 @@ class Chat(Command):
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first."""
         if self.model is not None and (Path(self.model) / JOURNAL).is_file():
-            found, remedy = f"{self.model}, the directory of a run", f"zo2 chat {self.model}"
-            raise OptionError("model", found=found, expected="a model", remedy=remedy)
+            raise OptionError("model", f"{self.model}, the directory of a run", "a model", f"zo2 chat {self.model}")
         opening = RunModelOptions(**vars(self.model_options))
         if self.run_directory is None and (self.model is not None or self.adapters):
             return self._adapted(AtStep(model=self.model, model_options=opening, resources=self.resources))
         if self.run_directory is None or self.model is not None:
             found = "no model and no run's directory" if self.model is None else "both --model and a run's directory"
-            expected = "either --model or a run's directory"
-            raise OptionError("model", found=found, expected=expected, remedy="pass one of the two")
+            raise OptionError("model", found, "either --model or a run's directory", "pass one of the two")
         if self.adapters:
             raise without_effect("adapter", f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone")
         run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, resources=self.resources)
@@ -203,8 +201,8 @@ class Chat(Command):
             raise without_effect("at", f"{self.at} without a run", "a run's directory")
         names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
-            expected, remedy = f"different names, none of them {_BASE!r}", "rename one of the directories, or pass links"
-            raise OptionError("adapter", found=f"the names {', '.join(names)}", expected=expected, remedy=remedy)
+            remedy = "rename one of the directories, or pass links"
+            raise OptionError("adapter", f"the names {', '.join(names)}", f"different names, none of them {_BASE!r}", remedy)
         adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
         variants = [replace(base, model_options=model_options).resolved() for model_options in adapted]
         if variants:  # an adapter may have named the base
@@ -339,8 +337,8 @@ class _Conversation(_Session):
             switches, slash, rest = self.commands.rpartition("/help")
             self.commands = f"{switches}/reset forgets the conversation, {slash}{rest}"
         else:
-            found, remedy = "a tokenizer without a chat template", "continue plain text with zo2 generate --prompt TEXT"
-            raise DataError(self._at.base(), found=found, expected="the tokenizer of a chat model", remedy=remedy)
+            remedy = "continue plain text with zo2 generate --prompt TEXT"
+            raise DataError(self._at.base(), "a tokenizer without a chat template", "the tokenizer of a chat model", remedy)
 
     def take(self, line: str) -> None:
         """Answer a line, or do what it commands."""

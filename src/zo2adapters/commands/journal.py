@@ -35,7 +35,7 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
         if (path.parent / OPTIONS).exists():
             found, expected = "no record: the process ended before the run's first step", "a run that has begun"
             remedy = f"continue it with zo2 train --resume {path.parent}"
-        raise JournalError(path, found=found, expected=expected, remedy=remedy)
+        raise JournalError(path, found, expected, remedy)
     steps = journal.version
     if step is None or step > steps:
         journal.require_version(align_rows(raw, journal).steps_seen, METRICS)

@@ -229,7 +229,7 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
 
 def _refused(found: str, expected: str, remedy: str) -> OptionError:
     """The error of a command line."""
-    return OptionError("command line", found=found, expected=expected, remedy=remedy)
+    return OptionError("command line", found, expected, remedy)
 
 
 def _with_hyphens(argument: str) -> str:
@@ -322,7 +322,7 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
     """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
 
     def refused(found: str, expected: str, remedy: str) -> OptionError:
-        return OptionError(where, found=found, expected=expected, remedy=remedy)
+        return OptionError(where, found, expected, remedy)
 
     listed = {option.name: option for option in option_fields(options)}
     arguments, seen = list[str](), set[str]()
@@ -377,8 +377,7 @@ def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, objec
         for name, of_section in value.items():
             section = section_of(str(name).replace("-", "_"))
             if section not in (None, key):
-                found, expected = f"{name} in the section {key}", f"it in the section {section}"
-                raise OptionError(where, found=found, expected=expected, remedy="move it there")
+                raise OptionError(where, f"{name} in the section {key}", f"it in the section {section}", "move it there")
             yield name, of_section
 
 
@@ -399,7 +398,7 @@ def unknown_option(where: str, found: str, name: str, listed: Iterable[OptionFie
     else:
         expected = f"an option of {command}; did you mean {written[nearest]}"
         remedy = f"write {written[nearest]}, or leave it out"
-    return OptionError(where, found=found, expected=expected, remedy=remedy)
+    return OptionError(where, found, expected, remedy)
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
@@ -432,8 +431,7 @@ def require_command(name: str, commands: Sequence[str]) -> None:
     """Refuse the name of a command that there is not."""
     if name not in commands:
         near = next(iter(difflib.get_close_matches(name, commands, n=1)), None)
-        expected = f"one of {', '.join(commands)}{_meant(near)}"
-        raise OptionError("command", found=repr(name), expected=expected, remedy="see zo2 --help")
+        raise OptionError("command", repr(name), f"one of {', '.join(commands)}{_meant(near)}", "see zo2 --help")
 
 
 def program_help(commands: Mapping[str, type]) -> str:
@@ -592,17 +590,16 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
     is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         where = "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory"
-        found, expected = f"none left ({message})", "enough for these options"
-        return MemoryBudgetError(where, found=found, expected=expected, remedy="free memory")
+        return MemoryBudgetError(where, f"none left ({message})", "enough for these options", "free memory")
     if isinstance(error, RuntimeError) and "start new thread" in message:
         remedy = "raise ulimit -u, or the control group's pids.max"
-        return DeviceError("threads", found="that no more can be started", expected="a few more", remedy=remedy)
+        return DeviceError("threads", "that no more can be started", "a few more", remedy)
     if isinstance(error, OSError) and isinstance(error.filename, str):
-        expected, remedy = "a usable path", "check the path, its disk and your permissions"
-        return OutputError(error.filename[:300], found=reason(error), expected=expected, remedy=remedy)
+        remedy = "check the path, its disk and your permissions"
+        return OutputError(error.filename[:300], reason(error), "a usable path", remedy)
     if isinstance(error, OSError):
-        expected, remedy = "an output that can be written", "redirect the output elsewhere"
-        return OutputError("standard output", found=reason(error), expected=expected, remedy=remedy)
+        remedy = "redirect the output elsewhere"
+        return OutputError("standard output", reason(error), "an output that can be written", remedy)
     return None
 
 

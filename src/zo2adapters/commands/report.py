@@ -91,8 +91,8 @@ def read_run(directory: Path) -> Run:
     """Read a run's directory without changing it."""
     journal = read_journal(directory / JOURNAL, run=directory)
     if not journal.steps:
-        expected, remedy = "the journal of a run with steps", "pass the directory of another run"
-        raise JournalError(directory / JOURNAL, found="no step", expected=expected, remedy=remedy)
+        remedy = "pass the directory of another run"
+        raise JournalError(directory / JOURNAL, "no step", "the journal of a run with steps", remedy)
     with refusing_damage(directory):
         options = dict(json.loads(read_regular(directory / OPTIONS))["options"])
     gradient_forwards = ADAPTER_FORWARDS  # if the options do not say

@@ -122,8 +122,7 @@ class Train(RunOptions, Command):
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume or to branch from, with the changes allowed."""
         if self.resume is None and self.from_step is not None:
-            expected, remedy = "--resume DIR", "pass the run to branch from"
-            raise OptionError("from_step", found="no --resume", expected=expected, remedy=remedy)
+            raise OptionError("from_step", "no --resume", "--resume DIR", "pass the run to branch from")
         if self.resume is None:
             self._require("model", "data", "output", expected="a value, or --resume DIR")
             return self._of(self.data, self.output)
@@ -133,7 +132,7 @@ class Train(RunOptions, Command):
         if self.model is None or self.data is None:  # nothing was filled in from the run
             return saved
         if self.output is not None and self.output.resolve() != self.resume.resolve():
-            raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
+            raise OptionError("output", str(self.output), "none beside --resume", "leave it out")
         given = self._of(self.data, self.resume).settled_as(saved)
         remedy = "start a new run, or branch with --from-step"
         require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, remedy=remedy)
@@ -143,14 +142,13 @@ class Train(RunOptions, Command):
         """Refuse the command without these options."""
         for option in options:
             if getattr(self, option) is None:
-                raise OptionError(option, found="nothing", expected=expected, remedy="see zo2 train --help")
+                raise OptionError(option, "nothing", expected, "see zo2 train --help")
 
     def _require_none(self, *options: str, beside: str, expected: str, remedy: str = "leave it out") -> None:
         """Refuse the command with one of these options."""
         for option in options:
             if getattr(self, option) is not None:
-                found = f"{getattr(self, option)} {beside}"
-                raise OptionError(option, found=found, expected=f"none{expected}", remedy=remedy)
+                raise OptionError(option, f"{getattr(self, option)} {beside}", f"none{expected}", remedy)
 
     def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
         """The options of a run of this command with these paths."""
@@ -187,7 +185,7 @@ class Train(RunOptions, Command):
         if (method := saved.first_order.method) is not None:
             expected = "a run of zeroth-order steps, which are replayed"
             remedy = "export its adapter with zo2 export --at, and start a new run with --adapter"
-            raise OptionError("from_step", found=f"a run of --method {method}", expected=expected, remedy=remedy)
+            raise OptionError("from_step", f"a run of --method {method}", expected, remedy)
         self._require("output", expected="a directory for the new run")
         given = replace(self, model=self.model or saved.model)._of(self.data or saved.data, self.output)
         require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, Change.BRANCH, remedy="or start a new run")
@@ -221,24 +219,24 @@ class Train(RunOptions, Command):
         expected = ", because its runs continue by the same command"
         self._require_none("task", "resume", "from_step", "shots", beside="with --runs", expected=expected)
         if torchrun_rank() is not None:
-            raise OptionError("runs", found="torchrun", expected="one process", remedy="start it without torchrun")
+            raise OptionError("runs", "torchrun", "one process", "start it without torchrun")
         self._require("model", "data", "output")
         assert self.output is not None
         if self.execution != Execution():
-            raise OptionError("runs", found="--trace or the like", expected="none of it", remedy="leave it out")
+            raise OptionError("runs", "--trace or the like", "none of it", "leave it out")
         planned = dict[str, TrainOptions]()
         for name, values in read_differences(runs).items():
             command = self._of_together(runs, name, values)
             if command.optimization.lr == "auto":
                 expected = "a number with --runs, each of whose runs has its own"
-                raise OptionError(f"{runs}, {name}: lr", found="auto", expected=expected, remedy="use zo2 tune")
+                raise OptionError(f"{runs}, {name}: lr", "auto", expected, "use zo2 tune")
             if command.own_functions not in (None, self.own_functions):
                 option, named = command.own_functions
                 raise _unnamed(option, named, named, f"{runs}, {name}: ")
             is_there = holds_run(self.output / name)
             planned[name] = replace(command, resume=self.output / name if is_there else None).options()
         if not planned:
-            raise OptionError(runs, found="no run", expected="at least one", remedy="write a line for each run")
+            raise OptionError(runs, "no run", "at least one", "write a line for each run")
         train_together(planned, self.output)
 
     def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Self:
@@ -300,8 +298,7 @@ class Train(RunOptions, Command):
 
         refused = "--from-step" if self.from_step is not None else "torchrun" if workers is not None else None
         if refused is not None:
-            remedy = "pass the rate that zo2 tune finds"
-            raise OptionError("lr", found=f"auto with {refused}", expected="a number", remedy=remedy)
+            raise OptionError("lr", f"auto with {refused}", "a number", "pass the rate that zo2 tune finds")
         try:
             return with_chosen_rate(options, resume=self.resume is not None, announce=tell)
         except KeyboardInterrupt:
@@ -351,7 +348,7 @@ def arguments_of_recipe(
     try:
         command: Train = parse_options("train", Train, arguments)
     except OptionError as error:
-        raise OptionError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+        raise OptionError(where, error.found, error.expected, error.remedy) from error
     own = None if later is None else command.own_functions
     if own is not None and f"--{own[0]}" not in {argument.partition("=")[0] for argument in later or ()}:
         raise _unnamed(*own, own[1], f"{where}: ")
@@ -361,8 +358,7 @@ def arguments_of_recipe(
 def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionError:
     """The error of functions that a file or directory names, which may be somebody else's, and the command line does not."""
     expected = "the same functions on the command line, because their code will be run"
-    remedy = f"read the file, and pass --{option} {named} if you trust it"
-    return OptionError(f"{where}{option}", found=found, expected=expected, remedy=remedy)
+    return OptionError(f"{where}{option}", found, expected, f"read the file, and pass --{option} {named} if you trust it")
 
 
 # Several runs of one base at once, each in a directory of its own, where it can continue alone
@@ -377,18 +373,18 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     try:
         named = read_recipe(path)
     except OptionError as error:
-        raise OptionError(path, found=error.found, expected=f"a YAML file with {example}", remedy=error.remedy) from error
+        raise OptionError(path, error.found, f"a YAML file with {example}", error.remedy) from error
     if len(named) > MOST_RUNS:
         expected = f"at most {MOST_RUNS}, which take their steps together"
-        raise OptionError(path, found=counted(len(named), "run"), expected=expected, remedy="write several files")
+        raise OptionError(path, counted(len(named), "run"), expected, "write several files")
     for name, given in named.items():
         values = {} if given is None else given
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
             expected = "a name of letters and digits, which its directory gets, and its options, for each run"
-            raise OptionError(path, found=f"{name!r}: {str(values)[:80]}", expected=expected, remedy=f"write {example}")
+            raise OptionError(path, f"{name!r}: {str(values)[:80]}", expected, f"write {example}")
         if common := [str(option) for option in values if option in _SAME]:
-            expected, remedy = "options in which runs of one base may differ", f"pass {flag(common[0])} for all runs"
-            raise OptionError(f"{path}, {name}", found=common[0], expected=expected, remedy=remedy)
+            remedy = f"pass {flag(common[0])} for all runs"
+            raise OptionError(f"{path}, {name}", common[0], "options in which runs of one base may differ", remedy)
         runs[name] = values
     return runs
 
@@ -401,7 +397,7 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
         try:
             require_shareable(options)
         except OptionError as error:
-            raise OptionError(name, found=error.found, expected=error.expected, remedy=error.remedy) from error
+            raise OptionError(name, error.found, error.expected, error.remedy) from error
     held = held_directory(output)  # before its runs': else two processes take some of them each, and both end
     tell(f"{len(runs)} runs share each pass over the blocks: {', '.join(runs)}")
     with held, open_shared_base(next(iter(runs.values()))) as shared:
@@ -523,7 +519,7 @@ class Plan(Train):
             options = replace(options, storage=replace(options.storage, device="cuda"))
         elif options.storage.device_memory == "auto" and options.storage.device != "cpu":
             expected = "the memory of the GPU for a plan, which needs none in this machine"
-            raise OptionError("device_memory", found="auto", expected=expected, remedy="pass it, such as 24GB")
+            raise OptionError("device_memory", "auto", expected, "pass it, such as 24GB")
         return options
 
 
@@ -561,7 +557,7 @@ class Tune(RunOptions, Command):
             ("steps", self.steps, RunOptions().steps, "no --steps, because --forwards sets the budget", "leave it out"),
         ):
             if value != default:
-                raise OptionError(option, found=repr(value), expected=expected, remedy=remedy)
+                raise OptionError(option, repr(value), expected, remedy)
 
     def run(self) -> None:
         """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""

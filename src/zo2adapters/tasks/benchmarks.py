@@ -192,7 +192,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 def benchmark_of(name: str) -> Benchmark:
     """Look up a benchmark by name."""
     if name not in BENCHMARKS:
-        raise OptionError("task", found=repr(name), expected=f"one of {', '.join(BENCHMARKS)}", remedy="pass one of these")
+        raise OptionError("task", repr(name), f"one of {', '.join(BENCHMARKS)}", "pass one of these")
     return BENCHMARKS[name]
 
 
@@ -248,5 +248,5 @@ def _file(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) ->
     if not paths:
         expected = f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}"
         remedy = "check the directory, or leave it out to download the rows from the hub"
-        raise DataError(directory, found=f"no {names[0]}.jsonl", expected=expected, remedy=remedy)
+        raise DataError(directory, f"no {names[0]}.jsonl", expected, remedy)
     return paths[0]

@@ -79,8 +79,8 @@ def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
     if temperature:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
     if top_p != 1:
-        found, expected = f"{top_p} with a temperature of 0, which takes the likeliest token", "a temperature above 0"
-        raise OptionError("top_p", found=found, expected=expected, remedy="set `temperature` to 1, or leave `top_p` out")
+        found = f"{top_p} with a temperature of 0, which takes the likeliest token"
+        raise OptionError("top_p", found, "a temperature above 0", "set `temperature` to 1, or leave `top_p` out")
     return None
 
 
@@ -133,8 +133,7 @@ class NextToken:
         logits = self._model.logits(self._model.by_token(activations.hidden)[:, -1]).float()
         largest, tokens = logits.max(dim=-1)  # NaN if any logit is
         if not bool(largest.isfinite().all()):
-            found, expected = "logits that are not finite", "finite logits"
-            raise NonFiniteLossError("generation", found=found, expected=expected, remedy="check the weights")
+            raise NonFiniteLossError("generation", "logits that are not finite", "finite logits", "check the weights")
         return tokens if self._sampling is None else self._sampling.tokens(logits, batch[DRAW])
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
@@ -343,7 +342,7 @@ def generate(  # noqa: D417 - six arguments share a line
 
 def _unsupported(config: PretrainedConfig, found: str, expected: str) -> UnsupportedModelError:
     remedy = "export the model and generate with transformers"
-    return UnsupportedModelError(f"model type {config.model_type}", found=found, expected=expected, remedy=remedy)
+    return UnsupportedModelError(f"model type {config.model_type}", found, expected, remedy)
 
 
 def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -356,7 +355,7 @@ def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[t
 def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Refuse prompts and lengths of continuations that the model does not support."""
     if not prompts:
-        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass a prompt")
+        raise BatchError("prompts", "none", "at least one prompt", "pass a prompt")
     vocabulary = model.config.get_text_config().vocab_size
     longest = model.longest_row
     for number, prompt in enumerate(prompts):
@@ -364,11 +363,10 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
             found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "an empty prompt"
             expected = f"at least one token, with ids from 0 to {vocabulary - 1}"
-            raise BatchError(where, found=found, expected=expected, remedy="use this model's own tokenizer")
+            raise BatchError(where, found, expected, "use this model's own tokenizer")
         if longest is not None and len(prompt) >= longest:
-            found = counted(len(prompt), "token")
             expected = f"at most {longest - 1}, one less than the model's longest sequence"
-            raise BatchError(where, found=found, expected=expected, remedy="shorten this prompt")
+            raise BatchError(where, counted(len(prompt), "token"), expected, "shorten this prompt")
     if longest is None:
         require_whole("max_new_tokens", max_new_tokens, 1)
     else:

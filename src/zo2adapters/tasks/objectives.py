@@ -145,16 +145,15 @@ def score(
         sequences = (("prompts", prompt), ("candidates", answers), *(("candidates", answer) for answer in answers))
         for name, tokens in sequences:
             if not tokens:
-                raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="add tokens")
+                raise BatchError(f"{name}[{number}]", "nothing", "at least one token", "add tokens")
         longest_row, longest = len(prompt) + max(map(len, answers)), model.longest_row
         if longest is not None and longest_row > longest:
             found = f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate"
             expected = f"at most {longest} together, the model's longest sequence"
-            remedy = "shorten this prompt or its candidates"
-            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy=remedy)
+            raise BatchError(f"prompts[{number}]", found, expected, "shorten this prompt or its candidates")
         rows += [with_completion(prompt, answer) for answer in answers]
     if not rows:
-        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass prompts to score")
+        raise BatchError("prompts", "none", "at least one prompt", "pass prompts to score")
 
     batches = file_batches(rows, batch_size)
     collated = partial(collate, pad_token_id=pad_token_id)
@@ -304,7 +303,7 @@ def _of(scores: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
 
 
 def _refusal(found: str, expected: str, maker: str = "choice_batch") -> BatchError:
-    return BatchError("batch", found=found, expected=expected, remedy=f"make it with {maker}")
+    return BatchError("batch", found, expected, f"make it with {maker}")
 
 
 def _sizes(batch: Batch) -> list[int]:

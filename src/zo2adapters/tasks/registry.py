@@ -67,6 +67,5 @@ def find_task(objective: str, rows: RowFormat) -> TaskEntry:
     named = [task for task in TASKS if task.name == name]
     if not named:
         names = ", ".join(dict.fromkeys([AUTO, *(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))]))
-        expected = f"one of {names}, or {FUNCTION}"
-        raise OptionError("objective", found=repr(objective), expected=expected, remedy="pass one of these")
+        raise OptionError("objective", repr(objective), f"one of {names}, or {FUNCTION}", "pass one of these")
     return next((task for task in named if task.rows is rows), named[0])

@@ -43,9 +43,7 @@ class RewardName(NamedTuple):
         is_known = path.endswith(".py") and function.isidentifier() if path else name in reward_program.READY
         if not is_known or not math.isfinite(number):
             expected = f"one of {', '.join(reward_program.READY)}, or FILE.py:function, with =WEIGHT behind it or without"
-            raise OptionError(
-                "reward", found=repr(text), expected=expected, remedy="pass one of these, such as exact-match=0.5"
-            )
+            raise OptionError("reward", repr(text), expected, "pass one of these, such as exact-match=0.5")
         return cls(function, Path(path), number) if path else cls(name, None, number)
 
     def __str__(self) -> str:
@@ -93,7 +91,7 @@ class RewardOptions:
     def require_valid(self) -> None:
         """Refuse names of no reward, and one twice."""
         if len({*self.names}) < len(self.reward):
-            raise OptionError("reward", found="one twice", expected="different ones", remedy="give it a weight of 2")
+            raise OptionError("reward", "one twice", "different ones", "give it a weight of 2")
 
     def absolute(self) -> RewardOptions:
         """The same options, whose files do not depend on the current directory."""
@@ -136,7 +134,7 @@ class Rewards:
             except LimitedProcessError as error:
                 expected = f"a file that Python runs in {self._start_seconds:g} s, with the function {name.name}"
                 remedy = "correct the file, or raise memory of --reward-options if it needs more"
-                raise OptionError("reward", found=f"{name.file}: {error}", expected=expected, remedy=remedy) from error
+                raise OptionError("reward", f"{name.file}: {error}", expected, remedy) from error
 
     def of(self, completions: Sequence[Completion], *, option: str = "data") -> list[list[float]]:
         """Compute the rewards of completions."""
@@ -189,11 +187,10 @@ class Rewards:
         return values
 
     def _failure(self, index: int, completion: Completion, why: str, option: str) -> DataError:
-        where = f"reward {self.names[index]}, row on line {completion.line} of --{option}"
         found = f"{why}, for the completion {completion.text[:60]!r}"
         expected = f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory"
         remedy = "correct row or function and begin anew, or resume with more seconds or memory in --reward-options"
-        return DataError(where, found=found, expected=expected, remedy=remedy)
+        return DataError(f"reward {self.names[index]}, row on line {completion.line} of --{option}", found, expected, remedy)
 
 
 def _source(path: Path, function: str) -> str:
@@ -203,14 +200,14 @@ def _source(path: Path, function: str) -> str:
             source = str(file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
-        raise OptionError("reward", found=f"{path}: {found}", expected="a readable file", remedy="check the path") from error
+        raise OptionError("reward", f"{path}: {found}", "a readable file", "check the path") from error
     try:
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError, RecursionError) as error:
         found = f"{path}, line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{path}: {error}"
-        raise OptionError("reward", found=found, expected="a file of Python", remedy="correct the file") from error
+        raise OptionError("reward", found, "a file of Python", "correct the file") from error
     names = sorted(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
     if function not in names and "import *" not in source:  # whose names only running it tells
         found = f"{path} without {function}" + (f", but with {', '.join(names[:_MOST_NAMES])}" if names else "")
-        raise OptionError("reward", found=found, expected="the name of a function in the file", remedy="check the name")
+        raise OptionError("reward", found, "the name of a function in the file", "check the name")
     return source

@@ -107,20 +107,18 @@ class RowOptions:
             _require_template(self.prompt_template)
             if (column := self.prompt_column) is not None:
                 remedy = f"write {{{column}}} in the template, or leave one of the two out"
-                found = f"{column} with --prompt-template"
-                raise OptionError("prompt_column", found=found, expected="one of the two", remedy=remedy)
+                raise OptionError("prompt_column", f"{column} with --prompt-template", "one of the two", remedy)
         if self.rendered_at is not None:
             try:
                 datetime.fromisoformat(self.rendered_at)
             except ValueError as error:
-                found, expected = repr(self.rendered_at[:80]), "a date and time, such as 2026-01-31T12:00:00"
-                raise OptionError("rendered_at", found=found, expected=expected, remedy="correct it") from error
+                expected = "a date and time, such as 2026-01-31T12:00:00"
+                raise OptionError("rendered_at", repr(self.rendered_at[:80]), expected, "correct it") from error
         found = " ".join(map(repr, self.labels))
         if self.labels and takes_labels:
             raise without_effect("labels", f"{found} for a model that has labels in its config", "none")
         if self.labels and (len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
-            remedy = "pass the text of each label once"
-            raise OptionError("labels", found=found, expected="at least two different texts", remedy=remedy)
+            raise OptionError("labels", found, "at least two different texts", "pass the text of each label once")
 
     def require_labelled(self, *, are_labelled: bool) -> None:
         """Refuse labels that no row has, given as an option."""
@@ -273,8 +271,7 @@ def _require_template(template: str) -> None:
         found += f" ({error})"
     if not is_plain:
         expected = "text with names of columns between braces, such as 'Tweet: {text} Sentiment:'"
-        remedy = "name at least one column; write {{ and }} for braces"
-        raise OptionError("prompt_template", found=found, expected=expected, remedy=remedy)
+        raise OptionError("prompt_template", found, expected, "name at least one column; write {{ and }} for braces")
 
 
 def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
@@ -412,8 +409,7 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
     if len(columns) > 1:
         example = f"prompt={columns[0]},completion={columns[1]}"
     expected = "columns of a prompt and of a completion or label, text, or messages"
-    remedy = f"name them, such as --columns {shlex.quote(example)}"
-    raise DataError(path, found=f"the columns {found}", expected=expected, remedy=remedy)
+    raise DataError(path, f"the columns {found}", expected, f"name them, such as --columns {shlex.quote(example)}")
 
 
 def _with_context(rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOptions) -> RowOptions:

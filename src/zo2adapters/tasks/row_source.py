@@ -80,7 +80,7 @@ def parsed_rows(path: str | os.PathLike[str], digest: Any = None) -> Iterator[tu
             yield number, row
     if not number:
         expected = "a JSON object on each line" if _counts_lines(path) else "at least one row"
-        raise DataError(path, found="no rows", expected=expected, remedy="write at least one row")
+        raise DataError(path, "no rows", expected, "write at least one row")
 
 
 def _is_nan(value: Any) -> bool:
@@ -95,7 +95,7 @@ def require_there(path: Path) -> None:
 
 def row_error(found: str, expected: str, remedy: str) -> DataError:
     """An error of a row, to which its reader adds file and row."""
-    return DataError("row", found=found, expected=expected, remedy=remedy)
+    return DataError("row", found, expected, remedy)
 
 
 @contextmanager
@@ -108,8 +108,7 @@ def at_row(path: Path, number: int) -> Iterator[None]:
 
 
 def _bad_row(path: Path, number: int, found: str, expected: str, remedy: str) -> DataError:
-    where = f"{path}, {'line' if _counts_lines(path) else 'row'} {number}"
-    return DataError(where, found=found, expected=expected, remedy=remedy)
+    return DataError(f"{path}, {'line' if _counts_lines(path) else 'row'} {number}", found, expected, remedy)
 
 
 def saved_path(path: Path) -> str:
@@ -203,9 +202,8 @@ def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
             yield line, row
         elif is_unnamed:
             found = f"a file of another format, with the ending {path.suffix}"
-            expected = "a data file that ends with .csv, .json, .jsonl or .parquet"
             remedy = "save it as CSV in UTF-8 with commas between the cells, and name it .csv"
-            raise DataError(path, found=found, expected=expected, remedy=remedy) from cause
+            raise DataError(path, found, "a data file that ends with .csv, .json, .jsonl or .parquet", remedy) from cause
         else:
             raise _bad_row(path, line, found, "a JSON object", "write one JSON object per line, in UTF-8") from cause
 
@@ -214,9 +212,8 @@ def _list_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     try:
         rows = _parsed(file.read())
     except (ValueError, RecursionError) as error:
-        found = f"text that is not JSON in UTF-8 ({error})"
         remedy = "correct the file, or write one JSON object per line and name it .jsonl"
-        raise DataError(path, found=found, expected="a list of JSON objects", remedy=remedy) from error
+        raise DataError(path, f"text that is not JSON in UTF-8 ({error})", "a list of JSON objects", remedy) from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise _bad_row(path, number, json.dumps(row)[:40], "a JSON object", "write a list of JSON objects")
@@ -266,7 +263,7 @@ def _json_values(path: Path, rows: Iterable[RowDict], expected: str) -> Iterator
         raise
     except Exception as error:  # of pyarrow, whose errors have no common class, the network, the hub, or decoded images
         found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
-        raise DataError(path, found=found, expected=expected, remedy="check the name, the file and the network") from error
+        raise DataError(path, found, expected, "check the name, the file and the network") from error
 
 
 def _parquet_rows(parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
@@ -279,7 +276,7 @@ def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
         found, expected = "no regular file, but a directory that datasets has not saved", " or ".join(_SAVED)
         remedy = "pass a file of it, or save the rows with save_to_disk"
-        raise DataError(path, found=found, expected=f"a data file, or a directory with {expected}", remedy=remedy)
+        raise DataError(path, found, f"a data file, or a directory with {expected}", remedy)
     package = optional_package("datasets", install=_INSTALL_DATASETS)
     loaded: Any = (
         package.load_from_disk(dataset.name)
@@ -289,8 +286,7 @@ def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
     if isinstance(loaded, dict):
         loaded = _split_of(path, dataset, loaded)
     elif dataset.is_local and dataset.split is not None:
-        remedy = f"pass {dataset.name} without the split"
-        raise DataError(path, found="a directory of one split", expected="no split", remedy=remedy)
+        raise DataError(path, "a directory of one split", "no split", f"pass {dataset.name} without the split")
     names = {column: getattr(feature, "names", None) for column, feature in loaded.features.items()}  # of a ClassLabel
     for row in loaded.with_format(None):
         yield {column: _class_name(names.get(column), value) for column, value in row.items()}
@@ -301,8 +297,7 @@ def _split_of(path: Path, dataset: _Dataset, splits: dict[str, Any]) -> Any:
         return next(iter(splits.values()))
     if dataset.split not in splits:
         found, names = "no split" if dataset.split is None else f"the split {dataset.split!r}", [*splits, "train"]
-        expected, remedy = f"one of the splits {', '.join(splits)}", f"pass {dataset.name}:{names[0]}"
-        raise DataError(path, found=found, expected=expected, remedy=remedy)
+        raise DataError(path, found, f"one of the splits {', '.join(splits)}", f"pass {dataset.name}:{names[0]}")
     return splits[dataset.split]
 
 

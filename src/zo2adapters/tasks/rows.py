@@ -191,7 +191,7 @@ class Rows(Sequence[Any]):
         """Split the rows into those to train on and those to evaluate on, each in file order."""
         count = len(self)
         if count < 2:
-            raise OptionError("eval_split", found="1 row", expected="at least 2", remedy="leave it out, or add rows")
+            raise OptionError("eval_split", "1 row", "at least 2", "leave it out, or add rows")
         chosen = set(shuffled(count, "evaluation 0")[: min(max(round(count * share), 1), count - 1)])
         parts = [tuple(row for index, row in enumerate(self) if (index in chosen) is held_out) for held_out in (False, True)]
         return replace(self, rows=parts[0]), replace(self, rows=parts[1])
@@ -276,14 +276,14 @@ def choice_batch(
     prompt_of: list[int] = []
     is_answer: list[int] = []
     if not prompts:
-        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass prompts")
+        raise BatchError("prompts", "none", "at least one prompt", "pass prompts")
     for number, (prompt, options, answer) in enumerate(zip(prompts, candidates, answers, strict=True)):
         right = [answer] if isinstance(answer, int) else list(answer)
         if not prompt or len(options) < 2 or not all(options) or not right or not set(right) <= set(range(len(options))):
             sizes = [len(candidate) for candidate in options]
             found = f"{len(prompt)} tokens, candidates of {sizes} tokens, answer {answer}"
             expected = "a prompt and at least two candidates, all with tokens, and the index of a right candidate"
-            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="add what is missing")
+            raise BatchError(f"prompts[{number}]", found, expected, "add what is missing")
         rows += [with_completion(prompt, candidate) for candidate in options]
         prompt_of += [number] * len(options)
         is_answer += [int(index in right) for index in range(len(options))]
@@ -313,7 +313,7 @@ def preference_batch(
         if len(completions) != 2 or len(likelihoods) != 2:
             found = f"{len(completions)} candidates, {len(likelihoods)} references"
             expected = "a chosen and a rejected candidate, and the log-likelihood of each"
-            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="add what is missing")
+            raise BatchError(f"prompts[{number}]", found, expected, "add what is missing")
     batch = choice_batch(prompts, candidates, [0] * len(prompts), pad_token_id=pad_token_id)
     return {**batch, REFERENCE: torch.tensor(references, dtype=torch.float64).view(-1)}
 
@@ -389,9 +389,8 @@ class RowReader:
         long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
         if not rows:
             found = f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}"
-            expected = "a row that is short enough, with --too-long drop"
             remedy = "raise `sequence_length`, or pass --too-long cut"
-            raise DataError(path, found=found, expected=expected, remedy=remedy)
+            raise DataError(path, found, "a row that is short enough, with --too-long drop", remedy)
         new_tokens = self.sequence_length - self._most(kind)
         return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest.hexdigest())
 
@@ -567,9 +566,8 @@ def with_labels(options: RowOptions, path: Path) -> RowOptions:
 def with_these_labels(options: RowOptions, labels: Sequence[str], path: Path) -> RowOptions:
     """The options with the labels of a file, which are refused if there is one alone."""
     if len(labels) == 1:
-        found, expected = f"the label {labels[0]!r} in every row", "at least two labels, which are compared"
         remedy = "name all labels with --labels, or pass --columns completion=NAME"
-        raise DataError(path, found=found, expected=expected, remedy=remedy)
+        raise DataError(path, f"the label {labels[0]!r} in every row", "at least two labels, which are compared", remedy)
     return replace(options, labels=tuple(labels))
 
 
@@ -677,7 +675,7 @@ def padding_of(config: PretrainedConfig) -> int:
     if pad is None or not 0 <= pad < vocabulary:
         expected = f"a token from 0 to {vocabulary - 1}, by which the model finds the end of a row"
         remedy = "write the tokenizer's padding token into config.json"
-        raise OptionError("model", found=f"{pad} as the config's pad_token_id", expected=expected, remedy=remedy)
+        raise OptionError("model", f"{pad} as the config's pad_token_id", expected, remedy)
     return int(pad)
 
 

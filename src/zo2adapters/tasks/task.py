@@ -293,8 +293,7 @@ class ChoiceTask(Task):
             self.forward = self._objective
         if options.objective == "f1" and len({len(row.candidates) for row in rows}) > 1:
             found = f"{options.objective} for rows with different numbers of candidates"
-            expected, remedy = "the same candidates in each row", "pass another objective, or other rows"
-            raise OptionError("objective", found=found, expected=expected, remedy=remedy)
+            raise OptionError("objective", found, "the same candidates in each row", "pass another objective, or other rows")
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
         """Make a batch with a sequence for each candidate, or for the right ones."""
@@ -358,9 +357,8 @@ class GeneratedTask(Task):
         self._ends = ends
         if not all(row.prompt_length for row in rows):
             option = "objective" if options.rewards is None else "reward"
-            expected = "rows with a prompt, after which text is generated"
             remedy = f"pass other rows, or leave `{option}` out"
-            raise OptionError(option, found="rows without a prompt", expected=expected, remedy=remedy)
+            raise OptionError(option, "rows without a prompt", "rows with a prompt, after which text is generated", remedy)
 
     @abstractmethod
     def _new_tokens(self, row: TokenizedRow) -> int:
@@ -504,9 +502,9 @@ class RewardTask(GeneratedTask):
         if most is not None and drift.get("drift", 0.0) > most:
             raise DivergenceError(
                 f"step {engine.version}",
-                found=f"a drift of {drift['drift']:.3g} nats a token from the base",
-                expected=f"at most {most:g}, the max_drift of the run's --reward-options",
-                remedy="export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken",
+                f"a drift of {drift['drift']:.3g} nats a token from the base",
+                f"at most {most:g}, the max_drift of the run's --reward-options",
+                "export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken",
                 best_step=max(engine.version - _DRIFT_EVERY, 0),
             )
         result = super().step(engine, rows, batch)
@@ -573,15 +571,14 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
     for option in ("pack", "beta", "per_row", "rewards"):
         if getattr(options, option) not in (None, False) and option not in entry.options:
             expected = f"the objective {' or '.join(task.name for task in TASKS if option in task.options)}"
-            raise OptionError(option, found=f"the objective {entry.name}", expected=expected, remedy="leave it out")
+            raise OptionError(option, f"the objective {entry.name}", expected, "leave it out")
     if options.differentiates and not entry.has_gradient:
         names = [task.name for task in TASKS if task.has_gradient and rows.format in (task.rows, *task.other_rows)]
-        found, expected = f"{entry.name}, which has no gradient", f"{' or '.join(names)} with --method"
         remedy = "pass another objective, or leave --method out: zeroth-order steps need no gradient"
-        raise OptionError("objective", found=found, expected=expected, remedy=remedy)
+        raise OptionError("objective", f"{entry.name}, which has no gradient", f"{' or '.join(names)} with --method", remedy)
     if rows.format not in (entry.rows, *entry.other_rows):
-        found, expected = f"{options.objective} for rows with {rows.format.value}", f"rows with {entry.rows.value}"
-        raise OptionError("objective", found=found, expected=expected, remedy="pass another objective, or other rows")
+        found = f"{options.objective} for rows with {rows.format.value}"
+        raise OptionError("objective", found, f"rows with {entry.rows.value}", "pass another objective, or other rows")
     name = entry.name if options.objective == AUTO else options.objective
     return KINDS[entry.kind](model, rows, replace(options, objective=name))
 
@@ -600,7 +597,7 @@ def make_evaluation(
             found = f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}"
             others = ", or with prompt and candidates, or with prompt and answers" if is_text else ""
             expected = f"rows with the fields of the training rows{others}"
-            raise OptionError("evaluation", found=found, expected=expected, remedy="pass a file with such rows")
+            raise OptionError("evaluation", found, expected, "pass a file with such rows")
         entry = find_task(MODEL_LOSS, evaluation.format)  # whose evaluation names the loss over the candidates apart
         task = KINDS[entry.kind](model, evaluation, replace(options, objective=MODEL_LOSS))
     return lambda engine: task.evaluate(engine, evaluation)
@@ -627,14 +624,13 @@ def user_function(name: str) -> Any:
     except Exception as error:  # the user's program may raise anything
         found = f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300]
         expected = "FILE.py:function, a function of the model and a batch that returns a number"
-        raise OptionError("objective", found=found, expected=expected, remedy="check the path and the name") from error
+        raise OptionError("objective", found, expected, "check the path and the name") from error
 
     def one_number(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         value = objective(model, batch)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return value
         kind = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        found, remedy = f"{kind} from {function}", "return the loss of the batch"
-        raise OptionError("objective", found=found, expected="a 0-d tensor", remedy=remedy)
+        raise OptionError("objective", f"{kind} from {function}", "a 0-d tensor", "return the loss of the batch")
 
     return one_number

@@ -62,8 +62,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _unusable(directory: Path, why: str) -> DataError:
-    expected, remedy = "tokenizer files in the model's directory", "copy the tokenizer files of the base model into it"
-    return DataError(directory, found=f"no usable tokenizer ({why})", expected=expected, remedy=remedy)
+    remedy = "copy the tokenizer files of the base model into it"
+    return DataError(directory, f"no usable tokenizer ({why})", "tokenizer files in the model's directory", remedy)
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:

@@ -592,9 +592,9 @@ class GradientRun(RunMethod):
         if workers is not None:
             raise OptionError(
                 "method",
-                found=f"{self.options.first_order.method} of all parameters, and {workers.size} workers",
-                expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
-                remedy="start it without torchrun, or train an adapter with --lora-rank 8",
+                f"{self.options.first_order.method} of all parameters, and {workers.size} workers",
+                "one process: several with all parameters are what FSDP and DeepSpeed are for",
+                "start it without torchrun, or train an adapter with --lora-rank 8",
             )
 
     def _least_interval(self, model: HFBlockModel) -> int:
@@ -625,8 +625,7 @@ class GradientRun(RunMethod):
             )
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
-        expected = f"{expected} with --method {self.options.first_order.method}"
-        return OptionError(option, found=found, expected=expected, remedy="leave it out")
+        return OptionError(option, found, f"{expected} with --method {self.options.first_order.method}", "leave it out")
 
 
 def method_of(options: TrainOptions, shared: SharedBase | None = None) -> ZerothOrderRun | GradientRun:
@@ -656,7 +655,7 @@ def require_shareable(options: TrainOptions) -> None:
     if not can_share(options):
         found = f"--head {options.model_options.head}" if options.takes_labels else "a run that trains all weights"
         expected = "runs of a causal language model that only read its weights"
-        raise OptionError("runs", found=found, expected=expected, remedy="pass --rank 8 or --lora-rank 8, or train it alone")
+        raise OptionError("runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone")
 
 
 def base_model(options: TrainOptions) -> HFBlockModel:
@@ -689,7 +688,7 @@ def require_finite_base(model: HFBlockModel, where: object) -> None:
                 index = int(non_finite[0])
                 raise CheckpointError(
                     f"{where}: {spec.name}",
-                    found=f"{values[index].item()} at element {start + index}",
-                    expected="finite weights in the checkpoint",
-                    remedy="download the checkpoint again, or choose a dtype with a larger range",
+                    f"{values[index].item()} at element {start + index}",
+                    "finite weights in the checkpoint",
+                    "download the checkpoint again, or choose a dtype with a larger range",
                 )

@@ -92,7 +92,7 @@ class StepSize:
     def rate(self) -> float:
         """The peak learning rate, as a number."""
         if isinstance(self.lr, str):
-            raise OptionError("lr", found="auto", expected="a number", remedy="pass one; zo2 train and init take auto")
+            raise OptionError("lr", "auto", "a number", "pass one; zo2 train and init take auto")
         return self.lr
 
     def require_sane(self) -> None:
@@ -103,8 +103,7 @@ class StepSize:
             ("weight_decay", self.weight_decay, 1 / self.rate, "a step subtracts lr times weight_decay times the weight"),
         ):
             if value > most:
-                expected = f"at most {most:g}: {why}"
-                raise OptionError(option, found=repr(value), expected=expected, remedy=f"lower `{option}`")
+                raise OptionError(option, repr(value), f"at most {most:g}: {why}", f"lower `{option}`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +199,7 @@ class Optimization(StepSize):
             ("queries", is_fzoo and self.queries < 2, self.queries, "at least 2 with fzoo", "pass 8, as FZOO's authors do"),
         ):
             if is_refused:
-                raise OptionError(option, found=str(found), expected=expected, remedy=remedy)
+                raise OptionError(option, str(found), expected, remedy)
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run, with the clipping and the guard that the options ask for."""

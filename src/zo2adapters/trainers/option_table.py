@@ -95,7 +95,7 @@ def _rates(option: str, value: Any) -> None:
 
 def _bits(option: str, value: Any) -> None:
     if value not in (8, 32):
-        raise OptionError(option, found=repr(value), expected="8 or 32", remedy="pass one of them")
+        raise OptionError(option, repr(value), "8 or 32", "pass one of them")
 
 
 _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
@@ -235,14 +235,14 @@ def require_valid(options: object) -> None:
     for name, other, expected in EXCLUDED:
         if name in given and other in given:
             found = f"{given[name]} with {flag(other)} {given[other]}".removesuffix(" True")
-            raise OptionError(name, found=found, expected=expected, remedy="leave one of the two out")
+            raise OptionError(name, found, expected, "leave one of the two out")
     for name, others in NEEDED:
         if name in given and not given.keys() & set(others):
             needed = " or ".join(dict.fromkeys(map(flag, others)))
             remedy = "pass it, or leave this out"
             if SETTING_OF.get(name, ("",))[0] in others:
                 needed, remedy = f"{needed} with a value, too", "write it before a colon, or leave this out"
-            raise OptionError(name, found=given[name], expected=needed, remedy=remedy)
+            raise OptionError(name, given[name], needed, remedy)
     if "method" in values:
         beside = "without --method" if method is None else f"with --method {method}"
         for name, value in given.items():
@@ -251,9 +251,8 @@ def require_valid(options: object) -> None:
                 remedy = (
                     "pass --method, or --clip projected=1, for zeroth-order steps" if clips else "leave one of the two out"
                 )
-                expected = f"{OPTIONS[name].effect.needs}: it has no effect otherwise"
                 found = f"{value} {beside}{' and an adapter' if trains_adapter else ''}"
-                raise OptionError(name, found=found, expected=expected, remedy=remedy)
+                raise OptionError(name, found, f"{OPTIONS[name].effect.needs}: it has no effect otherwise", remedy)
     for name, (value, _) in values.items():
         check = OPTIONS[name].check
         unchecked = (None, "auto", "never") if name not in ("activation_memory", "reward_memory") else (None,)
@@ -354,7 +353,7 @@ def require_unchanged(saved: Mapping[str, Any], given: Mapping[str, Any], *chang
     for name, before in flat(saved).items():
         if name in OPTIONS and OPTIONS[name].change not in changes and now[name] != before:
             expected = f"{json.dumps(before)}, as in the run, whose result depends on it"
-            raise OptionError(name, found=json.dumps(now[name]), expected=expected, remedy=f"leave it out, {remedy}")
+            raise OptionError(name, json.dumps(now[name]), expected, f"leave it out, {remedy}")
 
 
 def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -419,18 +418,17 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
         with open_regular(path) as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise OptionError(Path(path), found="more than 1 MiB", expected=expected, remedy="pass another file")
+            raise OptionError(Path(path), "more than 1 MiB", expected, "pass another file")
         values = yaml.load(content, _Loader)  # noqa: S506 - a safe loader
     except OSError as error:
-        raise OptionError(Path(path), found=reason(error), expected=expected, remedy="check the path") from error
+        raise OptionError(Path(path), reason(error), expected, "check the path") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Path(path) if mark is None else f"{path}, line {mark.line + 1}"
-        raise OptionError(where, found=error.problem or "no YAML", expected=expected, remedy=remedy) from error
+        raise OptionError(where, error.problem or "no YAML", expected, remedy) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise OptionError(Path(path), found=found, expected=expected, remedy=remedy) from error
+        raise OptionError(Path(path), found, expected, remedy) from error
     if not isinstance(values, dict):
-        found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise OptionError(Path(path), found=found, expected=expected, remedy=remedy)
+        raise OptionError(Path(path), "nothing" if values is None else f"a {type(values).__name__}", expected, remedy)
     return values

@@ -70,20 +70,18 @@ class AdapterOptions:
         require_valid(self)
         names = " ".join(self.lora_targets)
         if "," in names or (ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1):
-            expected = f"{ALL_LINEAR} alone, or names with spaces between them"
             remedy = f"write {' '.join(names.replace(',', ' ').replace(ALL_LINEAR, ' ').split())}"
-            raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
+            raise OptionError("lora_targets", names, f"{ALL_LINEAR} alone, or names with spaces between them", remedy)
         if EVERY in self.lora_targets and not {*self.lora_targets} <= {EVERY, EXPERTS}:
-            expected = f"{EVERY}, {EVERY} {EXPERTS}, or names of layers"
             remedy = f"write {' '.join(name for name in self.lora_targets if name != EVERY)}"
-            raise OptionError("lora_targets", found=names, expected=expected, remedy=remedy)
+            raise OptionError("lora_targets", names, f"{EVERY}, {EVERY} {EXPERTS}, or names of layers", remedy)
 
     def require_method(self, method: OptimizerName) -> None:
         """Refuse a method that does not train adapters beside one."""
         if method not in OF_ADAPTERS and self.trains_adapter:
-            found, remedy = f"{method} with {self.adapter_name}", f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}"
+            found = f"{method} with {self.adapter_name}"
             expected = f"{' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
-            raise OptionError("method", found=found, expected=expected, remedy=remedy)
+            raise OptionError("method", found, expected, f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}")
 
     def without_adapter(self) -> Self:
         """The options of the base alone."""
@@ -347,8 +345,7 @@ class RunOptions:
         """Check the options that depend on neither model nor data: by the table, and by what no table says."""
         self.rewards.require_valid()
         if self.objective == REWARD and not self.rewards.reward:
-            expected = "--reward, which names the rewards"
-            raise OptionError("objective", found=REWARD, expected=expected, remedy="pass --reward instead")
+            raise OptionError("objective", REWARD, "--reward, which names the rewards", "pass --reward instead")
         named = self.objective == REWARD  # a run that was settled names the objective of its rewards
         require_valid(replace(self, objective=AUTO) if named else self)
         self.rows.require_valid(takes_labels=self.takes_labels)
@@ -356,8 +353,8 @@ class RunOptions:
         trains_adapter, method = self.model_options.trains_adapter, self.first_order.method
         if self.storage.snapshot_every is not None and trains_adapter and method is None:
             expected = "no snapshots, because only parameters in memory change"
-            option, found = self.model_options.adapter_option, "--snapshot-every without --method"
-            raise OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
+            found = "--snapshot-every without --method"
+            raise OptionError(self.model_options.adapter_option, found, expected, "leave one of the two out")
         if method is None:
             self.optimization.require_consistent()
         else:
@@ -366,8 +363,7 @@ class RunOptions:
             require_number("weight_decay", size.weight_decay, least=0)
             if size.lr == Optimization.lr:
                 found = f"{size.lr:g}, the default of zeroth-order steps, which is far too small"
-                remedy = "pass one, such as 2e-4 for adamw, or auto"
-                raise OptionError("lr", found=found, expected=f"a learning rate for {method}", remedy=remedy)
+                raise OptionError("lr", found, f"a learning rate for {method}", "pass one, such as 2e-4 for adamw, or auto")
         if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
             found = f"{self.storage.snapshot_every} with stream_blocks of --method"
             raise without_effect("snapshot_every", found, "none with badam: the end of a turn is committed")

@@ -99,16 +99,16 @@ class RunDirectory:
             if at is not None and (now := self._checksums[at]) != (before := checksums.get(at)):
                 raise DataError(
                     option,
-                    found=f"{path}, which has the sha256 {now[:12]}",
-                    expected=f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
-                    remedy="restore the file, pass the path to which it was moved, or start a new run",
+                    f"{path}, which has the sha256 {now[:12]}",
+                    f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
+                    "restore the file, pass the path to which it was moved, or start a new run",
                 )
         if names := [name for name in sorted({*tokens, *saved_tokens}) if tokens.get(name) != saved_tokens.get(name)]:
             raise DataError(
                 f"tokenizer of {options.model}",
-                found="; ".join(f"{name} {tokens.get(name)}" for name in names),
-                expected="; ".join(f"{name} {saved_tokens.get(name)}" for name in names) + ", as when the run started",
-                remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
+                "; ".join(f"{name} {tokens.get(name)}" for name in names),
+                "; ".join(f"{name} {saved_tokens.get(name)}" for name in names) + ", as when the run started",
+                "restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
             )
         self._record = record
         self._require_same_base(options.to_json(), inputs.model)
@@ -134,15 +134,14 @@ class RunDirectory:
         if header is None:
             raise OptionError(
                 option,
-                found=f"{now[option]}, of a run that took no step, so that no fingerprint tells whether it is the run's own",
-                expected=f"{before.get(option)}, as when the run began",
-                remedy=f"leave it out, or remove {self.path} and begin the run anew",
+                f"{now[option]}, of a run that took no step, so that no fingerprint tells whether it is the run's own",
+                f"{before.get(option)}, as when the run began",
+                f"leave it out, or remove {self.path} and begin the run anew",
             )
         if (recorded := str(header.get("base"))[:12]) != fingerprint:
             found = f"{now[option]}, which has the fingerprint {fingerprint}"
-            expected = f"the fingerprint in the run's journal ({recorded})"
             remedy = "pass the path to which the run's original was moved, or start a new run"
-            raise OptionError(option, found=found, expected=expected, remedy=remedy)
+            raise OptionError(option, found, f"the fingerprint in the run's journal ({recorded})", remedy)
 
     def save(self, options: TrainOptions) -> None:
         """Save the changed options of a resumed run.
@@ -289,9 +288,9 @@ def _require_unstarted(path: Path) -> None:
     if (path / OPTIONS).exists():
         raise OutputError(
             path,
-            found="a run that has already started",
-            expected="a path that does not exist yet, or an empty directory",
-            remedy=f"continue the run with zo2 train --resume {path}, or pass another directory as --output",
+            "a run that has already started",
+            "a path that does not exist yet, or an empty directory",
+            f"continue the run with zo2 train --resume {path}, or pass another directory as --output",
         )
 
 
@@ -334,9 +333,9 @@ def acquire(lock: FileLock) -> contextlib.AbstractContextManager[object]:
     except Timeout as error:
         raise OutputError(
             Path(lock.lock_file).parent,
-            found="a run that another process works on",
-            expected="a directory that no other process uses",
-            remedy="wait until that process has ended, or choose another directory",
+            "a run that another process works on",
+            "a directory that no other process uses",
+            "wait until that process has ended, or choose another directory",
         ) from error
 
 
@@ -360,9 +359,9 @@ def refusing_damage(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OptionError(
             path,
-            found=f"no readable {OPTIONS} ({reason(error)})",
-            expected="the directory of a run",
-            remedy=_option_for(path) or "pass the directory that was the run's --output",
+            f"no readable {OPTIONS} ({reason(error)})",
+            "the directory of a run",
+            _option_for(path) or "pass the directory that was the run's --output",
         ) from error
     except KeyError as error:
         raise _damaged(path, f"no value for the key {error}") from error
@@ -384,9 +383,9 @@ def _option_for(path: Path) -> str | None:
 def _damaged(path: Path, found: str) -> OptionError:
     return OptionError(
         path / OPTIONS,
-        found=found,
-        expected=f"the options that zo2 train saved in {OPTIONS}",
-        remedy="restore the file from a copy, or use zo2 export --model --journal, which needs only the journal",
+        found,
+        f"the options that zo2 train saved in {OPTIONS}",
+        "restore the file from a copy, or use zo2 export --model --journal, which needs only the journal",
     )
 
 
@@ -418,9 +417,9 @@ def holds_model(directory: Path) -> bool:
         return True
     raise OutputError(
         directory,
-        found="files that are not a complete model",
-        expected="an exported model, an empty directory, or no such path",
-        remedy="move it away and give the command again, which then writes the model",
+        "files that are not a complete model",
+        "an exported model, an empty directory, or no such path",
+        "move it away and give the command again, which then writes the model",
     )
 
 
@@ -533,7 +532,7 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
     for option, is_now, was, found, expected in compared:
         if is_now != was:
             remedy = "pass what the run began with, or start a new run"
-            raise OptionError(option, found=found, expected=f"{expected} in the run's journal", remedy=remedy)
+            raise OptionError(option, found, f"{expected} in the run's journal", remedy)
 
 
 def tokenizer_sha256(base: Path) -> str:

@@ -214,7 +214,7 @@ def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, r
     on_device, speeds = storage.device != "cpu", MeasuredSpeeds(model.weights)
     if on_device and (method.has_gradient or runs is not None):
         expected = "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
-        raise OptionError("device_memory", found=storage.device_memory, expected=expected, remedy="leave it out")
+        raise OptionError("device_memory", storage.device_memory, expected, "leave it out")
     if runs is not None:
         require_whole("runs", runs, 1, MOST_RUNS)
         require_shareable(options)
@@ -376,7 +376,7 @@ class _Forecast(NamedTuple):
             host_plan = planned(runs)
         except MemoryBudgetError as error:
             found = f"{error.found} for {runs} runs, of which {most} fit"
-            raise MemoryBudgetError("runs", found=found, expected=error.expected, remedy=error.remedy) from error
+            raise MemoryBudgetError("runs", found, error.expected, error.remedy) from error
         passes, layouts = 2 if has_gradient else 1, base.layouts if host_plan.buckets is None else on_disk
         read = passes * streamed_bytes(layouts, host_plan.buckets)
         disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * probes.decoding_seconds(base.layouts)

@@ -348,7 +348,7 @@ class Samples:
         self._most = min(_MOST_TOKENS, room)
         if self._most < 1:
             found = f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
-            raise OptionError("samples", found=found, expected="room for an answer", remedy="leave it out")
+            raise OptionError("samples", found, "room for an answer", "leave it out")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -388,9 +388,9 @@ class Samples:
                 return row.prompt, row.answers[0]
         raise OptionError(
             "samples",
-            found="rows without a prompt",
-            expected="rows with a prompt, such as prompt and completion",
-            remedy="leave it out, or pass rows with prompts as --evaluation",
+            "rows without a prompt",
+            "rows with a prompt, such as prompt and completion",
+            "leave it out, or pass rows with prompts as --evaluation",
         )
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -209,8 +209,8 @@ def _converged(best: Trial, where: str, remedy: str) -> Trial:
     """The best trial, unless it diverged."""
     if math.isfinite(best.loss):
         return best
-    found, expected = "a trial that diverged at every learning rate", "a learning rate with which the loss stays finite"
-    raise DivergenceError(where, found=found, expected=expected, remedy=remedy, best_step=0)
+    found = "a trial that diverged at every learning rate"
+    raise DivergenceError(where, found, "a learning rate with which the loss stays finite", remedy, best_step=0)
 
 
 def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: TrainOptions) -> list[Trial]:
@@ -277,8 +277,7 @@ def _open_directory(
             is_same = False
         if not is_same:
             expected = "a table of trials with the same budget, learning rates and options"
-            found, remedy = "a table of other trials", "choose another output directory"
-            raise OutputError(table, found=found, expected=expected, remedy=remedy)
+            raise OutputError(table, "a table of other trials", expected, "choose another output directory")
     if workers is not None and is_first(workers):
         workers.all_gather(None)
     return settings

@@ -195,9 +195,9 @@ def _require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
     if needed > free:
         raise MemoryBudgetError(
             "memory",
-            found=f"{shown_bytes(free)} free",
-            expected=f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations",
-            remedy="free memory, or use smaller batches",
+            f"{shown_bytes(free)} free",
+            f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations",
+            "free memory, or use smaller batches",
         )
 
 
@@ -211,7 +211,7 @@ def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapt
     config = deepcopy(model.adapter.config)  # peft writes into it
     if config.is_prompt_learning:
         expected = "an adapter whose modules stand in the model, as LoRA's"
-        raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
+        raise OptionError("adapter", str(config.peft_type), expected, "verify with LoRA")
     dtype = torch.float32 if model.autocast is not None else model.config.dtype
     whole = load_whole(loaded, directory, dtype)
     optional_package("peft", install="zo2core[peft]").inject_adapter_in_model(config, whole)
