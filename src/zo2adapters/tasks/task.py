@@ -500,12 +500,11 @@ class RewardTask(GeneratedTask):
         drift = {"drift": self.drift(engine)} if engine.version % _DRIFT_EVERY == 0 else {}
         most = self._settings.max_drift
         if most is not None and drift.get("drift", 0.0) > most:
+            found = f"a drift of {drift['drift']:.3g} nats a token from the base"
+            expected = f"at most {most:g}, the max_drift of the run's --reward-options"
+            remedy = "export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken"
             raise DivergenceError(
-                f"step {engine.version}",
-                f"a drift of {drift['drift']:.3g} nats a token from the base",
-                f"at most {most:g}, the max_drift of the run's --reward-options",
-                "export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken",
-                best_step=max(engine.version - _DRIFT_EVERY, 0),
+                f"step {engine.version}", found, expected, remedy, best_step=max(engine.version - _DRIFT_EVERY, 0)
             )
         result = super().step(engine, rows, batch)
         self.measured = {**self.measured, **drift}  # of the completions of this worker

@@ -387,15 +387,12 @@ class ZerothOrderRun(RunMethod):
         if not isinstance(error, (DivergenceError, NonFiniteLossError) if is_guarded else DivergenceError):
             return error
         best = best_guarded_step(updates)
-        return DivergenceError(
-            error.where,
-            found=error.found,
-            expected=error.expected,
-            remedy=f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch "
+        remedy = (
+            f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch "
             f"size and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue "
-            f"from step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE",
-            best_step=best,
+            f"from step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE"
         )
+        return DivergenceError(error.where, error.found, error.expected, remedy, best_step=best)
 
     def verdict(self, journal: Journal) -> str | None:
         """See the contract.
@@ -590,12 +587,9 @@ class GradientRun(RunMethod):
 
     def _require_alone(self, workers: Workers | None) -> None:
         if workers is not None:
-            raise OptionError(
-                "method",
-                f"{self.options.first_order.method} of all parameters, and {workers.size} workers",
-                "one process: several with all parameters are what FSDP and DeepSpeed are for",
-                "start it without torchrun, or train an adapter with --lora-rank 8",
-            )
+            found = f"{self.options.first_order.method} of all parameters, and {workers.size} workers"
+            expected = "one process: several with all parameters are what FSDP and DeepSpeed are for"
+            raise OptionError("method", found, expected, "start it without torchrun, or train an adapter with --lora-rank 8")
 
     def _least_interval(self, model: HFBlockModel) -> int:
         """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes."""
@@ -616,13 +610,12 @@ class GradientRun(RunMethod):
         if 1000 * nbytes > limit * 1e12:
             turns = self.update is not None and self.update.turn is not None
             remedy = "switch_every of --method" if turns else "--snapshot-every, where memory has room for blocks"
-            raise OptionError(
-                "write_limit_tb",
-                found=f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "
-                f"{_per_1000_steps(nbytes)}, {shown_bytes(steps * nbytes)} in its {steps}",
-                expected="a limit that the run keeps to: writing wears disks out",
-                remedy=f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}",
+            found = (
+                f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "
+                f"{_per_1000_steps(nbytes)}, {shown_bytes(steps * nbytes)} in its {steps}"
             )
+            remedy = f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}"
+            raise OptionError("write_limit_tb", found, "a limit that the run keeps to: writing wears disks out", remedy)
 
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         return OptionError(option, found, f"{expected} with --method {self.options.first_order.method}", "leave it out")
@@ -686,9 +679,6 @@ def require_finite_base(model: HFBlockModel, where: object) -> None:
             non_finite = (~values.isfinite()).nonzero()
             if len(non_finite):
                 index = int(non_finite[0])
-                raise CheckpointError(
-                    f"{where}: {spec.name}",
-                    f"{values[index].item()} at element {start + index}",
-                    "finite weights in the checkpoint",
-                    "download the checkpoint again, or choose a dtype with a larger range",
-                )
+                found = f"{values[index].item()} at element {start + index}"
+                remedy = "download the checkpoint again, or choose a dtype with a larger range"
+                raise CheckpointError(f"{where}: {spec.name}", found, "finite weights in the checkpoint", remedy)

@@ -447,13 +447,12 @@ class TrainOptions(RunOptions):
         super().require_valid()
         scheduled = self.schedule_steps
         if scheduled not in (None, self.steps) and self.optimization.decay is not Decay.CONSTANT:
-            raise OptionError(
-                "steps",
-                found=str(self.steps),
-                expected=f"{scheduled}, the steps of this run's {self.optimization.decay.value} schedule",
-                remedy="leave it out, or start a new run, with --adapter RUN/model if this one trains an adapter; only a "
-                "run with constant lr can be lengthened",
+            expected = f"{scheduled}, the steps of this run's {self.optimization.decay.value} schedule"
+            remedy = (
+                "leave it out, or start a new run, with --adapter RUN/model if this one trains an adapter; only a "
+                "run with constant lr can be lengthened"
             )
+            raise OptionError("steps", str(self.steps), expected, remedy)
 
     def to_json(self) -> dict[str, Any]:
         """The options as JSON values, without the run's own directory and with other paths made absolute."""

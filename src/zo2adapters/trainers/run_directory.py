@@ -97,19 +97,14 @@ class RunDirectory:
         for option, path in (("data", options.data), ("evaluation", options.evaluation)):
             at = None if path is None else saved_path(path)
             if at is not None and (now := self._checksums[at]) != (before := checksums.get(at)):
-                raise DataError(
-                    option,
-                    f"{path}, which has the sha256 {now[:12]}",
-                    f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
-                    "restore the file, pass the path to which it was moved, or start a new run",
-                )
+                expected = f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}"
+                remedy = "restore the file, pass the path to which it was moved, or start a new run"
+                raise DataError(option, f"{path}, which has the sha256 {now[:12]}", expected, remedy)
         if names := [name for name in sorted({*tokens, *saved_tokens}) if tokens.get(name) != saved_tokens.get(name)]:
-            raise DataError(
-                f"tokenizer of {options.model}",
-                "; ".join(f"{name} {tokens.get(name)}" for name in names),
-                "; ".join(f"{name} {saved_tokens.get(name)}" for name in names) + ", as when the run started",
-                "restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
-            )
+            found = "; ".join(f"{name} {tokens.get(name)}" for name in names)
+            expected = "; ".join(f"{name} {saved_tokens.get(name)}" for name in names) + ", as when the run started"
+            remedy = "restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run"
+            raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
         self._record = record
         self._require_same_base(options.to_json(), inputs.model)
         if options.optimization.lr != "auto":
@@ -132,12 +127,9 @@ class RunDirectory:
         with contextlib.closing(Journal(self.path / JOURNAL)) as journal:
             header, fingerprint = journal.header, model.weights.fingerprint[:12]
         if header is None:
-            raise OptionError(
-                option,
-                f"{now[option]}, of a run that took no step, so that no fingerprint tells whether it is the run's own",
-                f"{before.get(option)}, as when the run began",
-                f"leave it out, or remove {self.path} and begin the run anew",
-            )
+            found = f"{now[option]}, of a run that took no step, so that no fingerprint tells whether it is the run's own"
+            remedy = f"leave it out, or remove {self.path} and begin the run anew"
+            raise OptionError(option, found, f"{before.get(option)}, as when the run began", remedy)
         if (recorded := str(header.get("base"))[:12]) != fingerprint:
             found = f"{now[option]}, which has the fingerprint {fingerprint}"
             remedy = "pass the path to which the run's original was moved, or start a new run"
@@ -286,12 +278,9 @@ def require_new(path: Path) -> None:
 
 def _require_unstarted(path: Path) -> None:
     if (path / OPTIONS).exists():
-        raise OutputError(
-            path,
-            "a run that has already started",
-            "a path that does not exist yet, or an empty directory",
-            f"continue the run with zo2 train --resume {path}, or pass another directory as --output",
-        )
+        found = "a run that has already started"
+        remedy = f"continue the run with zo2 train --resume {path}, or pass another directory as --output"
+        raise OutputError(path, found, "a path that does not exist yet, or an empty directory", remedy)
 
 
 def _ended_before_start(path: Path) -> bool:
@@ -331,12 +320,9 @@ def acquire(lock: FileLock) -> contextlib.AbstractContextManager[object]:
     try:
         return lock.acquire()
     except Timeout as error:
-        raise OutputError(
-            Path(lock.lock_file).parent,
-            "a run that another process works on",
-            "a directory that no other process uses",
-            "wait until that process has ended, or choose another directory",
-        ) from error
+        found = "a run that another process works on"
+        remedy = "wait until that process has ended, or choose another directory"
+        raise OutputError(Path(lock.lock_file).parent, found, "a directory that no other process uses", remedy) from error
 
 
 def held_directory(path: Path) -> contextlib.AbstractContextManager[object]:
@@ -357,12 +343,8 @@ def refusing_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OptionError(
-            path,
-            f"no readable {OPTIONS} ({reason(error)})",
-            "the directory of a run",
-            _option_for(path) or "pass the directory that was the run's --output",
-        ) from error
+        remedy = _option_for(path) or "pass the directory that was the run's --output"
+        raise OptionError(path, f"no readable {OPTIONS} ({reason(error)})", "the directory of a run", remedy) from error
     except KeyError as error:
         raise _damaged(path, f"no value for the key {error}") from error
     except ZO2Error as error:
@@ -381,12 +363,8 @@ def _option_for(path: Path) -> str | None:
 
 
 def _damaged(path: Path, found: str) -> OptionError:
-    return OptionError(
-        path / OPTIONS,
-        found,
-        f"the options that zo2 train saved in {OPTIONS}",
-        "restore the file from a copy, or use zo2 export --model --journal, which needs only the journal",
-    )
+    remedy = "restore the file from a copy, or use zo2 export --model --journal, which needs only the journal"
+    return OptionError(path / OPTIONS, found, f"the options that zo2 train saved in {OPTIONS}", remedy)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -415,12 +393,8 @@ def holds_model(directory: Path) -> bool:
     names = ("config.json", "adapter_config.json")
     if any((directory / name).is_file() for name in names) and any(directory.glob("*.safetensors")):
         return True
-    raise OutputError(
-        directory,
-        "files that are not a complete model",
-        "an exported model, an empty directory, or no such path",
-        "move it away and give the command again, which then writes the model",
-    )
+    found, expected = "files that are not a complete model", "an exported model, an empty directory, or no such path"
+    raise OutputError(directory, found, expected, "move it away and give the command again, which then writes the model")
 
 
 @contextlib.contextmanager

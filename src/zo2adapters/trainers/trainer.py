@@ -386,12 +386,8 @@ class Samples:
                 return row.prompt, self._text(row.candidates[row.answer])
             case Question():
                 return row.prompt, row.answers[0]
-        raise OptionError(
-            "samples",
-            "rows without a prompt",
-            "rows with a prompt, such as prompt and completion",
-            "leave it out, or pass rows with prompts as --evaluation",
-        )
+        remedy = "leave it out, or pass rows with prompts as --evaluation"
+        raise OptionError("samples", "rows without a prompt", "rows with a prompt, such as prompt and completion", remedy)
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -193,12 +193,8 @@ def _require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
     weights = sum(layout.nbytes for layout in model.layouts)
     needed, free = 2 * weights + activation_bytes(model.config, batches.rows, tokens), free_memory()
     if needed > free:
-        raise MemoryBudgetError(
-            "memory",
-            f"{shown_bytes(free)} free",
-            f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations",
-            "free memory, or use smaller batches",
-        )
+        expected = f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations"
+        raise MemoryBudgetError("memory", f"{shown_bytes(free)} free", expected, "free memory, or use smaller batches")
 
 
 def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapter | None) -> Any:
