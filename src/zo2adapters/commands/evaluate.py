@@ -153,7 +153,7 @@ class Evaluate(AtStep):
         if rows.format is RowFormat.PREFERENCES:
             found = f"{self.data or 'the rows of the run'}, rows of preferences"
             expected = "other rows: preferences are evaluated during training, against the base model"
-            raise OptionError("data", found=found, expected=expected, remedy="pass them to zo2 train as --evaluation")
+            raise OptionError("data", found, expected, "pass them to zo2 train as --evaluation")
         if saved is None or saved.rows.labels != self.rows.labels:
             self.rows.require_labelled(are_labelled=rows.are_labelled)
         if self.batching.pack and rows.format is not RowFormat.TEXT:

@@ -169,10 +169,10 @@ class Report(Command):
         from zo2adapters.commands.report import HEAD, page, read_run
 
         if not self.runs:
-            raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
+            raise OptionError("runs", "none", "at least one directory", "pass a run's directory")
         if self.output.suffix.lower() not in ("", ".html", ".htm"):
-            expected, remedy = "the name of an HTML file, which is what a report is", "let it end with .html"
-            raise OptionError("output", found=str(self.output), expected=expected, remedy=remedy)
+            remedy = "let it end with .html"
+            raise OptionError("output", str(self.output), "the name of an HTML file, which is what a report is", remedy)
         text, is_page = page([read_run(path) for given in self.runs for path in runs_in(given)]), False
         with suppress(OSError):
             is_page = read_regular(self.output).startswith(HEAD.encode())
