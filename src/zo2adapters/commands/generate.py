@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -163,7 +162,7 @@ class Chat(Command):
         """Answer the lines of standard input until it ends, or until /quit."""
         require_whole("max_new_tokens", self.max_new_tokens, 1)
         variants, rows = self._variants(), self._rows()
-        session = (_Labelling if rows is not None and rows.labels else _Conversation)(self, variants, rows)
+        session = _Session(self, variants, rows)
         session.open()
         with closing(session):
             print(session.introduction, file=sys.stderr)
@@ -252,26 +251,44 @@ class _Stop:
         self.is_asked = True
 
 
-class _Session(ABC):
-    """Lines that one variant at a time answers, whose engine is open."""
+class _Session:
+    """Lines that one variant at a time answers, whose engine is open.
 
-    does = "answers"  # what the present variant does with a line
-    commands = "/help says this again, /quit ends"
+    A conversation goes on when another variant answers. With a run's template each line is a prompt by itself. With a run's
+    labels a line gets one of these, compared as the run's evaluations compare them.
+    """
 
     def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
-        self._options, self._variants, self._rows, self._sampling = options, variants, rows, options.sampling.chosen()
-        self.name = next(iter(variants))
+        self._options, self._variants, self._sampling = options, variants, options.sampling.chosen()
+        self.name, self._messages = next(iter(variants)), list[dict[str, str]]()
         self._tokenizer = load_tokenizer(self._at.base())
-        if len(variants) > 1:
-            self.commands = f"/adapter NAME switches, /adapter lists, {self.commands}"
+        self._labels = () if rows is None else rows.labels
+        self._rows = rows if rows is None or rows.labels else RowOptions(prompt_template=rows.prompt_template)
+        self.does, reset = "answers", ""  # what the present variant does with a line
+        if rows is not None:
+            [self._column] = rows.prompt_columns
+            listed = ", ".join(self._labels[:_MOST_LABELS]) + (", ..." if len(self._labels) > _MOST_LABELS else "")
+            does = f"chooses one of the labels {listed} for" if self._labels else "continues the prompt of"
+            self.does = f"{does} the {self._column} that you type"
+        elif self._tokenizer.chat_template:
+            reset = "/reset forgets the conversation, "
+        else:
+            found, remedy = "a tokenizer without a chat template", "continue plain text with zo2 generate --prompt TEXT"
+            raise DataError(self._at.base(), found, "the tokenizer of a chat model", remedy)
+        switches = "/adapter NAME switches, /adapter lists, " if len(variants) > 1 else ""
+        self.commands = f"{switches}{reset}/help says this again, /quit ends"
 
     def open(self) -> None:
         """Open the model and the engine of the present variant."""
+        from zo2adapters.models.footprint import activation_bytes
+
         self._model = self._at.open_model()
         self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
-        room = self._activation_bytes(self._model.config)
+        config, labels = self._model.config, len(self._labels)
+        length = self._length
+        room = activation_bytes(config, labels, length, streams=1) if labels else _generation_bytes(config, 1, length)
         self._engine: Engine = self._at.engine(self._model, activation_bytes=room, tokens=1)
 
     def close(self) -> None:
@@ -299,18 +316,15 @@ class _Session(ABC):
             print(self.introduction, file=sys.stderr)
         elif command == "/adapter":
             self._switch(name.strip())
+        elif command == "/reset" and not self._labels:
+            self._messages = []
+            print("the conversation starts anew", file=sys.stderr)
         elif command.startswith("/"):
             print(f"{command} is not a command; {self.commands}", file=sys.stderr)
+        elif self._labels:
+            self._label(line)
         else:
             self._answer(line)
-
-    @abstractmethod
-    def _activation_bytes(self, config: Any) -> int:
-        """Bytes of activations of an answer, for a model of this config."""
-
-    @abstractmethod
-    def _answer(self, line: str) -> None:
-        """Answer a line."""
 
     def _switch(self, name: str) -> None:
         """Let another variant answer."""
@@ -323,34 +337,6 @@ class _Session(ABC):
             self.open()
         print(f"{name} {self.does}", file=sys.stderr)
 
-
-class _Conversation(_Session):
-    """A conversation, which goes on when another variant answers. With a run's template each line is a prompt by itself."""
-
-    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
-        template = None if rows is None else RowOptions(prompt_template=rows.prompt_template)
-        super().__init__(options, variants, template)
-        self._messages: list[dict[str, str]] = []
-        if rows is not None:
-            self.does = f"continues the prompt of the {rows.prompt_columns[0]} that you type"
-        elif self._tokenizer.chat_template:
-            switches, slash, rest = self.commands.rpartition("/help")
-            self.commands = f"{switches}/reset forgets the conversation, {slash}{rest}"
-        else:
-            remedy = "continue plain text with zo2 generate --prompt TEXT"
-            raise DataError(self._at.base(), "a tokenizer without a chat template", "the tokenizer of a chat model", remedy)
-
-    def take(self, line: str) -> None:
-        """Answer a line, or do what it commands."""
-        if line.split()[0] != "/reset":
-            super().take(line)
-            return
-        self._messages = []
-        print("the conversation starts anew", file=sys.stderr)
-
-    def _activation_bytes(self, config: Any) -> int:
-        return _generation_bytes(config, 1, self._length)
-
     def _answer(self, line: str) -> None:
         """Print the answer as it is generated."""
         from zo2adapters.models.checkpoint import end_token_ids
@@ -360,7 +346,7 @@ class _Conversation(_Session):
         if is_chat := self._rows is None:
             text = render_chat(messages, self._tokenizer, reply_follows=True)
         else:
-            text = self._rows.converted({self._rows.prompt_columns[0]: with_line_breaks(line)})["prompt"]
+            text = self._rows.converted({self._column: with_line_breaks(line)})["prompt"]
         ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
         room = self._length - len(ids)
         if room < 1:
@@ -378,23 +364,7 @@ class _Conversation(_Session):
         answer = stream.end()
         self._messages = [*messages, {"role": "assistant", "content": answer}] if is_chat else []
 
-
-class _Labelling(_Session):
-    """A label for each line, of those that the run has learned, compared as the run's evaluations compare them."""
-
-    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
-        super().__init__(options, variants, rows)
-        assert rows is not None, "they have the labels"
-        [self._column], self._labels = rows.prompt_columns, rows.labels
-        listed = ", ".join(self._labels[:_MOST_LABELS]) + (", ..." if len(self._labels) > _MOST_LABELS else "")
-        self.does = f"chooses one of the labels {listed} for the {self._column} that you type"
-
-    def _activation_bytes(self, config: Any) -> int:
-        from zo2adapters.models.footprint import activation_bytes
-
-        return activation_bytes(config, len(self._labels), self._length, streams=1)
-
-    def _answer(self, line: str) -> None:
+    def _label(self, line: str) -> None:
         """Print the labels with their probabilities, the likeliest one first."""
         from zo2adapters.tasks.objectives import score
         from zo2adapters.tasks.rows import tokenized_choice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from zo2adapters.commands.options import Command
 from zo2adapters.trainers.optimization import StepSize
@@ -40,7 +40,7 @@ class Verify(Command):
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
-        from zo2adapters.trainers.verification import RandomBatches, verify
+        from zo2adapters.trainers.verification import verify
         from zo2core import MeZOSGD
 
         require_whole("steps", self.steps, 1)
@@ -53,10 +53,10 @@ class Verify(Command):
             self.adapter_options.require_method(self.method)
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
-        batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
-        parameters, difference = verify(directory, opening, size, batches, method=self.method, adapter=adapter)
+        given: Any = {name: getattr(self, name) for name in ("steps", "tokens", "seed", "method")}
+        parameters, difference = verify(directory, opening, size, rows=self.batch_size, adapter=adapter, **given)
         if difference is not None:
             print(f"DIFFERENT: {difference}")
             sys.exit(1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,32 +35,19 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
 
 
-@dataclass(frozen=True, kw_only=True)
-class RandomBatches:
-    """The batches to compare on: random tokens, one batch per step."""
-
-    steps: int
-    rows: int  # rows per batch; if there are several, the second half of the last one is padding
-    tokens: int  # tokens per row
-    seed: int
-
-    def batch(self, model: HFBlockModel, step: int) -> Batch:
-        """The batch of a 0-based step, with labels for the model's head."""
-        vocabulary = model.config.get_text_config().vocab_size
-        batch = random_batch(vocabulary, self.rows, self.tokens, seed=self.seed + step)
-        return _labelled(batch, model.config, self.seed + step) if isinstance(model, HFHeadModel) else batch
-
-
 def verify(
     directory: Path,
     opening: ModelOptions,
     size: StepSize,
-    batches: RandomBatches,
     *,
+    steps: int,
+    rows: int,
+    tokens: int,
+    seed: int,
     method: OptimizerName | None = None,
     adapter: Adapter | None = None,
 ) -> tuple[int, str | None]:
-    """Take steps block by block and on the whole model, and compare their numbers and what is trained.
+    """Take steps on random tokens block by block and on the whole model, and compare their numbers and what is trained.
 
     Returns the number of parameters that were compared, and the first difference as text; None if every bit is equal.
 
@@ -70,23 +56,22 @@ def verify(
     precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True) if method is None else opening.precision
     given: Any = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
-    _require_fit(model, batches)
+    _require_fit(model, rows, tokens)
     whole = _whole_model(model, directory, opening.head, adapter)
-    kind = _AllGradients if adapter is None else _AdapterGradients
-    resident: _Mezo | _AdapterGradients | _AllGradients = _Mezo(size) if method is None else kind(size, method)
-    steps, parameters = batches.steps, sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
-    with Engine(model, resident.method) as engine:
+    parameters = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
+    with Engine(model, _steps_of_engine(size, method, adapter)) as engine:
         trained = _share_trained(model, whole, engine.parameters_now() if adapter is not None else whole.named_parameters())
-        resident.begin(model, whole, trained)
+        of_whole = _steps_of_whole(model, whole, trained, size, method)
         for step in range(steps):
-            batch, seed = batches.batch(model, step), batches.seed + step
+            batch = random_batch(model.config.get_text_config().vocab_size, rows, tokens, seed=seed + step)
+            batch = _labelled(batch, model.config, seed + step) if isinstance(model, HFHeadModel) else batch
             try:
-                ours = engine.step(batch, seed=seed if method is None else None)
+                ours = engine.step(batch, seed=seed + step if method is None else None)
             except NonFiniteLossError:
                 require_finite_base(model, directory)
                 raise
             numbers = [*ours.losses, *ours.projected_grads, *(() if ours.grad_norm is None else (ours.grad_norm,))]
-            for number, (name, theirs) in zip(numbers, resident.step(step, batch, seed), strict=True):
+            for number, (name, theirs) in zip(numbers, of_whole(step, batch, seed + step), strict=True):
                 if number != theirs:
                     return 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}"
         for name, tensor in engine.parameters_now():
@@ -96,102 +81,82 @@ def verify(
     return parameters, None
 
 
-class _Mezo:
-    """MeZO on the whole model."""
-
-    def __init__(self, size: StepSize) -> None:
-        self._numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
-        self.method = ZerothOrder(MeZOSGD(**self._numbers))
-
-    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
-        """Take over the whole model, which has the first values."""
-        self._mezo = MonolithicMeZO(whole, autocast=model.autocast, **self._numbers)
-
-    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
-        """The numbers of a step, by name, in the order of the engine's."""
-        taken = self._mezo.step(batch, seed)
-        losses = [(f"loss {index}", loss) for index, loss in enumerate(taken.losses)]
-        return [*losses, ("projected gradient", taken.projected_grads[0])]
+def _steps_of_engine(size: StepSize, method: OptimizerName | None, adapter: Adapter | None) -> ZerothOrder | FirstOrder:
+    """How the engine makes the steps."""
+    if method is None:
+        return ZerothOrder(MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay))
+    if adapter is not None:
+        return FirstOrder(partial(_of_adapter(method), lr=size.rate, weight_decay=size.weight_decay))
+    return FirstOrder(make_block_update(method, weight_decay=size.weight_decay, switch_every=1), lr=size.rate)
 
 
-class _Gradients:
-    """Gradients of the whole model by autograd."""
+def _of_adapter(method: OptimizerName) -> Callable[..., torch.optim.Optimizer]:
+    optimizer = OPTIMIZERS[method].of_adapter
+    assert optimizer is not None, "others were refused with an adapter"
+    return optimizer
 
-    widens = False  # whether the optimizer is given gradients in float32
 
-    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
-        """See ``_Mezo``."""
-        self._model, self._whole, self._trained = model, whole, trained
+def _steps_of_whole(
+    model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter], size: StepSize, method: OptimizerName | None
+) -> Callable[[int, Batch, int], list[tuple[str, float]]]:
+    """A function that takes a step on the whole model: by MeZO, or by autograd and an optimizer with states of its own.
 
-    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
-        """See ``_Mezo``."""
-        with torch.autocast("cpu", dtype=self._model.autocast, enabled=self._model.autocast is not None):
-            loss = self._whole(**batch, use_cache=False).loss
+    It returns the step's numbers by name, in the order of the engine's.
+    """
+    if method is None:
+        mezo = MonolithicMeZO(
+            whole, autocast=model.autocast, lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay
+        )
+
+        def evaluated(step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
+            taken = mezo.step(batch, seed)
+            losses = [(f"loss {index}", loss) for index, loss in enumerate(taken.losses)]
+            return [*losses, ("projected gradient", taken.projected_grads[0])]
+
+        return evaluated
+    optimizer: Any = None
+    update: Any = None
+    if isinstance(model, PeftBlockModel):
+        optimizer = _of_adapter(method)(list(trained.values()), lr=size.rate, weight_decay=size.weight_decay)
+    else:
+        update = make_block_update(method, weight_decay=size.weight_decay, switch_every=1)
+        states = StateMemory(update, model.layouts)
+    layouts = enumerate(model.layouts)
+    names = {index: [spec.name for spec in layout.parameters] for index, layout in layouts if layout.parameters}
+    widens = update is not None and update.widens_gradients
+
+    def differentiated(step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
+        segments = [] if update is None else update.segments(step, sorted(names))
+        if update is not None:
+            changed = {name for index in segments for name in names[index]}
+            for name, parameter in trained.items():
+                parameter.requires_grad = name in changed
+        with torch.autocast("cpu", dtype=model.autocast, enabled=model.autocast is not None):
+            loss = whole(**batch, use_cache=False).loss
         loss.backward()
-        gradients = [parameter.grad for parameter in self._trained.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([widened(gradient) if self.widens else gradient for gradient in gradients])
+        gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+        gradients = {name: widened(gradient) if widens else gradient for name, gradient in gradients.items()}
+        norm = nn.utils.get_total_norm(list(gradients.values()))
+        if update is None:
+            optimizer.step()
+        else:
+            states.begin(step)
+            for index in segments:
+                weights = {name: trained[name].detach() for name in names[index]}
+                of_segment = {name: gradients[name] for name in names[index] if name in gradients}
+                update.apply(UpdateInputs(index, weights, of_segment, states.of(index, ()), step, size.rate))
+        whole.zero_grad()
         return [("loss", float(loss.detach())), ("gradient norm", norm.item())]
 
-
-class _AdapterGradients(_Gradients):
-    """An adapter's steps with an optimizer of torch."""
-
-    def __init__(self, size: StepSize, method: OptimizerName) -> None:
-        of_adapter = OPTIMIZERS[method].of_adapter
-        assert of_adapter is not None, "others were refused with an adapter"
-        self._optimizer = partial(of_adapter, lr=size.rate, weight_decay=size.weight_decay)
-        self.method = FirstOrder(self._optimizer)
-
-    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
-        """See ``_Mezo``."""
-        super().begin(model, whole, trained)
-        self._resident = self._optimizer(list(trained.values()))
-
-    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
-        """See ``_Mezo``."""
-        numbers = super().step(step, batch, seed)
-        self._resident.step()
-        self._resident.zero_grad()
-        return numbers
+    return differentiated
 
 
-class _AllGradients(_Gradients):
-    """Steps of all parameters, with an optimizer of the engine's kind and states of its own."""
-
-    def __init__(self, size: StepSize, method: OptimizerName) -> None:
-        ours, self._update = (make_block_update(method, weight_decay=size.weight_decay, switch_every=1) for _ in range(2))
-        self.method, self.widens, self._rate = FirstOrder(ours, lr=size.rate), self._update.widens_gradients, size.rate
-
-    def begin(self, model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter]) -> None:
-        """See ``_Mezo``."""
-        super().begin(model, whole, trained)
-        layouts = enumerate(model.layouts)
-        self._names = {index: [spec.name for spec in layout.parameters] for index, layout in layouts if layout.parameters}
-        self._states = StateMemory(self._update, model.layouts)
-
-    def step(self, step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
-        """See ``_Mezo``."""
-        segments = self._update.segments(step, sorted(self._names))
-        names = {name for index in segments for name in self._names[index]}
-        for name, parameter in self._trained.items():
-            parameter.requires_grad = name in names
-        numbers = super().step(step, batch, seed)
-        self._states.begin(step)
-        for index in segments:
-            weights = {name: self._trained[name].detach() for name in self._names[index]}
-            found = {name: self._trained[name].grad for name in self._names[index]}
-            gradients = {name: widened(grad) if self.widens else grad for name, grad in found.items() if grad is not None}
-            self._update.apply(UpdateInputs(index, weights, gradients, self._states.of(index, ()), step, self._rate))
-        self._whole.zero_grad()
-        return numbers
-
-
-def _require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
+def _require_fit(model: HFBlockModel, rows: int, tokens: int) -> None:
     """Refuse batches that exceed free memory or the model's longest row."""
-    tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_whole("tokens", tokens, 1, longest or LARGEST, otherwise=", the model's limit")
     weights = sum(layout.nbytes for layout in model.layouts)
-    needed, free = 2 * weights + activation_bytes(model.config, batches.rows, tokens), free_memory()
+    needed, free = 2 * weights + activation_bytes(model.config, rows, tokens), free_memory()
     if needed > free:
         expected = f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations"
         raise MemoryBudgetError("memory", f"{shown_bytes(free)} free", expected, "free memory, or use smaller batches")
