@@ -180,12 +180,11 @@ class AtStep(Command):
 
         If most forwards have few tokens (None: many), the experts of a mixture are read when tokens are routed to them.
         """
+        from zo2adapters.trainers.methods import weights_at
         from zo2core import Engine, Journal, MemoryPolicy
 
         journal = Journal() if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
         step, replays = self._step(journal, tells=is_first(workers)), self.journal is not None and journal.is_replayable
-        if replays and step < journal.version:
-            journal = journal.until(step)
         if self.verify_base:
             _verify(model, journal, self.journal)
         reads_itself = shared is None and self.resources.device == "cpu" and not replays
@@ -197,10 +196,11 @@ class AtStep(Command):
             limited = MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=room)
             given = {"memory": limited, "device": local_device(resources.device, workers)}
         given |= {"micro_batch_size": micro_batch_size, "trace": worker_trace(trace, workers)}
-        if replays or self.journal is None:
-            engine = Engine(model, journal=journal if replays else None, workers=workers, **given)
-        else:
-            engine = self._at_snapshot(model, journal, step, workers, given)
+        if self.journal is not None:
+            if not replays:
+                self._require_snapshots_of(model, journal, workers)
+            given |= weights_at(journal, step, self.journal.parent)
+        engine = Engine(model, workers=workers, **given)
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)
         return engine
@@ -232,12 +232,8 @@ class AtStep(Command):
             print(f"{run}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
         return last if step is None else step
 
-    def _at_snapshot(self, model: HFBlockModel, journal: Journal, step: int, workers: Workers | None, common: Any) -> Engine:
-        """Build a runner from a first-order run's snapshot of the step."""
-        from zo2adapters.trainers.methods import parameters_at
-        from zo2core import AtSnapshot, Engine
-        from zo2core.checkpoint.snapshots import Snapshots
-
+    def _require_snapshots_of(self, model: HFBlockModel, journal: Journal, workers: Workers | None) -> None:
+        """Refuse a first-order run on another base, or several workers."""
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
         if workers is not None:
@@ -247,8 +243,6 @@ class AtStep(Command):
         if base != own:
             found, expected = f"a run on the base {base[:12]}", f"a run on {own[:12]}, the base of this command"
             raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
-        snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
-        return Engine(model, AtSnapshot(step, parameters_at(snapshots, step)), **common)
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -205,9 +206,10 @@ class RunMethod(ABC):
         """Bytes of snapshots that this process has written."""
         return 0
 
-    @abstractmethod
     def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
+        weights = weights_at(engine.journal, step, self.options.output)
+        return self.open(model, weights.pop("method", None), min(activations, engine.activation_bytes), **weights)
 
     def before_recording(self, engine: Engine, results: Results) -> None:
         """Prepare for writing an evaluation of the current step to the journal."""
@@ -376,10 +378,6 @@ class ZerothOrderRun(RunMethod):
             f"most {expected:.1g}; lr {optimization.rate:g} is far too small, and zo2 tune finds a better one"
         )
 
-    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
-        """The base with the updates up to the step, since later updates cannot be undone. See the contract."""
-        return self.open(model, None, activations, journal=engine.journal.until(step))
-
     def explained(self, error: Exception, engine: Engine) -> Exception:
         """With commands to find a smaller rate and go on from the best step; unchanged without a guard. See the contract."""
         options, updates = self.options, engine.journal.updates
@@ -496,7 +494,8 @@ class GradientRun(RunMethod):
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
             engine.close()
             found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
-            raise self._refusal("keep_best", found, "it from the beginning of a run")
+            expected = f"it from the beginning of a run with --method {self.options.first_order.method}"
+            raise OptionError("keep_best", found, expected, "leave it out")
         return engine
 
     def first_step(self, journal: Journal) -> int:
@@ -538,13 +537,6 @@ class GradientRun(RunMethod):
         evaluations = {**engine.journal.evaluations, engine.version: results}
         if not self.streams and self.options.keep_best and best_step(evaluations) == engine.version:
             self._take_snapshot(engine)
-
-    def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
-        """The parameters of the step's snapshot. See the contract."""
-        if self.streams:
-            raise self._refusal("at", f"step {step}", "the last step, whose model is in the run's directory")
-        at = AtSnapshot(step, parameters_at(engine.snapshots, step))
-        return self.open(model, at, min(activations, engine.activation_bytes))
 
     def how_to_continue(self, engine: Engine) -> str:
         """From which snapshot or commit. See the contract."""
@@ -617,9 +609,6 @@ class GradientRun(RunMethod):
             remedy = f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}"
             raise OptionError("write_limit_tb", found, "a limit that the run keeps to: writing wears disks out", remedy)
 
-    def _refusal(self, option: str, found: str, expected: str) -> OptionError:
-        return OptionError(option, found, f"{expected} with --method {self.options.first_order.method}", "leave it out")
-
 
 def method_of(options: TrainOptions, shared: SharedBase | None = None) -> ZerothOrderRun | GradientRun:
     """The method that the options name; zeroth-order steps by default. A rate of auto stands for any rate."""
@@ -629,12 +618,17 @@ def method_of(options: TrainOptions, shared: SharedBase | None = None) -> Zeroth
     return (ZerothOrderRun if options.first_order.method is None else GradientRun)(options, shared)
 
 
-def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor] | None:
-    """The trained parameters after so many steps, by name; None at step 0, where they are those that the run began with."""
-    if step == 0:
-        return None
-    parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state.get("parameters", {})  # refused if incomplete
-    return parameters
+def weights_at(journal: Journal, step: int, directory: Path) -> dict[str, Any]:
+    """What an engine gets for the weights after so many steps: the updates until then, or a snapshot of a first-order run.
+
+    Updates cannot be undone, so that the weights are made from the base.
+    """
+    if journal.is_replayable:
+        return {"journal": journal if step == journal.version else journal.until(step)}
+    if step == 0:  # where the parameters are those that the run began with
+        return {"method": AtSnapshot(step, None)}
+    state = Snapshots(directory, journal.chain, journal.require_version).read(step).state
+    return {"method": AtSnapshot(step, state.get("parameters", {}))}  # refused if incomplete
 
 
 def can_share(options: TrainOptions) -> bool:
