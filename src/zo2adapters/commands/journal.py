@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.optimization import with_peak_rate
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, metrics_of
 from zo2core.errors import JournalError, OptionError, OutputError, system_errors_as
 from zo2core.io.durable import read_regular, replace_file
 from zo2core.ranges import counted, require_whole
@@ -43,14 +43,6 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
             ignored = "the last record is damaged or incomplete and is ignored"
             print(f"{path}: {ignored}; the run has {counted(steps, 'step')}", file=sys.stderr)
     return journal
-
-
-def metrics_of(run: Path) -> bytes:
-    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory are then unknown."""
-    try:
-        return read_regular(run / METRICS)
-    except OSError:
-        return b""
 
 
 _TITLES = {"base": "base fingerprint", "parameters": "parameters sha256"}  # of a header's keys; others are their own title

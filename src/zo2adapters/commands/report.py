@@ -14,12 +14,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from zo2adapters.commands.journal import metrics_of, printable, read_journal
+from zo2adapters.commands.journal import printable, read_journal
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import Row, align_rows, criterion, results_of_row, row_of, shown_results
 from zo2adapters.trainers.option_table import used_options
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, read_samples, read_trials, refusing_damage
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    OPTIONS,
+    RunDirectory,
+    metrics_of,
+    read_samples,
+    read_trials,
+    refusing_damage,
+)
 from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError
 from zo2core.estimators import is_refused

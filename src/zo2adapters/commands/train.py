@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zo2adapters.commands.evaluate import require_consistent, run_task
-from zo2adapters.commands.journal import metrics_of
 from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments, text_table
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
@@ -38,6 +37,7 @@ from zo2adapters.trainers.run_directory import (
     directory_to_resume,
     held_directory,
     holds_run,
+    metrics_of,
     replace_file,
     worker_directory,
 )
@@ -289,7 +289,7 @@ class Train(RunOptions, Command):
             except KeyboardInterrupt:
                 tell(f"\n{trainer.how_to_continue()}")
                 raise
-            tell(trainer.divergence(), trainer.best_evaluation())
+            tell(*trainer.last_lines())
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
 
     def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
@@ -307,11 +307,10 @@ class Train(RunOptions, Command):
             raise
 
 
-def tell(*lines: str | None, prefix: str = "") -> None:
-    """Print lines on standard error, but for those that are None."""
+def tell(*lines: str, prefix: str = "") -> None:
+    """Print lines on standard error."""
     for line in lines:
-        if line is not None:
-            print(f"{prefix}{line}", file=sys.stderr)
+        print(f"{prefix}{line}", file=sys.stderr)
 
 
 def train(
@@ -427,7 +426,7 @@ def _trained(name: str, options: TrainOptions, shared: SharedBase) -> None:
     with Trainer(options, resume=holds_run(options.output), label=name, shared=shared) as trainer:
         tell(*trainer.first_lines(), prefix=f"{name}: ")
         trainer.run()
-        tell(trainer.divergence(), trainer.best_evaluation(), prefix=f"{name}: ")
+        tell(*trainer.last_lines(), prefix=f"{name}: ")
 
 
 def _outcome(name: str, directory: Path, failure: Exception | None) -> dict[str, Any]:
@@ -571,8 +570,8 @@ class Tune(RunOptions, Command):
                 forwards=self.forwards,
                 learning_rates=self.learning_rates,
                 zo_eps=self.zo_eps_to_try,
-                before=lambda schedule: tell(_trials_cost(schedule, options, workers) if first else None),
-                after_round=lambda trials: tell(_trials_table(trials) if first else None),
+                before=lambda schedule: tell(*([_trials_cost(schedule, options, workers)] if first else [])),
+                after_round=lambda trials: tell(*([_trials_table(trials)] if first else [])),
                 quiet=not first,
                 workers=workers,
             )

@@ -25,7 +25,7 @@ from zo2adapters.trainers.option_table import OPTIONS, SETTING_OF, by_option, le
 from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.run_inputs import RunInputs, dtype_name
-from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of
+from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, told_line
 from zo2adapters.trainers.tuning import schedule_of
 from zo2core import ZO2Error
 from zo2core.errors import MemoryBudgetError, MissingPackageError, UnsupportedModelError
@@ -114,8 +114,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     tried = ", ".join(f"{rate:g}" for rate in rates)
     costs = f"{counted(schedule.steps, 'step')}, about {duration(schedule.steps * plan.seconds)}"
     reasons["lr"] = f"auto tries {tried} in short runs first, and takes the best: {costs}."
-    memory = method_of(options).storage(inputs.model, plan.host_plan, None, plan.write_back_every)
-    return InitialRecipe.of(options, reasons, f"{first_line(options, plan, trial_steps=schedule.steps)} {memory}")
+    return InitialRecipe.of(options, reasons, told_line(options, inputs.model, plan, trial_steps=schedule.steps))
 
 
 # Options with the method that was chosen, the model as it is opened for it, and the reasons by option.

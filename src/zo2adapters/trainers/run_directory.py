@@ -162,27 +162,20 @@ class RunDirectory:
     def _write_recipe(self, options: TrainOptions) -> None:
         """Write the run's recipe, unless it has been written: a process may have been killed before it was."""
         path, text = self.path / RECIPE, recipe_text(options, self._record.get("branch"))
-        try:
-            is_written = not path.is_symlink() and read_regular(path) == text.encode()
-        except OSError:
-            is_written = False
-        if not is_written:
-            replace_file(path, text)
+        with contextlib.suppress(OSError):
+            if not path.is_symlink() and read_regular(path) == text.encode():
+                return
+        replace_file(path, text)
 
     def metrics(self, journal: Journal) -> list[Row]:
         """Repair the metrics from the journal."""
-        path = self.path / METRICS
-        try:
-            raw: bytes | None = read_regular(path)
-        except FileNotFoundError:
-            raw = b""
-        except OSError:  # for example a pipe, which is neither read nor written but replaced
-            raw = None
-        aligned = align_rows(raw or b"", journal)
+        path, raw = self.path / METRICS, metrics_of(self.path)
+        aligned = align_rows(raw, journal)
         journal.require_version(aligned.steps_seen, METRICS)
         trials: list[Row] = [{f"trial_{name}": value for name, value in row.items()} for row in read_trials(self.path)]
         text = "".join(json.dumps(row) + "\n" for row in [*trials, *aligned.rows])
-        if text.encode() != raw or path.is_symlink():  # a link is replaced, and its target is not written
+        # A link is replaced, and its target is not written; a pipe is neither read nor written.
+        if text.encode() != raw or path.is_symlink() or not path.is_file():
             replace_file(path, text)
         return aligned.rows
 
@@ -229,21 +222,23 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
     return {now[role]: record["checksums"].get(saved[role]) for role in roles}
 
 
+def metrics_of(run: Path) -> bytes:
+    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory are then unknown."""
+    try:
+        return read_regular(run / METRICS)
+    except OSError:
+        return b""
+
+
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """Read the samples of a run's directory. Damaged or missing ones are left out."""
-    try:
-        lines = read_regular(directory / SAMPLES).splitlines()
-    except OSError:
-        return []
-    samples = []
-    for line in lines:
-        try:
-            sample = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        texts = ("prompt", "expected", "generated")
-        if isinstance(sample, dict) and type(sample.get("step")) is int and type(sample.get("row")) is int:
-            samples += [sample] if all(isinstance(sample.get(name), str) for name in texts) else []
+    kinds, samples = {"step": int, "row": int, "prompt": str, "expected": str, "generated": str}, []
+    with contextlib.suppress(OSError):
+        for line in read_regular(directory / SAMPLES).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                sample = json.loads(line)
+                if isinstance(sample, dict) and all(type(sample.get(name)) is kind for name, kind in kinds.items()):
+                    samples.append(sample)
     return samples
 
 
@@ -297,17 +292,9 @@ def missing_directories(run: Path) -> list[Path]:
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl")]
-    for name in (
-        OPTIONS,
-        RECIPE,
-        JOURNAL,
-        METRICS,
-        SAMPLES,
-        CHOICE,
-        *stores,
-        *(partial_path(run / name).name for name in (*_REPLACED, *stores)),
-        LOCK,  # last: then another process may begin a run here
-    ):
+    replaced = (*_REPLACED, *stores)
+    partial = (partial_path(run / name).name for name in replaced)
+    for name in (JOURNAL, *replaced, *partial, LOCK):  # the lock last: then another process may begin a run here
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's

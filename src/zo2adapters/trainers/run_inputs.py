@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -139,6 +139,12 @@ class RunInputs:
         batching = self.options.batching
         return BatchShape.whole(*batching.shape(batching.batch_size * self.most_sequences, self.longest))
 
+    def batches(self, first_step: int = 0) -> Iterator[list[Any]]:
+        """The rows of each step, without end."""
+        options = self.options
+        size, seed = options.batching.batch_size, options.seed
+        return training_batches(self.data, batch_size=size, seed=seed, first_step=first_step)
+
     @cached_property
     def tokens(self) -> dict[str, object]:
         """Padding token, and number and digest of the tokens of each data file."""
@@ -158,7 +164,7 @@ class RunInputs:
         options, batching, evaluated = self.options, self.options.batching, self.evaluation
         learns_one = options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES  # of a row's candidates
         sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
-        steps = islice(training_batches(self.data, batch_size=batching.batch_size, seed=options.seed), sampled)
+        steps = islice(self.batches(), sampled)
         trained = ([[row.sequences[row.answer]] if learns_one else row.sequences for row in rows] for rows in steps)
         step, mean, count = _mean_shape(trained, pack=batching.pack), None, 0
         if evaluated is not None:

@@ -500,6 +500,12 @@ def planned(inputs: RunInputs) -> RunPlan | None:
         probes.release_probe(inputs.model)
 
 
+def told_line(options: TrainOptions, model: HFBlockModel, plan: RunPlan, *, trial_steps: int = 0) -> str:
+    """A line about a run: method, steps and time, memory and what it writes. See ``first_line``."""
+    memory = method_of(options).storage(model, plan.host_plan, None, plan.write_back_every)
+    return f"{first_line(options, plan, trial_steps=trial_steps)} {memory}"
+
+
 def first_line(options: RunOptions, plan: RunPlan, *, trial_steps: int = 0) -> str:
     """Method, steps and time of a run, with those of the trials that choose its learning rate if they are given."""
     evaluations = f", {counted(plan.evaluations, 'evaluation')}" if plan.evaluations else ""

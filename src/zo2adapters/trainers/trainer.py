@@ -17,10 +17,10 @@ from typing import Any
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.rows import Choice, Question, TokenizedRow, training_batches
+from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
-from zo2adapters.trainers.metrics import LiveMetrics, best_step, losses_of, progress, shown_results, step_record
+from zo2adapters.trainers.metrics import LiveMetrics, best_step, progress, shown_results, step_record
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.process import device_kinds, is_first, peak_memory, require_same_steps, with_kept_memory
@@ -146,15 +146,6 @@ class Trainer:
         """Lines about precision and data to print before the run."""
         return self._inputs.notices()
 
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each step so far, before its update."""
-        return losses_of(self.engine.journal)
-
-    def divergence(self) -> str | None:
-        """A line that says that the steps have destroyed the model; None if they have not."""
-        return self._method.verdict(self.engine.journal)
-
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
         engine = self.engine
@@ -196,18 +187,17 @@ class Trainer:
 
     def _remaining_rows(self) -> list[Any]:
         """Rows of the remaining steps and evaluations, the same for all workers."""
-        data, batch_size, taken = self._inputs.data, self.options.batching.batch_size, self._first_step
+        data, taken = self._inputs.data, self._first_step
         taken = taken if self._workers is None else min(self._workers.all_gather(taken))
-        batches = training_batches(data, batch_size=batch_size, seed=self.options.seed, first_step=taken)
         steps = max(self.options.steps - taken, 0)
-        is_all = steps * batch_size >= 2 * len(data)  # the steps contain a whole epoch, wherever they start in one
-        return [*(data if is_all else chain.from_iterable(islice(batches, steps))), *(self._inputs.evaluation or ())]
+        # The steps contain a whole epoch, wherever they start in one.
+        is_all = steps * self.options.batching.batch_size >= 2 * len(data)
+        rows = data if is_all else chain.from_iterable(islice(self._inputs.batches(taken), steps))
+        return [*rows, *(self._inputs.evaluation or ())]
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
-        batches = training_batches(
-            self._inputs.data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
-        )
+        batches = self._inputs.batches(engine.version)
         self._run.metrics(engine.journal)
         evaluated = {*engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
@@ -293,13 +283,14 @@ class Trainer:
             engine.export(exported, files=files, progress=progress)
         return exported
 
-    def best_evaluation(self) -> str | None:
-        """A line about the best evaluation; None without evaluations."""
-        evaluations = self.engine.journal.evaluations
-        best = best_step(evaluations)
-        if best is None:
-            return None
-        return f"best of {counted(len(evaluations), 'evaluation')}: step {best}, {shown_results(evaluations[best])}"
+    def last_lines(self) -> list[str]:
+        """Lines to print after the run: that the steps have destroyed the model, if they have, and the best evaluation."""
+        verdict, evaluations = self._method.verdict(self.engine.journal), self.engine.journal.evaluations
+        lines = [] if verdict is None else [verdict]
+        if (best := best_step(evaluations)) is not None:
+            counts = counted(len(evaluations), "evaluation")
+            lines.append(f"best of {counts}: step {best}, {shown_results(evaluations[best])}")
+        return lines
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""

@@ -27,21 +27,20 @@ from zo2adapters.trainers.process import is_first, storage_of_one
 from zo2adapters.trainers.run_directory import (
     CHOICE,
     JOURNAL,
-    METRICS,
     TRIALS,
     RunDirectory,
     holds_run,
+    metrics_of,
     replace_file,
     require_new,
     writing,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_plan import RunPlan, duration, first_line, plan_of, planned
+from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, planned, told_line
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OutputError, without_effect
 from zo2core.estimators import is_refused
-from zo2core.io.durable import read_regular
 from zo2core.ranges import counted, require_whole
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
@@ -345,11 +344,7 @@ def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:
     """A trial's result, with the loss of each step, as JSON values."""
     with closing(Journal(trial.directory / JOURNAL)) as journal:
-        try:
-            raw = read_regular(trial.directory / METRICS)
-        except OSError:
-            raw = b""
-        rows = [row for row in align_rows(raw, journal).rows if "loss" in row]
+        rows = [row for row in align_rows(metrics_of(trial.directory), journal).rows if "loss" in row]
     return {
         "lr": trial.lr,
         "steps": len(rows),
@@ -371,6 +366,5 @@ def _cost(inputs: RunInputs, plan: RunPlan | None, schedule: Schedule) -> list[s
     if plan is None:
         return [f"{trials}.{together}"]
     seconds = schedule.steps * plan.seconds
-    memory = method_of(options).storage(inputs.model, plan.host_plan, None, plan.write_back_every)
     total = f"about {duration(seconds + plan.run_seconds)} in all"
-    return [f"{first_line(options, plan)} {memory}", f"{trials}, about {duration(seconds)}; {total}.{together}"]
+    return [told_line(options, inputs.model, plan), f"{trials}, about {duration(seconds)}; {total}.{together}"]
