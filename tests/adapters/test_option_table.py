@@ -55,7 +55,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
     monkeypatch.chdir(tmp_path)
     given = "--model base --data rows.jsonl --evaluation rows.jsonl --output run --steps 4 --reward length"
     command: Train = parse_command("train", Train, [*given.split(), "--estimator", "es", "--queries", "2"])
-    options = command.options().settled_as(command.options())
+    options = command.options.settled_as(command.options)
     Path("run").mkdir()
     (Path("run") / "options.json").write_text(json.dumps({"options": options.to_json()}))
     return options
@@ -77,7 +77,7 @@ def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> 
     option, key = SETTING_OF.get(name, (name, ""))
     written = [flag(option), *([] if given is True else [f"{key}={given}" if key else str(given)])]
     command: Train = parse_command("train", Train, ["--resume", "run", *written])
-    before, after = leaves(saved.to_json()), leaves(command.options().to_json())
+    before, after = leaves(saved.to_json()), leaves(command.options.to_json())
     assert {name: after[name] for name in after if after[name] != before[name]} == {
         name: expected,
         **({"schedule_steps": 4} if name == "steps" else {}),

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -119,6 +119,7 @@ class Train(RunOptions, Command):
         output = resume if self.from_step is None else None
         return type(self)(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
+    @cached_property
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume or to branch from, with the changes allowed."""
         if self.resume is None and self.from_step is not None:
@@ -194,7 +195,7 @@ class Train(RunOptions, Command):
     def check(self) -> None:
         """See the contract. Of a benchmark and of several runs, each is checked when it begins."""
         if self.runs is None and self.task is None:
-            self._check(self.options())
+            self._check(self.options)
 
     def _check(self, options: TrainOptions) -> None:
         options.require_valid()
@@ -234,7 +235,7 @@ class Train(RunOptions, Command):
                 option, named = command.own_functions
                 raise _unnamed(option, named, named, f"{runs}, {name}: ")
             is_there = holds_run(self.output / name)
-            planned[name] = replace(command, resume=self.output / name if is_there else None).options()
+            planned[name] = replace(command, resume=self.output / name if is_there else None).options
         if not planned:
             raise OptionError(runs, "no run", "at least one", "write a line for each run")
         train_together(planned, self.output)
@@ -257,7 +258,7 @@ class Train(RunOptions, Command):
     def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer
 
-        options, resume, first = self.options(), self.resume is not None, is_first(workers)
+        options, resume, first = self.options, self.resume is not None, is_first(workers)
         if options.first_order.method is not None:
             keep_freed_memory(SMALL)
         chooses = options.optimization.lr == "auto"
@@ -503,7 +504,7 @@ class Plan(Train):
             "task", beside="in a plan", expected=": zo2 rows writes a benchmark's rows, which are passed as --data"
         )
         if self.resume is not None:
-            options = self.options()
+            options = self.options
         else:
             self._require("model", expected="a value, or --resume DIR")
             options = self._of(self.data or Path(), self.output or Path("run"))

@@ -70,7 +70,7 @@ class Trainer:
         shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        method = method_of(options, shared)  # checks the options that depend on neither model nor data
+        self._method = method_of(options, shared)  # checks the options that depend on neither model nor data
         self._quiet, self._workers, self._label = quiet, workers, label
         execution = Execution() if execution is None else execution
         self._run = run = RunDirectory(options.output, resume=resume)
@@ -80,10 +80,10 @@ class Trainer:
             if resume:
                 with closing(Journal(options.output / JOURNAL)) as journal:
                     require_same_files(options, journal.header)
-                    self._first_step = method.first_step(journal)
+                    self._first_step = self._method.first_step(journal)
             self._inputs = inputs = RunInputs.read(options, workers, resume=resume)
             self.options, self._model = options, model = inputs.options, inputs.model
-            self._method = method_of(options, shared)
+            self._method.options = options  # with what was chosen for this machine
             require_same_steps(options.steps, workers)
             self._make_task(inputs, evaluates=evaluates)
             on_error.callback(self._task.close)
