@@ -18,9 +18,9 @@ from runs import small_run
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.trainers import progress_bar
+from zo2adapters.trainers import metrics
 from zo2adapters.trainers import trainer as trainer_module
-from zo2adapters.trainers.progress_bar import SharedSweeps, sweep_bars
+from zo2adapters.trainers.metrics import SharedSweeps, sweep_bars
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine
 
@@ -69,7 +69,7 @@ def test_a_sweep_has_a_bar_if_it_takes_seconds(
     seconds: float, shown: bool, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(progress_bar, "_SECONDS", seconds)
+    monkeypatch.setattr(metrics, "_SECONDS", seconds)
     with Engine(open_checkpoint("base")) as runner:
         with sweep_bars(runner):
             runner.flush()

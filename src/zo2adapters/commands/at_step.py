@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
-from zo2adapters.trainers.metrics import best_step
+from zo2adapters.trainers.metrics import best_step, verify_with_progress
 from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, TrainOptions, precision_of_run
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
@@ -247,8 +247,6 @@ class AtStep(Command):
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     """Compare the whole base with the digests in a journal."""
-    from zo2adapters.trainers.progress_bar import verify_with_progress
-
     if path is None:
         raise without_effect("verify_base", "no journal", "--run or --journal, which has the digests")
     missing = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
+from zo2adapters.trainers.metrics import SharedSweeps, progress_bar, sweep_bars
 from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.options import Batching, Resources, RunModelOptions, RunOptions, precision_of_run
 from zo2adapters.trainers.process import WorkerOptions, is_first, torchrun_rank
@@ -81,7 +82,6 @@ class Evaluate(AtStep):
         from zo2adapters.models.footprint import activation_bytes
         from zo2adapters.tasks.task import TaskOptions, measured, units_of
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-        from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
         from zo2adapters.trainers.run_inputs import length_notices
 
         require_valid(self.batching)

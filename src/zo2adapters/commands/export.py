@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
+from zo2adapters.trainers.metrics import export_bar, progress_bar
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
 from zo2core.errors import OptionError, OutputError
@@ -55,8 +56,6 @@ class WritesDirectory(AtStep):
 
     def _export(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
         """Export the engine's model, with a bar."""
-        from zo2adapters.trainers.progress_bar import export_bar
-
         with export_bar(model, type(self).__name__.lower()) as progress:
             engine.export(self.output, files=files, progress=progress)
 
@@ -143,7 +142,6 @@ class Merge(WritesDirectory):
         from zo2adapters.models.peft_model import WEIGHTS_FILE, PeftBlockModel
         from zo2adapters.tasks.row_source import file_sha256
         from zo2adapters.trainers.model_card import CARD, merged_card
-        from zo2adapters.trainers.progress_bar import progress_bar
 
         adapter, head = at.model_options.adapter, at.model_options.head
         if at.journal is None and adapter is None:
@@ -184,7 +182,6 @@ class Convert(Command):
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""
         from zo2adapters.models.conversion import convert, quantize
-        from zo2adapters.trainers.progress_bar import progress_bar
         from zo2core.types import shown_bytes
 
         if self.quantize is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import POSITIONAL, Command, Written
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
+from zo2adapters.trainers.metrics import progress_bar, sweep_bars
 from zo2adapters.trainers.options import Batching, ModelOptions, Resources, RunModelOptions
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, name_of
 from zo2core.errors import DataError, NonFiniteLossError, OptionError, without_effect
@@ -69,7 +70,6 @@ class Generate(AtStep):
         """Print each prompt with its continuation."""
         from zo2adapters.tasks.generation import require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer
-        from zo2adapters.trainers.progress_bar import progress_bar, sweep_bars
 
         sampling, at = self.sampling.chosen(), self.resolved()
         tokenizer = load_tokenizer(at.base())

@@ -20,11 +20,20 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
-from zo2adapters.trainers.metrics import LiveMetrics, best_step, progress, shown_results, step_record
+from zo2adapters.trainers.metrics import (
+    LiveMetrics,
+    StepBar,
+    best_step,
+    export_bar,
+    progress,
+    shown_results,
+    step_record,
+    sweep_bars,
+    verify_with_progress,
+)
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.process import device_kinds, is_first, peak_memory, require_same_steps, with_kept_memory
-from zo2adapters.trainers.progress_bar import StepBar, export_bar, sweep_bars, verify_with_progress
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     METRICS,
