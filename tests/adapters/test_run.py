@@ -89,7 +89,7 @@ def test_names_are_durable_before_anything_is_built_on_them(options: TrainOption
         with Trainer(options, quiet=True) as trainer:
             trainer.engine.step(SHORT_BATCH)
         with Trainer(options, resume=True, quiet=True) as trainer:
-            trainer._run.metrics(trainer.engine.journal)
+            trainer._run.metrics(trainer.engine.journal).close()
     assert not names
     assert made >= {"run", "deep", "options.json", "metrics.jsonl", "scratch.jsonl"}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
-from zo2adapters.trainers.metrics import best_step, verify_with_progress
+from zo2adapters.trainers.metrics import best_step, verified_base
 from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, TrainOptions, precision_of_run
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
@@ -254,4 +254,4 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
         found = f"no digest for {len(missing)} of {len(model.layouts)} segments of the base"
         remedy = "resume the run for a step with --verify-base, or leave --verify-base out"
         raise JournalError(path, found, "a digest for each, which zo2 train writes", remedy)
-    verify_with_progress(model, journal)
+    verified_base(model, journal)

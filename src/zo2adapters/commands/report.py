@@ -19,19 +19,10 @@ from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import Row, align_rows, criterion, results_of_row, row_of, shown_results
 from zo2adapters.trainers.option_table import used_options
-from zo2adapters.trainers.run_directory import (
-    JOURNAL,
-    OPTIONS,
-    RunDirectory,
-    metrics_of,
-    read_samples,
-    read_trials,
-    refusing_damage,
-)
+from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, metrics_of, read_samples, read_trials
 from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError
 from zo2core.estimators import is_refused
-from zo2core.io.durable import read_regular
 from zo2core.ranges import counted
 from zo2core.types import Commit, Lane, shown_bytes
 
@@ -101,8 +92,7 @@ def read_run(directory: Path) -> Run:
     if not journal.steps:
         remedy = "pass the directory of another run"
         raise JournalError(directory / JOURNAL, "no step", "the journal of a run with steps", remedy)
-    with refusing_damage(directory):
-        options = dict(json.loads(read_regular(directory / OPTIONS))["options"])
+    options = RunDirectory.saved(directory)
     gradient_forwards = ADAPTER_FORWARDS  # if the options do not say
     with suppress(ZO2Error):
         gradient_forwards = method_of(RunDirectory.options(directory)).forwards

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.process import peak_memory
 from zo2core.errors import OutputError, system_errors_as
+from zo2core.ranges import counted
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
@@ -109,7 +110,7 @@ def _parsed(line: bytes) -> Row | None:
     return row if is_row and type(row.get("loss", 0.0)) is float and math.isfinite(row.get("loss", 0.0)) else None
 
 
-def step_record(update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float]) -> dict[str, Any]:
+def _row_of_step(update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float]) -> dict[str, Any]:
     """The row of a step in ``metrics.jsonl``, as JSON values."""
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
@@ -152,6 +153,12 @@ def best_step(evaluations: Mapping[int, Results]) -> int | None:
     losses = {step: criterion(results) for step, results in evaluations.items()}
     comparable = [(loss, step) for step, loss in losses.items() if not math.isnan(loss)]
     return min(comparable)[1] if comparable else None
+
+
+def best_line(evaluations: Mapping[int, Results]) -> str | None:
+    """A line about the best evaluation; None if there is none with a number."""
+    best, counts = best_step(evaluations), counted(len(evaluations), "evaluation")
+    return None if best is None else f"best of {counts}: step {best}, {shown_results(evaluations[best])}"
 
 
 def criterion(results: Results) -> float:
@@ -218,9 +225,19 @@ class LiveMetrics:
         write_row(self._file, row)
         self._report(row["step"], {key: value for key, value in row.items() if key != "step" and _is_number(value)})
 
-    def evaluation(self, step: int, results: Results, seconds: float) -> None:
-        """Append the row of an evaluation."""
+    def step(
+        self, update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float], *, is_known: bool
+    ) -> dict[str, Any]:
+        """Append the row of a step, unless it is known, and return it."""
+        row = _row_of_step(update, result, batch, measured)
+        if not is_known:
+            self.row(row)
+        return row
+
+    def evaluation(self, step: int, results: Results, seconds: float) -> str:
+        """Append the row of an evaluation, and return a line about it."""
         self.row({**row_of_evaluation(step, results), _DURATION: seconds})
+        return f"step {step}: evaluation {shown_results(results)}, {seconds:.1f} s"
 
     def close(self) -> None:
         """Close the tracker. May be called twice."""
@@ -256,7 +273,7 @@ def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False
         yield bar.update
 
 
-def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
+def verified_base(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
     """Call ``verify_base`` with a progress bar."""
     from zo2core.sources.segment_store import verify_base
 
@@ -318,6 +335,11 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         self._evaluated = 0.0  # seconds of all evaluations so far
         self._longest = 0.0  # seconds of the longest evaluation; the one before the first step also reads the weights
         super().__init__(bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **options)
+
+    def count_step(self, record: dict[str, Any]) -> None:
+        """Count a step, and show its row of metrics."""
+        self.set_postfix_str(progress(record), refresh=False)
+        self.update()
 
     def count_evaluation(self, seconds: float, *, left: int) -> None:
         """Exclude an evaluation from the time of the steps."""

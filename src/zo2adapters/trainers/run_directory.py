@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -35,7 +35,7 @@ from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import torchrun_rank
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
-from zo2core.io.durable import make_directory, partial_path, read_regular
+from zo2core.io.durable import make_directory, open_no_follow, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
 from zo2core.ranges import require_whole
 
@@ -111,10 +111,32 @@ class RunDirectory:
             self.remove_trials()  # of a process that was killed between its choice and their removal
 
     @staticmethod
-    def options(path: Path) -> TrainOptions:
-        """Options that a run has saved."""
+    def saved(path: Path) -> dict[str, Any]:
+        """The options that a run has saved, as JSON values."""
         with refusing_damage(path):
-            return TrainOptions.from_json(json.loads(read_regular(path / OPTIONS))["options"], path)
+            return dict(json.loads(read_regular(path / OPTIONS))["options"])
+
+    @staticmethod
+    def options(path: Path) -> TrainOptions:
+        """The options that a run has saved."""
+        values = RunDirectory.saved(path)
+        with refusing_damage(path):
+            return TrainOptions.from_json(values, path)
+
+    @property
+    def model(self) -> Path:
+        """Directory of the exported model."""
+        return self.path / MODEL
+
+    def has_model(self) -> bool:
+        """Whether the model was exported. Directories of exports that were killed are removed."""
+        for leftover in self.path.glob(f".{MODEL}.partial-*"):
+            shutil.rmtree(leftover)
+        return holds_model(self.model)
+
+    def write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the samples. See ``read_samples``."""
+        replace_file(self.path / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
 
     def _require_same_base(self, now: Mapping[str, Any], model: BlockModel) -> None:
         """Refuse a model directory or adapter at a new path if it is not the one that the run began with."""
@@ -145,7 +167,7 @@ class RunDirectory:
         if now == before:
             self._write_recipe(options)
             return
-        model = self.path / MODEL
+        model = self.model
         changes_model = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
         if changes_model and model.exists():
             name = f"{MODEL}-{before['steps']}" + ("-best" if before.get("keep_best", False) else "")
@@ -167,8 +189,8 @@ class RunDirectory:
                 return
         replace_file(path, text)
 
-    def metrics(self, journal: Journal) -> list[Row]:
-        """Repair the metrics from the journal."""
+    def metrics(self, journal: Journal) -> IO[bytes]:
+        """Repair the metrics from the journal, and open them for further rows."""
         path, raw = self.path / METRICS, metrics_of(self.path)
         aligned = align_rows(raw, journal)
         journal.require_version(aligned.steps_seen, METRICS)
@@ -177,7 +199,11 @@ class RunDirectory:
         # A link is replaced, and its target is not written; a pipe is neither read nor written.
         if text.encode() != raw or path.is_symlink() or not path.is_file():
             replace_file(path, text)
-        return aligned.rows
+        return open(path, "ab", buffering=0, opener=open_no_follow)
+
+    def write_choice(self, lr: float, trials: Sequence[Mapping[str, Any]]) -> None:
+        """Save the learning rate that was chosen, and the trials, the best one first. See ``read_trials``."""
+        replace_file(self.path / CHOICE, json.dumps({"lr": lr, "trials": trials}, indent=2) + "\n")
 
     def remove_trials(self) -> None:
         """Remove the trials with which the run has chosen its learning rate."""
@@ -269,6 +295,13 @@ def require_new(path: Path) -> None:
             for name in (*_LEFT_BEFORE_START, LOCK):
                 (path / name).unlink(missing_ok=True)
     require_unused(path)
+
+
+def make_new(path: Path) -> None:
+    """Make an output directory that is not in use."""
+    require_new(path)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def _require_unstarted(path: Path) -> None:

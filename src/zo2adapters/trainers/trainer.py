@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
 import sys
 import time
@@ -20,37 +18,15 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
-from zo2adapters.trainers.metrics import (
-    LiveMetrics,
-    StepBar,
-    best_step,
-    export_bar,
-    progress,
-    shown_results,
-    step_record,
-    sweep_bars,
-    verify_with_progress,
-)
+from zo2adapters.trainers.metrics import LiveMetrics, StepBar, best_line, best_step, export_bar, sweep_bars, verified_base
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.process import device_kinds, is_first, peak_memory, require_same_steps, with_kept_memory
-from zo2adapters.trainers.run_directory import (
-    JOURNAL,
-    METRICS,
-    MODEL,
-    SAMPLES,
-    RunDirectory,
-    holds_model,
-    provenance,
-    read_samples,
-    replace_file,
-    require_same_files,
-)
+from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, provenance, read_samples, require_same_files
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import CheckpointError, JournalError, NonFiniteLossError, OptionError, OutputError, ScratchError
-from zo2core.io.durable import open_no_follow
 from zo2core.ranges import counted, require_whole
 from zo2core.types import shown_bytes
 
@@ -106,7 +82,7 @@ class Trainer:
             self.engine: Any = self._method.engine(model, memory, provenance=decides, execution=execution, workers=workers)
             on_error.callback(self.engine.close)
             journal = self.engine.journal
-            if execution.verify_base and (unknown := verify_with_progress(model, journal, quiet=quiet)):
+            if execution.verify_base and (unknown := verified_base(model, journal, quiet=quiet)):
                 journal.note_base(unknown)
             plan = self.engine.host_plan if shared is None else shared.host_plan
             assert plan is not None, "the engine has planned its memory"
@@ -207,14 +183,13 @@ class Trainer:
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
         batches = self._inputs.batches(engine.version)
-        self._run.metrics(engine.journal)
         evaluated = {*engine.journal.evaluations}
         if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
-            open(options.output / METRICS, "ab", buffering=0, opener=open_no_follow) as file,
+            self._run.metrics(engine.journal) as file,
             closing(LiveMetrics(tracker, options.output, file, options.to_json())) as metrics,
             StepBar(
                 evaluations=self._evaluations_left(engine.version + (engine.version in evaluated)),
@@ -234,7 +209,7 @@ class Trainer:
                     self._evaluate(self._evaluated, metrics, bar)
                 answers = at in (0, options.steps) or (options.rewards.reward and is_due)
                 if answers and self._samples is not None and is_first(self._workers):
-                    self._samples.write(engine, options.output)
+                    self._samples.write(engine, self._run)
                 if at >= options.steps:
                     break
                 rows = next(batches)
@@ -243,16 +218,14 @@ class Trainer:
                 lines = self._method.after_step(engine, result)
                 written, snapshots = snapshots, self._method.snapshot_bytes(engine)
                 measured = {**self._task.measured, "snapshot_bytes": snapshots - written}
-                record = step_record(engine.journal.steps[result.step], result, batch, measured)
-                if result.step >= recorded:
-                    metrics.row(record)
+                is_known = result.step < recorded
+                record = metrics.step(engine.journal.steps[result.step], result, batch, measured, is_known=is_known)
                 seconds.append(record["seconds"])
                 if len(seconds) == _MEASURED and (correction := self._correction(seconds, bar)):
                     lines.append(correction)
                 for line in lines:
                     self._print(bar, line)
-                bar.set_postfix_str(progress(record), refresh=False)
-                bar.update()
+                bar.count_step(record)
 
     def _correction(self, seconds: Sequence[float], bar: StepBar) -> str | None:
         """A line with the measured time and memory of a long run's first steps, unless the plan told the same."""
@@ -274,10 +247,8 @@ class Trainer:
 
     def _export(self) -> Path:
         """Write the model, unless an earlier process did: a directory appears whole or not at all."""
-        options, engine, exported = self.options, self.engine, self.options.output / MODEL
-        for leftover in options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
-            shutil.rmtree(leftover)
-        if holds_model(exported):
+        options, engine, exported = self.options, self.engine, self._run.model
+        if self._run.has_model():
             return exported
         best = best_step(engine.journal.evaluations) if options.keep_best else None
         step = engine.version if best is None else best
@@ -294,12 +265,8 @@ class Trainer:
 
     def last_lines(self) -> list[str]:
         """Lines to print after the run: that the steps have destroyed the model, if they have, and the best evaluation."""
-        verdict, evaluations = self._method.verdict(self.engine.journal), self.engine.journal.evaluations
-        lines = [] if verdict is None else [verdict]
-        if (best := best_step(evaluations)) is not None:
-            counts = counted(len(evaluations), "evaluation")
-            lines.append(f"best of {counts}: step {best}, {shown_results(evaluations[best])}")
-        return lines
+        journal = self.engine.journal
+        return [line for line in (self._method.verdict(journal), best_line(journal.evaluations)) if line is not None]
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
@@ -324,8 +291,7 @@ class Trainer:
         self._method.before_recording(self.engine, results)
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
-        metrics.evaluation(self.engine.version, results, seconds)
-        self._print(bar, f"step {self.engine.version}: evaluation {shown_results(results)}, {seconds:.1f} s")
+        self._print(bar, metrics.evaluation(self.engine.version, results, seconds))
 
     def _print(self, bar: StepBar, line: str) -> None:
         """Print a line above the bar, with the run's label. With several workers only the first one prints."""
@@ -355,9 +321,9 @@ class Samples:
         """Number of prompts, and most tokens of a prompt with its answer."""
         return len(self._prompts), self.longest_prompt + self._most
 
-    def write(self, engine: Engine, directory: Path) -> None:
+    def write(self, engine: Engine, run: RunDirectory) -> None:
         """Answer the prompts with a runner's current weights, unless the run has the answers of this step."""
-        earlier, step = read_samples(directory), engine.version
+        earlier, step = read_samples(run.path), engine.version
         if any(sample["step"] == step for sample in earlier):
             return
         columns = generate(
@@ -373,7 +339,7 @@ class Samples:
             generated = self._text([token for token in answer if token is not None])
             texts = {"prompt": self._text(ids), "expected": expected, "generated": generated}
             samples.append({"step": step, "row": number, **texts})
-        replace_file(directory / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
+        run.write_samples(samples)
 
     def _prompt(self, row: Any) -> tuple[Sequence[int], str]:
         """The tokens of a prompt, and the completion, the right candidate, or a right answer."""

@@ -24,17 +24,7 @@ from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import is_first, storage_of_one
-from zo2adapters.trainers.run_directory import (
-    CHOICE,
-    JOURNAL,
-    TRIALS,
-    RunDirectory,
-    holds_run,
-    metrics_of,
-    replace_file,
-    require_new,
-    writing,
-)
+from zo2adapters.trainers.run_directory import JOURNAL, TRIALS, RunDirectory, holds_run, make_new, metrics_of, replace_file
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, planned, told_line
 from zo2adapters.trainers.trainer import Trainer
@@ -264,9 +254,7 @@ def _open_directory(
         if not is_first(workers):
             workers.all_gather(None)  # returns once the first worker has created the directory
     if not table.exists():
-        require_new(options.output)
-        with writing(options.output):
-            options.output.mkdir(parents=True, exist_ok=True)
+        make_new(options.output)
         replace_file(table, json.dumps(settings) + "\n")
     else:
         try:
@@ -309,7 +297,7 @@ def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[
             raise
         best = _converged(ranking[0], "lr", f"remove {options.output}, and pass a smaller --lr, or better rows")
         results = [_result(trial, method.forwards) for trial in ranking]
-        replace_file(options.output / CHOICE, json.dumps({"lr": best.lr, "trials": results}, indent=2) + "\n")
+        run.write_choice(best.lr, results)
         chosen = options.with_rate(best.lr)
         run.save(chosen)
         run.remove_trials()
