@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -141,15 +141,10 @@ def _counts_lines(path: Path) -> bool:
     """Whether the rows of a file are its lines."""
     if _dataset(path) is not None or path.suffix.lower() in (".csv", ".parquet"):
         return False
-    return path.suffix.lower() != ".json" or not _is_list(path)
-
-
-def _is_list(path: Path) -> bool:
-    try:
-        with open_regular(path) as file:
-            return file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
-    except OSError:
-        return False
+    is_list = False
+    with suppress(OSError), open_regular(path) as file:
+        is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
+    return path.suffix.lower() != ".json" or not is_list
 
 
 def _rows(path: Path, dataset: _Dataset | None, digest: Any) -> Iterator[tuple[int, RowDict]]:

@@ -178,9 +178,18 @@ class RunInputs:
         options, model, data, evaluation = self.options, self.model, self.data, self.evaluation
         rows, batch_size = len(data), options.batching.batch_size
         lines = [_precision(options, model)]
-        if options.first_order.method is not None:
-            lines += _dropout(model)
-        lines += _unused_columns(options, data)
+        settings = model.config.get_text_config().to_dict().items()
+        rates = [
+            f"{name} {value:g}" for name, value in settings if "drop" in name and isinstance(value, float) and value > 0
+        ]
+        if options.first_order.method is not None and rates:
+            lines.append(f"no dropout: steps run in evaluation mode; {', '.join(rates)} has no effect")
+        is_plain = data.format is RowFormat.TEXT and names_model_loss(options.objective) and not options.rows.names_columns
+        others = [column for column in data.columns if column != "text"]
+        if is_plain and "text" in data.columns and others:  # nobody has named the columns
+            listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
+            more = "--prompt-template and --columns, or zo2 init, use more"
+            lines.append(f"trained on: the column text; not used: {listed}. {more}")
         lines += length_notices(data)
         if options.eval_split is not None and evaluation is not None:
             lines.append(f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of trained on")
@@ -207,29 +216,10 @@ def _settled_alike(options: TrainOptions, workers: Workers | None, directory: Pa
     return model, options
 
 
-def _unused_columns(options: TrainOptions, data: Rows) -> list[str]:
-    """A line about the other columns of rows whose text alone is trained on, although nobody has named it."""
-    is_plain = data.format is RowFormat.TEXT and names_model_loss(options.objective) and not options.rows.names_columns
-    others = [column for column in data.columns if column != "text"]
-    if not is_plain or "text" not in data.columns or not others:
-        return []
-    listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
-    return [f"trained on: the column text; not used: {listed}. --prompt-template and --columns, or zo2 init, use more"]
-
-
 def length_notices(rows: Rows) -> list[str]:
     """Lines about rows that are longer than the sequence length."""
     numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
     return [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
-
-
-def _dropout(model: HFBlockModel) -> list[str]:
-    """A line about probabilities of dropout in the model's config, which have no effect."""
-    values = model.config.get_text_config().to_dict().items()
-    rates = {name: value for name, value in values if "drop" in name and isinstance(value, float) and value > 0}
-    if not rates:
-        return []
-    return [f"no dropout: steps run in evaluation mode; {', '.join(f'{n} {v:g}' for n, v in rates.items())} has no effect"]
 
 
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:
