@@ -139,12 +139,12 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 455,
-    "zo2adapters/commands": 2795,
+    "zo2adapters/commands": 2743,
     "zo2adapters/edge": 434,
     "zo2adapters/frameworks": 953,
     "zo2adapters/models": 4407,
-    "zo2adapters/tasks": 2543,
-    "zo2adapters/trainers": 4174,
+    "zo2adapters/tasks": 2522,
+    "zo2adapters/trainers": 4075,
     "zo2core": 4898,
     "zo2core/checkpoint": 726,
     "zo2core/io": 385,
