@@ -1,8 +1,7 @@
-"""What the benchmarks share: sides in turn, medians with ranges, tables, methods and counted memory."""
-
-from __future__ import annotations
+"""What the benchmarks share: command lines, sides in turn, medians with ranges, tables, methods and counted memory."""
 
 import argparse
+import inspect
 import os
 import platform
 import statistics
@@ -12,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import peft
 import torch
@@ -34,27 +33,46 @@ from zo2core import (
 )
 from zo2core.kernels import fill
 from zo2core.planning.memory import ACTIVATIONS
-from zo2core.types import Lane, StepResult
+from zo2core.types import Batch, Lane, StepResult
 
 WARM_UP = 2  # rounds that do not count
 Result = TypeVar("Result")
 
 
-class Side(NamedTuple):
+def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
+    """Add an option for each argument of a function, which is positional if it has no default.
+
+    A type may be annotated with a help text, with a list of choices, or with the function that reads the value.
+    """
+    for name, argument in inspect.signature(function).parameters.items():
+        kind, given = argument.annotation, dict[str, Any]()
+        if get_origin(kind) is Annotated:
+            kind, *marks = get_args(kind)
+            names = {str: "help", list: "choices"}
+            given = {names.get(type(mark), "type"): mark for mark in marks}
+        if type(None) in get_args(kind):
+            kind = get_args(kind)[0]
+        if get_origin(kind) is Sequence and "type" not in given:
+            kind, given["nargs"] = get_args(kind)[0], "+"
+        if get_origin(kind) is Literal:
+            kind, given["choices"] = str, list(get_args(kind))
+        given |= {"action": "store_true"} if kind is bool else {"type": kind} if "type" not in given else {}
+        if argument.default is inspect.Parameter.empty:
+            parser.add_argument(name, **given)
+        else:
+            parser.add_argument(f"--{name.replace('_', '-')}", default=argument.default, **given)
+
+
+class Rounds(NamedTuple):
     """The rounds of one side."""
 
     seconds: list[float]
     results: list[Any]
 
 
-def settle() -> None:
-    """Wait for all work of a GPU."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-
-
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:
     """The seconds that a function takes, with the work that it leaves on a GPU, and its result."""
+    settle = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None  # type: ignore[no-untyped-call]
     settle()
     began = time.perf_counter()
     result = work()
@@ -62,9 +80,9 @@ def timed(work: Callable[[], Result]) -> tuple[float, Result]:
     return time.perf_counter() - began, result
 
 
-def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: int = WARM_UP) -> dict[str, Side]:
+def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: int = WARM_UP) -> dict[str, Rounds]:
     """Run all sides in turn; in every second round in reverse order, since a side may slow its neighbour."""
-    measured = {name: Side([], []) for name in sides}
+    measured = {name: Rounds([], []) for name in sides}
     for number in range(warm_up + rounds):
         for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
             seconds, result = timed(sides[name])
@@ -78,7 +96,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def seconds_of(measured: Mapping[str, Side]) -> dict[str, Any]:
+def seconds_of(measured: Mapping[str, Rounds]) -> dict[str, Any]:
     return {name: spread(side.seconds) for name, side in measured.items()}
 
 
@@ -87,7 +105,7 @@ def ratio(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
     return spread([one / other for one, other in zip(first, second, strict=True)])
 
 
-def times_faster(measured: Mapping[str, Side], side: str, than: str) -> dict[str, float]:
+def times_faster(measured: Mapping[str, Rounds], side: str, than: str) -> dict[str, float]:
     """How many times faster a side is than another one, pair by pair."""
     return ratio(measured[than].seconds, measured[side].seconds)
 
@@ -114,34 +132,29 @@ def machine() -> dict[str, Any]:
 
 def table(measured: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Format measurements: a line each, or a row for each side if all sides have the same columns."""
-    groups = {name: value for name, value in measured.items() if isinstance(value, Mapping) and "median" not in value}
-    leaves = {name: value for name, value in measured.items() if name not in groups and not isinstance(value, list)}
-    for name, value in leaves.items():
-        yield f"{indent}{name:36s} {_cell(value)}"
-    groups = {
-        name: {column: value for column, value in group.items() if not isinstance(value, list)}
-        for name, group in groups.items()
-    }
-    shared = set.intersection(*map(set, groups.values())) if len(groups) > 1 else set[str]()
-    if shared and not any(_has_groups(group) for group in groups.values()):
-        names = list(dict.fromkeys(column for group in groups.values() for column in group))
-        rows = {
-            name: [_cell(group[column]) if column in group else "" for column in names] for name, group in groups.items()
-        }
-        widths = [max(map(len, column)) + 2 for column in zip(names, *rows.values(), strict=True)]
-        first = max(map(len, rows))
-        for name, cells in {"": names, **rows}.items():
-            yield f"{indent}{name:{first}s}" + "".join(
-                f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True)
-            )
+    shown = {name: value for name, value in measured.items() if not isinstance(value, list)}
+    groups = {name: value for name, value in shown.items() if _is_group(value)}
+    for name, value in shown.items():
+        if name not in groups:
+            yield f"{indent}{name:36s} {_cell(value)}"
+    rows = {name: {key: value for key, value in row.items() if not isinstance(value, list)} for name, row in groups.items()}
+    is_nested = any(_is_group(value) for row in rows.values() for value in row.values())
+    if len(rows) > 1 and not is_nested and set.intersection(*map(set, rows.values())):
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        lines = {name: [_cell(row[column]) if column in row else "" for column in columns] for name, row in rows.items()}
+        lines = {"": columns, **lines}
+        widths = [max(map(len, column)) + 2 for column in zip(*lines.values(), strict=True)]
+        for name, cells in lines.items():
+            padded = (f"{cell:>{width}s}" for cell, width in zip(cells, widths, strict=True))
+            yield f"{indent}{name:{max(map(len, rows))}s}{''.join(padded)}"
         return
-    for name, group in groups.items():
+    for name, row in rows.items():
         yield f"{indent}{name}"
-        yield from table(group, indent + "  ")
+        yield from table(row, indent + "  ")
 
 
-def _has_groups(group: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Mapping) and "median" not in value for value in group.values())
+def _is_group(value: Any) -> bool:
+    return isinstance(value, Mapping) and "median" not in value
 
 
 def _cell(value: Any) -> str:
@@ -161,13 +174,6 @@ def zo2(*arguments: object) -> str:
     return done.stdout
 
 
-def add_sizes(parser: argparse.ArgumentParser, *, rows: int = 1, tokens: int = 64, steps: int = 5) -> None:
-    """Add the options of a batch's size and the number of measured steps."""
-    parser.add_argument("--rows", type=int, default=rows)
-    parser.add_argument("--tokens", type=int, default=tokens)
-    parser.add_argument("--steps", type=int, default=steps, help="measured steps")
-
-
 def shapes(text: str) -> list[tuple[int, int]]:
     """Read shapes of batches, rows x tokens, such as ``1x16,4x64``."""
     pairs = [shape.split("x") for shape in text.split(",")]
@@ -178,20 +184,16 @@ def zeroth_order(
     *,
     lr: float = 1e-6,
     queries: int = 1,
-    rank: int | None = None,
+    low_rank: LowRankPerturbation | None = None,
     noise: Distribution | None = Distribution.RADEMACHER,
     seed: int = 0,
-    period: int = 100,
-    stack: int | None = None,
 ) -> ZerothOrder:
-    """Steps along directions of full rank, or of ``rank``, that leave no rounding; noise of None is exact MeZO."""
-    in_place = noise is None
-    estimator = MeZOSGD(lr=lr, zo_eps=1e-3, perturb_in_place=in_place)
-    several = MultiQueryRGE(lr=lr, zo_eps=1e-3, perturb_in_place=in_place, q=queries)
+    """Steps along directions of full or of low rank, that leave no rounding; noise of None is exact MeZO."""
+    given: dict[str, Any] = {"lr": lr, "zo_eps": 1e-3, "perturb_in_place": noise is None}
     return ZerothOrder(
-        estimator if queries == 1 else several,
+        MeZOSGD(**given) if queries == 1 else MultiQueryRGE(**given, q=queries),
         noise=None if noise is None else PhiloxNoise(noise),
-        perturbation=DensePerturbation() if rank is None else LowRankPerturbation(rank=rank, period=period, stack=stack),
+        perturbation=low_rank or DensePerturbation(),
         seed=seed,
     )
 
@@ -215,11 +217,34 @@ def lora_fa(base: Path | str, config: peft.LoraConfig, **given: Any) -> Monolith
     peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = "lora_B" in name
+    return MonolithicMeZO(whole, draw=lambda z, seed, parameter: fill(z, Distribution.RADEMACHER, seed, parameter), **given)
 
-    def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
-        fill(z, Distribution.RADEMACHER, seed, parameter)
 
-    return MonolithicMeZO(whole, draw=draw, **given)
+def resident_step(
+    whole: Any,
+    batches: Iterator[Batch],
+    make: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
+    *,
+    config: peft.LoraConfig | None = None,
+    first: Mapping[str, torch.Tensor] | None = None,
+) -> Callable[[], float]:
+    """The step of torch on the whole model, or on peft's adapter from its ``first`` values; it returns the loss."""
+    if config is not None:
+        peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = first is None or name in first
+        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
+        parameter.data = (first or {}).get(name, parameter.data).to(parameter.device, copy=True)
+    optimizer = make([parameter for parameter in whole.parameters() if parameter.requires_grad])
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = whole(**next(batches), use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
 
 
 class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -103,7 +103,7 @@ def test_a_sparse_mixture_has_coded_experts_and_routes_tokens(family: str, sizes
         assert math.isfinite(engine.evaluate([make_batch(config.vocab_size, [5])]).loss)
 
 
-@pytest.mark.parametrize("name", bench.benchmarks())
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
 def test_benchmarks_tell_options(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", name, "--help"])
     with pytest.raises(SystemExit, match="0"):

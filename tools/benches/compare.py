@@ -4,19 +4,17 @@
     python tools/bench.py compare opt-1.3b-bf16 --tokens 64 --sides "--buckets 3" "--buckets 3 --model opt-1.3b-nf4"
     python tools/bench.py compare smollm2-135m-bf16 --shapes 4x256,16x40 --sides "--lora adamw" "--lora adamw --whole"
 
-A side is a step with the options that ``compare --side-options`` lists. Sides alternate, with the same batch. A model is a
-checkpoint or, where there is no file of its name, a geometry of ``make_checkpoint.py`` with synthetic weights
-(``synthetic.py``). Each row has seconds, how many times faster than the first side it is, whether its losses are the
-first's and how far they are from those, the bytes and busy seconds of its lanes, a step's ratio to the slowest lane and to
-their sum, and the peak bytes of operations without weights and buffers; a side in processes of its own has their memory
-instead, with page faults and seconds in the kernel.
+A side is a step with the options that ``compare opt-125m --sides=--help`` lists; those of the command line are their
+defaults. Sides alternate, with the same batch. A model is a checkpoint or, where there is no file of its name, a geometry of
+``make_checkpoint.py`` with synthetic weights (``synthetic.py``). Each row has seconds, how many times faster than the first
+side it is, whether its losses are the first's and how far they are from those, the bytes and busy seconds of its lanes, a
+step's ratio to the slowest lane and to their sum, and the peak bytes of operations without weights and buffers; a side in
+processes of its own has their memory instead, with page faults and seconds in the kernel.
 
 A step with q queries on B rows has 2 q evaluations. All of them run together where a block is visited, or with ``--stack 1``
 one after the other. ``--sweeps`` takes several sweeps, as the variants of P-RGE take forwards (arXiv 2409.15520): *in-turn*
 2 q of B rows, *inner* q of both signs of a query, *outer* 2 of all queries with one sign, *both* one of all.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -30,26 +28,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
-import peft
 import psutil
 import torch
 from make_checkpoint import geometries
 from measuring import (
     WARM_UP,
-    Side,
+    Rounds,
     Usage,
-    add_sizes,
+    add_options,
     alternate,
     lanes_of,
     lora,
     lora_fa,
     memory_of,
     ratio,
+    resident_step,
     shapes,
     spread,
     times_faster,
@@ -75,9 +74,11 @@ from zo2core import (
     Engine,
     FirstOrder,
     HostDevice,
+    LowRankPerturbation,
     MemoryPolicy,
     SharedBase,
     TorchOptimizer,
+    Trace,
     Workers,
     WriteBackPolicy,
 )
@@ -96,82 +97,121 @@ OF_CHECKPOINTS = ("lora", "lora_fa", "precision", "transfer_dtype", "loss_chunk"
 FREED = {"returned": None, "small": SMALL, "kept": LARGEST}  # the largest blocks of memory that stay when they are freed
 LORA_LR, LR = 1e-4, 1e-6
 ADAMW = partial(torch.optim.AdamW, weight_decay=0.0, fused=True)  # of all parameters
+ADAPTERS = [name for name, made in OPTIMIZERS.items() if made.of_adapter]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint or geometry")
-    parser.add_argument("--sides", nargs="+", default=["", "--whole"], help="the options of each side, quoted")
-    parser.add_argument("--side-options", action="help", help=side_parser().format_help())
-    parser.add_argument("--shapes", type=shapes, help="several shapes of batches, as rows x tokens")
-    add_sizes(parser)
-    parser.add_argument("--unpadded", action="store_true", help="no row is shorter; by default the last one is")
-    parser.add_argument("--labelled", type=int, help="number of labelled tokens at each row's end; by default all")
-    parser.add_argument("--data", type=Path, help="file of rows to train on; by default random tokens of one length")
-    parser.add_argument("--apart", action="store_true", help="each side has a process of its own")
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The options of a side."""
+
+    model: Annotated[str, "checkpoint or geometry"] = ""
+    rows: int = 1
+    tokens: int = 64
+    unpadded: Annotated[bool, "no row is shorter; by default the last one is"] = False
+    labelled: Annotated[int | None, "number of labelled tokens at each row's end; by default all"] = None
+    data: Annotated[Path | None, "file of rows to train on; by default random tokens of one length"] = None
+    threads: Annotated[int | None, "with --apart"] = None
+    precision: Annotated[str, ["exact", "mixed"]] = "exact"
+    dtype: str = "auto"
+    transfer_dtype: str = "stored"
+    loss_chunk: Annotated[str, ["auto", "none"], "whether logits are made in chunks"] = "auto"
+    lr: float | None = None
+    noise: Annotated[str, list(NOISES), "mezo is exact MeZO"] = "rademacher"
+    rank: Annotated[int | None, "of low-rank directions"] = None
+    queries: int = 1
+    stack: Annotated[int | None, "with --rank: evaluations that run together; by default all"] = None
+    sweeps: Annotated[
+        str | None, ["in-turn", "inner", "outer", "both"], "several sweeps a step, with some evaluations each"
+    ] = None
+    eager: Annotated[bool, "a sweep of its own for each update"] = False
+    lora: Annotated[str | None, ADAPTERS, "train LoRA by gradients"] = None
+    lora_fa: Annotated[bool, "train LoRA's matrices B alone: without --lora along directions"] = False
+    lora_rank: int = 8
+    full: Annotated[OptimizerName | None, list(get_args(OptimizerName)), "train all parameters by gradients"] = None
+    recompute: Annotated[bool, "with gradients: memory for the inputs of blocks alone, instead of all graphs"] = False
+    update_seconds: Annotated[float | None, "with --full: what the update of a step takes on a slow host"] = None
+    delayed: Annotated[bool, "with --full: the update of a step is applied during the next"] = False
+    buckets: Annotated[int | None, "blocks in host memory; by default all"] = None
+    every: Annotated[int | None, "steps after which blocks are written back to disk"] = None
+    rate: Annotated[str | None, "bytes a second of a simulated slower disk, such as 1GB"] = None
+    serial: Annotated[bool, "without overlap"] = False
+    micro_rows: Annotated[int | None, "rows of a micro-batch"] = None
+    batches: Annotated[int, "batches of the given size that are one batch of this side"] = 1
+    packed: Annotated[bool, "with --data: rows are packed instead of padded"] = False
+    gpu: Annotated[bool, "no block stays on the GPU between visits"] = False
+    kept: Annotated[str, "with --gpu or --bus: blocks that stay on the device, or 'all' for as many as fit"] = "0"
+    device_memory: Annotated[str | None, "with --gpu: memory that may be used there, such as 8GB"] = None
+    bus: Annotated[
+        str | None, "a simulated bus: bytes a second, such as 1GB, or how many times as long as all uploads compute takes"
+    ] = None
+    replay: Annotated[str, ["auto", "host", "device"], "who replays updates for a device"] = "auto"
+    whole: Annotated[bool, "the whole model by transformers, peft and torch.optim, or monolithic MeZO"] = False
+    forward: Annotated[bool, "with --whole: one forward of the stacked batch alone"] = False
+    checkpointing: Annotated[bool, "with --whole: blocks are computed again on the way back"] = False
+    together: Annotated[int, "so many runs with a rate and a seed each share the base; seconds are those of all"] = 0
+    run: Annotated[int, "which of such runs has the losses, or runs alone, from 0"] = 0
+    workers: Annotated[int, "processes, with a core each, that share directions, or with gradients rows"] = 0
+    freed: Annotated[str, list(FREED), "with --apart: freed memory that stays with the process"] = "small"
+
+    @classmethod
+    def read(cls, text: str, **defaults: Any) -> Self:
+        """Read options as a command line has them."""
+        parser = argparse.ArgumentParser(prog="side")
+        add_options(parser, cls)
+        return cls(**vars(parser.parse_args(shlex.split(text), argparse.Namespace(**defaults))))
+
+    def __post_init__(self) -> None:
+        for option in OF_CHECKPOINTS if self.is_geometry else ():
+            if getattr(self, option) != getattr(Side, option):
+                flag = f"--{option.replace('_', '-')}"
+                raise SystemExit(f"{self.model}: a geometry takes no {flag}; write a checkpoint by tools/make_checkpoint.py")
+
+    @property
+    def is_geometry(self) -> bool:
+        return self.model in geometries() and not Path(self.model).exists()
+
+    @property
+    def by_gradients(self) -> bool:
+        return bool(self.lora or self.full)
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows * self.batches
 
 
-def side_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="", add_help=False, usage=argparse.SUPPRESS)
-    add, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
-    add("--model", help="another checkpoint or geometry")
-    add("--precision", choices=["exact", "mixed"], default="exact")
-    add("--dtype", default="auto")
-    add("--transfer-dtype", default="stored")
-    add("--loss-chunk", choices=["auto", "none"], default="auto", help="whether logits are made in chunks")
-    add("--lr", type=float)
-    add("--noise", choices=list(NOISES), default="rademacher", help="mezo is exact MeZO")
-    add("--rank", type=int, help="of low-rank directions")
-    add("--queries", type=int, default=1)
-    add("--stack", type=int, help="with --rank: evaluations that run together; by default all")
-    add("--sweeps", choices=["in-turn", "inner", "outer", "both"], help="several sweeps a step, with some evaluations each")
-    flag("--eager", help="a sweep of its own for each update")
-    add("--lora", choices=[name for name, made in OPTIMIZERS.items() if made.of_adapter], help="train LoRA by gradients")
-    flag("--lora-fa", help="train LoRA's matrices B alone: without --lora along directions")
-    add("--lora-rank", type=int, default=8)
-    add("--full", choices=get_args(OptimizerName), help="train all parameters by gradients")
-    flag("--recompute", help="with gradients: memory for the inputs of blocks alone, instead of all graphs")
-    add("--update-seconds", type=float, help="with --full: what the update of a step takes on a slow host")
-    flag("--delayed", help="with --full: the update of a step is applied during the next")
-    add("--buckets", type=int, help="blocks in host memory; by default all")
-    add("--every", type=int, help="steps after which blocks are written back to disk")
-    add("--rate", help="bytes a second of a simulated slower disk, such as 1GB")
-    flag("--serial", help="without overlap")
-    add("--rows", type=int, help="another number of rows")
-    add("--micro-rows", type=int, help="rows of a micro-batch")
-    add("--batches", type=int, default=1, help="batches of the given size that are one batch of this side")
-    flag("--packed", help="with --data: rows are packed instead of padded")
-    flag("--gpu", help="no block stays on the GPU between visits")
-    add("--kept", default="0", help="with --gpu or --bus: blocks that stay on the device, or 'all' for as many as fit")
-    add("--device-memory", help="with --gpu: memory that may be used there, such as 8GB")
-    add("--bus", help="a simulated bus: bytes a second, such as 1GB, or how many times as long as all uploads compute takes")
-    add("--replay", choices=["auto", "host", "device"], default="auto", help="who replays updates for a device")
-    flag("--whole", help="the whole model by transformers, peft and torch.optim, or monolithic MeZO")
-    flag("--forward", help="with --whole: one forward of the stacked batch alone")
-    flag("--checkpointing", help="with --whole: blocks are computed again on the way back")
-    add("--together", type=int, help="so many runs with a rate and a seed each share the base; seconds are those of all")
-    add("--workers", type=int, help="processes, with a core each, that share directions, or with gradients rows")
-    add("--freed", choices=list(FREED), default="small", help="with --apart: freed memory that stays with the process")
-    return parser
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    model: Annotated[str, "checkpoint or geometry"],
+    *,
+    sides: Annotated[Sequence[str], "the options of each side, quoted"] = ("", "--whole"),
+    shapes: Annotated[Sequence[tuple[int, int]] | None, shapes, "several shapes of batches, as rows x tokens"] = None,
+    rows: int = 1,
+    tokens: int = 64,
+    steps: Annotated[int, "measured steps"] = 5,
+    unpadded: Annotated[bool, "no row is shorter; by default the last one is"] = False,
+    labelled: Annotated[int | None, "number of labelled tokens at each row's end; by default all"] = None,
+    data: Annotated[Path | None, "file of rows to train on; by default random tokens of one length"] = None,
+    apart: Annotated[bool, "each side has a process of its own"] = False,
+    threads: int | None = None,
+) -> dict[str, Any]:
     keep_freed_memory(SMALL)  # as zo2 train does
-    sizes = options.shapes or [(options.rows, options.tokens)]
-    return {f"{rows} x {tokens}": bench(options, rows, tokens) for rows, tokens in sizes}
+    measured = {}
+    for rows_, tokens_ in shapes or [(rows, tokens)]:
+        given = {"model": model, "rows": rows_, "tokens": tokens_, "threads": threads}
+        given |= {"unpadded": unpadded, "labelled": labelled, "data": data}
+        read = {text.strip() or "default": Side.read(text, **given) for text in sides}
+        measured[f"{rows_} x {tokens_}"] = compared(read, steps, apart=apart)
+    return measured
 
 
-def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]:
-    chosen = {text.strip() or "default": side_parser().parse_args(shlex.split(text)) for text in options.sides}
-    if any(side.freed != "small" and not (options.apart or side.workers) for side in chosen.values()):
+def compared(sides: Mapping[str, Side], steps: int, *, apart: bool) -> dict[str, Any]:
+    """The sides' rows of the table."""
+    if any(side.freed != "small" and not (apart or side.workers) for side in sides.values()):
         raise SystemExit("--freed needs --apart: a whole process keeps freed memory")
-    made = {
-        name: (Processes if options.apart or side.workers else Measured)(options, side, rows, tokens)
-        for name, side in chosen.items()
-    }
+    made = {name: (Processes if apart or side.workers else Measured)(side=side) for name, side in sides.items()}
     with ExitStack() as opened:
-        steps = {name: opened.enter_context(side.opened()) for name, side in made.items()}
-        measured = alternate(steps, options.steps)
-        peaks = {name: made[name].peaks(step) for name, step in steps.items()}
+        works = {name: opened.enter_context(side.opened()) for name, side in made.items()}
+        measured = alternate(works, steps)
+        peaks = {name: made[name].peaks(step) for name, step in works.items()}
     first = next(iter(measured))
     found: dict[str, Any] = {}
     for name, side in measured.items():
@@ -180,16 +220,16 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
             "step": spread(side.seconds),
             "times faster": times_faster(measured, name, first),
             "losses of the first": all(one == other for one, other in pairs),
-            "losses apart": max(apart(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False)),
+            "losses apart": max(distance(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False)),
             **peaks[name],
             **report(side),
         }
-        if runs := chosen[name].together:
+        if runs := sides[name].together:
             found[name]["times faster than apart"] = ratio([runs * one for one in measured[first].seconds], side.seconds)
     return found
 
 
-def apart(ours: float, theirs: float) -> float:
+def distance(ours: float, theirs: float) -> float:
     """The relative difference of two losses."""
     is_finite = math.isfinite(ours - theirs)
     return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs) if theirs and is_finite else math.inf
@@ -204,15 +244,15 @@ class Taken(NamedTuple):
     usage: Mapping[str, float] = {}  # of the process
 
 
-def report(side: Side) -> dict[str, Any]:
+def report(side: Rounds) -> dict[str, Any]:
     """What processes say of their memory, and engines of their lanes and the share of forwards."""
     found: dict[str, Any] = {name: spread([step.usage[name] for step in side.results]) for name in side.results[0].usage}
     steps = [step.result for step in side.results]
     if None in steps or not steps[0].bound_seconds:
         return found
-    sums = [sum(use.busy_seconds for use in step.lanes.values()) for step in steps]
     if side.results[0].forwards:
         found["share of forwards"] = ratio([step.forwards for step in side.results], side.seconds)
+    sums = [sum(use.busy_seconds for use in step.lanes.values()) for step in steps]
     return found | {
         "to the slowest lane": spread([step.seconds / step.bound_seconds for step in steps]),
         "to the sum of lanes": ratio(side.seconds, sums),
@@ -220,42 +260,17 @@ def report(side: Side) -> dict[str, Any]:
     }
 
 
+@dataclass(kw_only=True)
 class Measured:
-    """One side: the command line and its own options, at a number of rows and of tokens a row.
+    """What measures a side in this process."""
 
-    Args:
-        workers: The processes that share the steps.
-        scale: Divisor of a geometry's sizes.
-        layers: Number of a geometry's layers; None leaves all of them.
-        given: Options of the engine.
-    """
-
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        side: argparse.Namespace,
-        rows: int,
-        tokens: int,
-        *,
-        workers: Workers | None = None,
-        scale: int = 1,
-        layers: int | None = None,
-        **given: Any,
-    ) -> None:
-        self.options, self.side, self.scale, self.layers = options, side, scale, layers
-        self.rows, self.tokens = (side.rows or rows) * side.batches, tokens
-        self.name = side.model or options.model
-        self.is_geometry = self.name in geometries() and not Path(self.name).exists()
-        defaults = side_parser().parse_args([])
-        for option in OF_CHECKPOINTS if self.is_geometry else ():
-            if getattr(side, option) != getattr(defaults, option):
-                flag = f"--{option.replace('_', '-')}"
-                raise SystemExit(f"{self.name}: a geometry takes no {flag}; write a checkpoint by tools/make_checkpoint.py")
-        self.by_gradients = bool(side.lora or side.full)
-        self.usage = Usage()  # of the device, where that is not a GPU
-        self.resident: Any = None  # the whole model
-        self._given: dict[str, Any] = {"workers": workers, **given}
-        self._forward = 0.0
+    side: Side
+    workers: Workers | None = None  # the processes that share the steps
+    scale: int = 1  # divisor of a geometry's sizes
+    layers: int | None = None  # of a geometry; None: all of them
+    trace: Trace | None = None  # gets the engine's spans
+    usage: Usage = field(default_factory=Usage)  # of the device, where that is not a GPU
+    resident: Any = None  # the whole model
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[], Taken]]:
@@ -285,79 +300,73 @@ class Measured:
     def model(self, seed: int | None = 0) -> HFBlockModel:
         """The side's model; ``seed`` is that of its adapter, and None leaves the adapter out."""
         side = self.side
-        if self.is_geometry:
-            dtype = "float32" if side.dtype == "auto" else side.dtype
-            config = scaled(geometries()[self.name], self.scale, self.tokens)
+        if side.is_geometry:
+            config = scaled(geometries()[side.model], self.scale, side.tokens)
             config.num_hidden_layers = self.layers or config.num_hidden_layers
-            return block_model(config, DTYPES[dtype])
+            return block_model(config, DTYPES[side.dtype.replace("auto", "float32")])
         chunk: Any = None if side.loss_chunk == "none" else side.loss_chunk
         given: dict[str, Any] = {"precision": side.precision, "transfer_dtype": side.transfer_dtype}
         if seed is not None and (side.lora or side.lora_fa):
             frozen = ("lora_A",) if side.lora_fa else ()
             given = {"adapter": Adapter(config=lora(side.lora_rank), seed=seed, frozen=frozen)}
-        return slowed(open_checkpoint(self.name, dtype=side.dtype, loss_chunk=chunk, **given), side.rate)
+        return slowed(open_checkpoint(side.model, dtype=side.dtype, loss_chunk=chunk, **given), side.rate)
 
     def batches(self, model: HFBlockModel) -> Iterator[Batch]:
         """The batches of the steps: the same one, or those of the data."""
-        if self.options.data is None:
-            batch = random_batch(model.config.vocab_size, self.rows, self.tokens, seed=0)
-            if self.options.unpadded:
+        side = self.side
+        if side.data is None:
+            batch = random_batch(model.config.vocab_size, side.batch_size, side.tokens, seed=0)
+            if side.unpadded:
                 batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-            if self.options.labelled is not None:
-                batch["labels"][:, : -self.options.labelled] = IGNORE_INDEX
+            if side.labelled is not None:
+                batch["labels"][:, : -side.labelled] = IGNORE_INDEX
             return itertools.repeat(batch)
-        tokenizer = load_tokenizer(Path(self.name))
-        dataset = RowReader(tokenizer, 1 << 20).read(self.options.data)
-        rows = training_batches(dataset, batch_size=self.rows, seed=0)
+        tokenizer = load_tokenizer(Path(side.model))
+        rows = training_batches(RowReader(tokenizer, 1 << 20).read(side.data), batch_size=side.batch_size, seed=0)
         padded = (collate(chosen, pad_token_id=pad_token_id(tokenizer)) for chosen in rows)
-        return map(pack, padded) if self.side.packed else padded
+        return map(pack, padded) if side.packed else padded
 
     def _engine(self, opened: ExitStack) -> Callable[[], Taken]:
-        side, model = self.side, self.model()
-        time_forwards(model, self._spend)
+        side, model = self.side, self.model(self.side.run)
+        forwards = time_forwards(model)
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         given: dict[str, Any] = {"overlap": not side.serial, "replay": side.replay, "micro_batch_size": side.micro_rows}
         if side.every is not None:
             write_back = WriteBackPolicy(directory=folder, every=side.every)
             given |= {"journal": folder / "journal.jsonl", "write_back": write_back}
         given |= {"device": opened.enter_context(closing(self.device())), "memory": self.memory(model)}
-        engine = opened.enter_context(Engine(model, self.method(model), **given, **self._given))
-        batches, seeds = self.batches(model), itertools.repeat(None) if self.by_gradients else itertools.count()
+        given |= {"workers": self.workers, "trace": self.trace}
+        engine = opened.enter_context(Engine(model, self.method(model, side.run), **given))
+        batches, seeds = self.batches(model), itertools.repeat(None) if side.by_gradients else itertools.count()
 
         def step() -> Taken:
-            self._forward = 0.0
+            forwards.clear()
             batch, seed = next(batches), next(seeds)
             result: Any = in_sweeps(engine, model, batch, side, seed) if side.sweeps else engine.step(batch, seed=seed)
             if side.eager:
                 engine.flush()
-            return Taken(result.losses, result, self._forward)
+            return Taken(result.losses, result, sum(forwards))
 
         return step
 
     def _together(self, opened: ExitStack) -> Callable[[], Taken]:
-        first = self.model()
-        batches = self.batches(first)
+        models = [self.model(seed) for seed in range(self.side.together)]
+        batches = self.batches(models[0])
         device = opened.enter_context(closing(self.device()))
-        shared = opened.enter_context(SharedBase(self.model(None), device=device, memory=self.memory(first)))
-        models = [first, *(self.model(seed) for seed in range(1, self.side.together))]
-        engines = [
-            opened.enter_context(Engine(model, self.method(model, number), shared=shared))
-            for number, model in enumerate(models)
-        ]
+        shared = opened.enter_context(SharedBase(self.model(None), device=device, memory=self.memory(models[0])))
+        made = (Engine(model, self.method(model, number), shared=shared) for number, model in enumerate(models))
+        engines = [opened.enter_context(engine) for engine in made]
 
         def step() -> Taken:
             results = shared.step(dict.fromkeys(engines, next(batches)))
             for result in results.values():
                 if isinstance(result, Exception):
                     raise result
-            result = results[engines[0]]
+            result = results[engines[self.side.run]]
             assert isinstance(result, StepResult), "errors were raised"
             return Taken(result.losses, result)
 
         return step
-
-    def _spend(self, seconds: float) -> None:
-        self._forward += seconds
 
     def method(self, model: HFBlockModel, number: int = 0) -> Any:
         """The method of a run; of several runs each has a rate and a seed of its own."""
@@ -373,17 +382,17 @@ class Measured:
                 update.seconds_a_byte = side.update_seconds / weights
             return FirstOrder(Delayed(update) if side.delayed else update, lr=lr)
         rank = side.rank or (side.lora_rank if side.lora_fa else None)
-        noise = NOISES[side.noise]
-        return zeroth_order(lr=lr, queries=side.queries, rank=rank, noise=noise, seed=number, stack=side.stack)
+        low_rank = None if rank is None else LowRankPerturbation(rank=rank, stack=side.stack)
+        return zeroth_order(lr=lr, queries=side.queries, low_rank=low_rank, noise=NOISES[side.noise], seed=number)
 
     def memory(self, model: HFBlockModel) -> MemoryPolicy:
         side = self.side
         if side.device_memory is not None:
             return MemoryPolicy(device=side.device_memory, activations="1GB", least_activations="256MB")
         on_device = side.gpu or side.bus
-        activations: int | str = ALL_GRAPHS if self.by_gradients else 1 << 30 if on_device else ACTIVATIONS
+        activations: int | str = ALL_GRAPHS if side.by_gradients else 1 << 30 if on_device else ACTIVATIONS
         if side.recompute:
-            sizes = (model.config, side.micro_rows or self.rows, self.tokens)
+            sizes = (model.config, side.micro_rows or side.batch_size, side.tokens)
             activations = gradient_bytes(expected_held_bytes(*sizes), forward_bytes(*sizes), len(model.layouts) - 2)
         is_planned = not on_device or side.serial or side.kept == "all"
         return memory_of(side.buckets, activations, kept=None if is_planned else int(side.kept))
@@ -405,10 +414,11 @@ class Measured:
 
     def _delay(self) -> Callable[[Any, int], float]:
         """The seconds of a transfer; a rate that is relative to compute follows from a resident engine's."""
+        bus = self.side.bus or ""
         try:
-            times = float(self.side.bus)
+            times = float(bus)
         except ValueError:
-            rate: float = parse_size(self.side.bus)
+            rate: float = parse_size(bus)
         else:
             model = self.model()
             nbytes = sum(layout.nbytes for layout in model.layouts if not layout.resident)
@@ -419,45 +429,51 @@ class Measured:
         return lambda lane, moved: moved / rate
 
     def _whole(self, opened: ExitStack) -> Callable[[], Taken]:
-        side, model = self.side, self.model()
+        side, model = self.side, self.model(self.side.run)
         device = torch.device("cuda" if side.gpu else "cpu")
         batches = ({key: value.to(device) for key, value in batch.items()} for batch in self.batches(model))
-        lr, seeds = side.lr or (LORA_LR if side.lora else LR), itertools.count()
+        lr, seeds, eps = side.lr or (LORA_LR if side.lora else LR), itertools.count(), 1e-3
         if side.lora_fa and not side.lora:
-            fa = lora_fa(self.name, lora(side.lora_rank), lr=lr, zo_eps=1e-3)
-            fa.model.to(device)
-            return lambda: Taken(fa.step(next(batches), next(seeds)).losses)
-        self.resident = self.whole(model, device)
+            mezo = lora_fa(side.model, lora(side.lora_rank), lr=lr, zo_eps=eps)
+            mezo.model.to(device)
+            return lambda: Taken(mezo.step(next(batches), next(seeds)).losses)
+        self.resident = whole = self.whole(model, device)
         if side.forward:
-            return partial(forward, self.resident, batches, 2 * side.queries)
-        if self.by_gradients:
-            first = first_values(model, device) if side.lora else {}
-            return first_order_step(self.resident, batches, side, first, lr)
-        autocast = model.autocast if side.precision == "mixed" else None
-        mono = MonolithicMeZO(self.resident, lr=lr, zo_eps=1e-3, autocast=autocast)
-        return lambda: Taken(mono.step(next(batches), next(seeds)).losses)
+            return partial(forward, whole, batches, 2 * side.queries)
+        if not side.by_gradients:
+            mono = MonolithicMeZO(whole, lr=lr, zo_eps=eps, autocast=model.autocast if side.precision == "mixed" else None)
+            return lambda: Taken(mono.step(next(batches), next(seeds)).losses)
+        if side.checkpointing:
+            whole.activation_checkpointing_enable({"use_reentrant": False})
+            whole.train()  # what makes transformers checkpoint
+        if side.lora:
+            first, make = first_values(model, device), partial(optimizer_of(side.lora), lr=lr)
+            step = resident_step(whole, batches, make, config=lora(side.lora_rank), first=first)
+        else:
+            step = resident_step(whole, batches, partial(ADAMW, lr=lr))
+        return lambda: Taken((step(),))
 
     def whole(self, model: HFBlockModel, device: torch.device) -> Any:
         """The whole model, without dropout."""
-        if self.is_geometry:
+        if self.side.is_geometry:
             return whole_model(model.config, DTYPES[self.side.dtype.replace("auto", "float32")], device, model.weights)
-        config: Any = AutoConfig.from_pretrained(self.name)
+        config: Any = AutoConfig.from_pretrained(self.side.model)
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, 0.0)
         dtype = torch.float32 if self.side.precision == "mixed" else self.side.dtype
-        whole: Any = AutoModelForCausalLM.from_pretrained(self.name, config=config, dtype=dtype)
+        whole: Any = AutoModelForCausalLM.from_pretrained(self.side.model, config=config, dtype=dtype)
         return whole.to(device)
 
 
 class Processes:
     """A side in processes of its own, as many as it has workers."""
 
-    def __init__(self, options: argparse.Namespace, side: argparse.Namespace, rows: int, tokens: int) -> None:
+    def __init__(self, side: Side) -> None:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = int(bound.getsockname()[1])
-        self._given = [(options, side, rows, tokens, rank, port) for rank in range(side.workers or 1)]
+        self._given = [(side, rank, port) for rank in range(side.workers or 1)]
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[], Taken]]:
@@ -487,25 +503,22 @@ class Processes:
         return {}  # each step tells what the process uses
 
 
-def serve(
-    pipe: Connection, options: argparse.Namespace, side: argparse.Namespace, rows: int, tokens: int, rank: int, port: int
-) -> None:
+def serve(pipe: Connection, side: Side, rank: int, port: int) -> None:
     """A process that takes a step for each message, and tells its result."""
     if (largest := FREED[side.freed]) is not None:
         keep_freed_memory(largest)
     if side.workers:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-        torch.set_num_threads(1)
-    elif options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if threads := 1 if side.workers else side.threads:
+        torch.set_num_threads(threads)
     with ExitStack() as opened:
         workers = None
-        if (side.workers or 1) > 1:
+        if side.workers > 1:
             address = f"tcp://127.0.0.1:{port}"
             distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=side.workers)
-            split = "rows" if side.lora or side.full else "directions"
+            split = "rows" if side.by_gradients else "directions"
             workers = opened.enter_context(Workers(distributed.group.WORLD, split=split, neighbours=side.workers))
-        step = opened.enter_context(Measured(options, side, rows, tokens, workers=workers).opened())
+        step = opened.enter_context(Measured(side=side, workers=workers).opened())
         pipe.send("ready")
         while pipe.recv():
             before = resource.getrusage(resource.RUSAGE_SELF)
@@ -532,21 +545,23 @@ class SlowHost(TorchOptimizer):
         time.sleep(max(seconds - (time.perf_counter() - began), 0.0))
 
 
-def optimizer_of(name: OptimizerName) -> Any:
+def optimizer_of(name: Any) -> Any:
     return OPTIMIZERS[name].of_adapter
 
 
-def time_forwards(model: Any, spend: Callable[[float], None]) -> None:
-    """Measure the forwards of a model's segments."""
+def time_forwards(model: Any) -> list[float]:
+    """A list that grows by the seconds of each forward of a model's segment."""
+    seconds: list[float] = []
 
     def timed(function: Callable[..., Any], *arguments: Any) -> Any:
         began = time.perf_counter()
         result = function(*arguments)
-        spend(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began)
         return result
 
     for name in ("embed", "block", "head"):
         setattr(model, name, partial(timed, getattr(model, name)))
+    return seconds
 
 
 def sweeps_of(queries: int) -> dict[str, list[Sequence[int]]]:
@@ -560,10 +575,10 @@ def sweeps_of(queries: int) -> dict[str, list[Sequence[int]]]:
     }
 
 
-def in_sweeps(engine: Engine, model: Any, batch: Batch, side: argparse.Namespace, seed: int | None) -> StepResult:
+def in_sweeps(engine: Engine, model: Any, batch: Batch, side: Side, seed: int | None) -> StepResult:
     """Take a step in several sweeps, each with some of the evaluations as one batch."""
     evaluations, losses = engine.ask(seed=seed), dict[int, torch.Tensor]()
-    for places in sweeps_of(side.queries)[side.sweeps]:
+    for places in sweeps_of(side.queries)[side.sweeps or "both"]:
         outputs = engine.forwards_at([(evaluations[place], [batch]) for place in places], model)
         losses.update(zip(places, (loss for [loss] in outputs), strict=True))
     return engine.tell([losses[place] for place in range(len(evaluations))])
@@ -577,36 +592,8 @@ def forward(whole: Any, batches: Iterator[Batch], copies: int) -> Taken:
 
 def first_values(model: HFBlockModel, device: torch.device) -> dict[str, torch.Tensor]:
     """The adapter's values, as the stream begins with them."""
-    values = {}
-    for spec in (spec for layout in model.layouts for spec in layout.parameters if not spec.frozen):
-        value = torch.empty(spec.shape, dtype=spec.dtype)
-        model.weights.read_into(spec.name, value.view(-1))
-        values[spec.name] = value.to(device)
-    return values
-
-
-def first_order_step(
-    whole: Any, batches: Iterator[Batch], side: argparse.Namespace, first: Mapping[str, torch.Tensor], lr: float
-) -> Callable[[], Taken]:
-    """The step of torch on the whole model; ``first`` has the values of the adapter, if there is one."""
-    if first:
-        peft.inject_adapter_in_model(lora(side.lora_rank), whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = not first or name in first
-        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
-        parameter.data = first.get(name, parameter.data).clone()
-    if side.checkpointing:
-        whole.activation_checkpointing_enable({"use_reentrant": False})
-        whole.train()  # what makes transformers checkpoint
-    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-    made: Any = optimizer_of(side.lora) if first else ADAMW
-    optimizer = made(trained, lr=lr)
-
-    def step() -> Taken:
-        optimizer.zero_grad()
-        loss = whole(**next(batches), use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        return Taken((float(loss.detach()),))
-
-    return step
+    specs = [spec for layout in model.layouts for spec in layout.parameters if not spec.frozen]
+    values = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in specs}
+    for name, value in values.items():
+        model.weights.read_into(name, value.view(-1))
+    return {name: value.to(device) for name, value in values.items()}

@@ -8,14 +8,11 @@ over peft's model, which perturbs B in its weights and runs two forwards. A Llam
 and values. Torch has all cores, as XNNPACK has; `taskset -c 0` gives all of them one.
 """
 
-from __future__ import annotations
-
-import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from measuring import alternate, lora, lora_fa, seconds_of, shapes, timed
@@ -30,27 +27,26 @@ LORA: dict[str, Any] = {"rank": 8, "lora_alpha": 8, "init_lora_weights": False} 
 ZO_EPS, LR = 1e-3, 1e-6
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--shapes", type=shapes, default="1x16,1x64", help="shapes of batches, as rows x tokens")
-    parser.add_argument("--steps", type=int, default=9)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def edge(
+    *,
+    layers: int = 4,
+    hidden: int = 512,
+    shapes: Annotated[Sequence[tuple[int, int]], shapes, "shapes of batches, as rows x tokens"] = ((1, 16), (1, 64)),
+    steps: int = 9,
+) -> dict[str, Any]:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=max(1, options.hidden // 128),
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 128),
         max_position_embeddings=2048,
     )
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).save_pretrained(base := Path(folder, "base"))
-        return {f"{rows} x {tokens}": bench(base, rows, tokens, options.steps) for rows, tokens in options.shapes}
+        return {f"{rows} x {tokens}": bench(base, rows, tokens, steps) for rows, tokens in shapes}
 
 
 def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
@@ -64,12 +60,7 @@ def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
         lowering[name], _ = timed(write)
         sides[name] = partial(TrainingProgram(path).step, batch, lr=LR)
     module = assemble(model, rows=rows, tokens=tokens, zo_eps=ZO_EPS, seed=0).step
-
-    @torch.inference_mode()
-    def step_module() -> None:
-        module(batch["input_ids"], batch["labels"], torch.tensor(LR))
-
-    sides["module in torch"] = step_module
+    sides["module in torch"] = torch.inference_mode()(partial(module, batch["input_ids"], batch["labels"], torch.tensor(LR)))
     mezo = lora_fa(base, lora(**LORA), lr=LR, zo_eps=ZO_EPS, perturb_in_place=False)
     sides["two forwards"] = partial(mezo.step, batch, 0)
     return {"seconds": seconds_of(alternate(sides, steps)), "seconds of lowering": lowering}

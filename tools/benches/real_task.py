@@ -11,12 +11,10 @@ bfloat16 safetensors, with 1,000 rows to train on and 400 to evaluate on; with `
 variant once for each seed; called again with more seeds, forwards or variants, or after it was killed, it does only what is
 missing. Without ``--lr`` a variant's learning rate is tuned first by `zo2 tune`, with a separate seed. ``report`` prints a
 table, and writes it as JSON with a plot over forwards and over seconds. The size of updates is the root mean square of the
-projected gradients times the learning rate. *grpo* is TRL's trainer over streamed blocks.
+projected gradients times the learning rate. *grpo* is TRL's trainer over streamed blocks. ``--output`` is the folder of the
+runs, or the report's JSON.
 """
 
-from __future__ import annotations
-
-import argparse
 import importlib
 import json
 import math
@@ -28,7 +26,7 @@ import time
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import task_rows
 from measuring import lora, spread, zo2
@@ -104,84 +102,89 @@ SUMS = {
 EVERY = VARIANTS | SUMS
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options; ``--output`` is the folder of the runs, or the report's JSON."""
-    parser.add_argument("what", choices=["build", "run", "report"])
-    parser.add_argument("directory", type=Path, help="the task, or the runs to report")
-    parser.add_argument("--demo", action="store_true", help="build the demo's task")
-    parser.add_argument("--sums", type=Path, metavar="MODEL", help="build sums for this model")
-    names, default = list(EVERY), list(VARIANTS)
-    parser.add_argument("--variants", nargs="+", choices=names, default=default, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--lr", type=float, nargs="+", default=[], help="learning rates to use instead of tuning")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--forwards", type=int, default=1200, help="forwards of a run")
-    parser.add_argument("--every", type=int, default=150, help="forwards between two evaluations")
-    parser.add_argument("--tuning", type=int, default=1200, help="forwards of all learning rates that are tried")
-    parser.add_argument("--batch-size", type=int, default=16, help="rows of a step")
-
-
-def run(options: argparse.Namespace) -> dict[str, Any] | None:
-    if options.what == "report":
-        return report(options.directory, options.output)
-    if options.what == "build":
-        if options.sums is not None:
-            task_rows.build_sums(options.directory, options.sums)
-        else:
-            (task_rows.build_demo if options.demo else task_rows.build)(options.directory)
-        return None
-    for name in options.variants:
-        for lr in options.lr or [tuned(options, name)]:
-            for seed in options.seeds:
-                train(options, name, lr, seed)
+def real_task(
+    what: Literal["build", "run", "report"],
+    directory: Annotated[Path, "the task, or the runs to report"],
+    *,
+    output: Path | None = None,
+    demo: Annotated[bool, "build the demo's task"] = False,
+    sums: Annotated[Path | None, "build sums for this model"] = None,
+    variants: Annotated[Sequence[str], list(EVERY), ", ".join(EVERY)] = tuple(VARIANTS),
+    lr: Annotated[Sequence[float], "learning rates to use instead of tuning"] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    forwards: Annotated[int, "forwards of a run"] = 1200,
+    every: Annotated[int, "forwards between two evaluations"] = 150,
+    tuning: Annotated[int, "forwards of all learning rates that are tried"] = 1200,
+    batch_size: Annotated[int, "rows of a step"] = 16,
+) -> dict[str, Any] | None:
+    if what == "report":
+        return report(directory, output)
+    if what == "build" and sums is not None:
+        task_rows.build_sums(directory, sums)
+    elif what == "build":
+        (task_rows.build_demo if demo else task_rows.build)(directory)
+    else:
+        assert output is not None, "runs have a folder"
+        output.mkdir(parents=True, exist_ok=True)
+        series = Series(Task.open(directory), output, forwards, every, batch_size)
+        for name in variants:
+            for rate in lr or [series.tuned(name, tuning)]:
+                for seed in seeds:
+                    series.train(name, rate, seed)
     return None
 
 
-def given(options: argparse.Namespace, name: str, seed: int) -> list[object]:
-    """The options of zo2 that tuning and training share."""
-    task, chosen = Task.open(options.directory), shlex.split(EVERY[name].options)
-    return ["--model", task.model, "--data", task.train, "--seed", seed, "--batch-size", options.batch_size, *chosen]
+class Series(NamedTuple):
+    """Runs on a task at equal numbers of forwards."""
+
+    task: Task
+    output: Path
+    forwards: int  # of a run
+    every: int  # forwards between two evaluations
+    batch_size: int
+
+    def given(self, name: str, seed: int) -> list[object]:
+        """The options of zo2 that tuning and training share."""
+        files, chosen = ["--model", self.task.model, "--data", self.task.train], shlex.split(EVERY[name].options)
+        return [*files, "--seed", seed, "--batch-size", self.batch_size, *chosen]
+
+    def tuned(self, name: str, forwards: int) -> float:
+        lrs, folder = EVERY[name].lrs, self.output / f"tuning-{name}"
+        if len(lrs) == 1:
+            return lrs[0]
+        more = ["--output", folder, "--forwards", forwards, "--learning-rates", *lrs]
+        zo2("tune", *self.given(name, TUNING_SEED), *more)
+        trials = json.loads((folder / "tune.json").read_text())["results"]
+        print(f"{name}: learning rate {trials[0]['lr']:g}, of {trials}", flush=True)
+        return float(trials[0]["lr"])
+
+    def train(self, name: str, lr: float, seed: int) -> None:
+        """Train once, or continue."""
+        folder, of_step = self.output / f"{name}-lr{lr:g}-seed{seed}", EVERY[name].forwards
+        steps, every = (max(number // of_step, 1) for number in (self.forwards, self.every))
+        points = read_points(folder)
+        if (folder / STOPPED).exists() or (points and points[-1]["step"] >= steps):
+            return
+        try:
+            if name == "grpo":
+                by_grpo(self.task, folder, steps, lr, seed)
+            elif (folder / "options.json").exists():
+                zo2("train", "--resume", folder, "--steps", steps)
+            else:
+                more = ["--evaluation", self.task.evaluation, "--evaluate-every", every]
+                zo2("train", *self.given(name, seed), *more, "--output", folder, "--lr", lr, "--steps", steps)
+        except SystemExit as error:
+            if not re.search("diverge|finite", str(error)):
+                raise
+            (folder / STOPPED).write_text(str(error))
+        shutil.rmtree(folder / "model", ignore_errors=True)  # the journal or the snapshot has it
+        print(folder.name, read_points(folder)[-1:], flush=True)
 
 
-def tuned(options: argparse.Namespace, name: str) -> float:
-    lrs, folder = EVERY[name].lrs, options.output / f"tuning-{name}"
-    if len(lrs) == 1:
-        return lrs[0]
-    options.output.mkdir(parents=True, exist_ok=True)
-    more = ["--output", folder, "--forwards", options.tuning, "--learning-rates", *lrs]
-    zo2("tune", *given(options, name, TUNING_SEED), *more)
-    trials = json.loads((folder / "tune.json").read_text())["results"]
-    print(f"{name}: learning rate {trials[0]['lr']:g}, of {trials}", flush=True)
-    return float(trials[0]["lr"])
-
-
-def train(options: argparse.Namespace, name: str, lr: float, seed: int) -> None:
-    """Train once, or continue."""
-    folder, forwards = options.output / f"{name}-lr{lr:g}-seed{seed}", EVERY[name].forwards
-    steps, every = (max(number // forwards, 1) for number in (options.forwards, options.every))
-    points = read_points(folder)
-    if (folder / STOPPED).exists() or (points and points[-1]["step"] >= steps):
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
-    try:
-        if name == "grpo":
-            by_grpo(options, folder, steps, lr, seed)
-        elif (folder / "options.json").exists():
-            zo2("train", "--resume", folder, "--steps", steps)
-        else:
-            more = ["--evaluation", Task.open(options.directory).evaluation, "--evaluate-every", every]
-            zo2("train", *given(options, name, seed), *more, "--output", folder, "--lr", lr, "--steps", steps)
-    except SystemExit as error:
-        if not re.search("diverge|finite", str(error)):
-            raise
-        (folder / STOPPED).write_text(str(error))
-    shutil.rmtree(folder / "model", ignore_errors=True)  # the journal or the snapshot has it
-    print(folder.name, read_points(folder)[-1:], flush=True)
-
-
-def by_grpo(options: argparse.Namespace, folder: Path, steps: int, lr: float, seed: int) -> None:
+def by_grpo(task: Task, folder: Path, steps: int, lr: float, seed: int) -> None:
     """Train a LoRA by TRL's GRPO, with a run's metrics."""
     datasets, trl = (importlib.import_module(package) for package in ("datasets", "trl"))  # which have no types
-    task, rewards = Task.open(options.directory), list[float]()
+    rewards: list[float] = []
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
         written = zip(prompts, completions, answer, strict=True)
@@ -189,29 +192,22 @@ def by_grpo(options: argparse.Namespace, folder: Path, steps: int, lr: float, se
         rewards.append(statistics.fmean(judged))
         return judged
 
-    args = trl.GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=GRPO_BATCH,
-        num_generations=GROUP,
-        max_completion_length=NEW_TOKENS,
-        max_steps=steps,
-        learning_rate=lr,
-        seed=seed,
-        temperature=1.0,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+    sizes = {"per_device_train_batch_size": GRPO_BATCH, "num_generations": GROUP, "max_completion_length": NEW_TOKENS}
+    on_cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    given = {"output_dir": str(folder), "max_steps": steps, "learning_rate": lr, "seed": seed, "temperature": 1.0}
     rows = [json.loads(line) for line in task.train.read_text().splitlines()]
     # TRL passes its own columns only by their names, and a reward gets no column named completion.
     made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in rows])
-    adapter = lora()
     kind: Any = type("GRPO", (BackpropGRPOMixin, trl.GRPOTrainer), {})
     began = time.perf_counter()
-    trainer = kind(model=str(task.model), args=args, reward_funcs=reward, train_dataset=made, peft_config=adapter)
+    trainer = kind(
+        model=str(task.model),
+        args=trl.GRPOConfig(**given, **sizes, **on_cpu, **quiet),
+        reward_funcs=reward,
+        train_dataset=made,
+        peft_config=lora(),
+    )
     try:
         trainer.train()
         trainer.save_model(str(folder / "model"))

@@ -1,58 +1,42 @@
-"""Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on the device.
-
-    python tools/bench.py zo2                                       on a GPU, models that fit it and the host's memory
-    python tools/bench.py zo2 --on bus --scale 16 --bus 1GB         without a GPU: smaller models, a simulated bus
-    python tools/bench.py zo2 --on disk --scale 16 --tables ablation
-
-Prints the tables, with the paper's ratios next to the measured ones: of memory and speed, the engine's to monolithic MeZO's
-in the same dtype, and of the ablation's variants to the engine in full.
-
-Both sides of a row are sides of ``compare.py`` that run in this process, one after the other, with the same weights, batches
-and seeds; with MeZO's own noise their losses have to be equal, and the JSON tells whether they are. The first two steps warm
-up, then steps are timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON
-has the reason. Weights are synthetic (see ``synthetic.py``). *On disk* means that disk and host memory are in the roles of
-host and GPU: every block of a checkpoint is read and written back in each step.
-
-Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations and
-logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit, compare
-with the paper's. Speed does not: work shrinks by the third power, and a CPU with a simulated bus differs from a GPU.
-"""
-
-from __future__ import annotations
+"""The ZO2 paper (arXiv 2503.12668): its tables, and its figure of memory."""
 
 import argparse
-import shlex
+import functools
+import gc
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import torch
-from benches.compare import NOISES, Measured, side_parser
+from benches.compare import NOISES, Measured, Side
 from make_checkpoint import geometries, make_checkpoint
-from measuring import WARM_UP, timed
+from measuring import WARM_UP, Usage, timed
 from synthetic import scaled
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paper.tables import TABLES, Row, Variant
 from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.trainers.verification import random_batch
 from zo2core import OverlappedScheduler, Trace, ZO2Error
 from zo2core.planning.memory import free_memory
 from zo2core.profiling import Span, Sweep
 from zo2core.ranges import parse_size
-from zo2core.types import Lane
+from zo2core.types import Batch, Lane
 
 A100_MEMORY = 80e9  # bytes of the paper's GPU
 HOST_SHARE = 0.8  # share of the free host memory that blocks may take, page-locked
-LR = 1e-7  # the paper's
-MEZO, REASON = "monolithic MeZO", "reason"
-OPTIONS = {  # of the sides in compare.py
-    Variant.SERIAL: "--serial",
-    Variant.EAGER: "--eager",
-    Variant.RESIDENT: "--kept all",
+LR, EPS = 1e-7, 1e-3  # the paper's
+REASON = "reason"
+OPTIONS: Mapping[Variant | None, dict[str, Any]] = {  # of sides
+    None: {"whole": True},
+    Variant.SERIAL: {"serial": True},
+    Variant.EAGER: {"eager": True},
+    Variant.RESIDENT: {"kept": "all"},
 }
 NOTES = {
     "cuda": "memory is torch.cuda.max_memory_allocated over a step",
@@ -100,140 +84,158 @@ class Traffic(Trace):
         pass  # there is no file
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A function that reads some of the known names, with commas between them."""
 
-    def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-        def names(text: str) -> list[str]:
-            if unknown := [name for name in text.split(",") if name not in known]:
-                raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
-            return text.split(",")
+    def names(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
+        return text.split(",")
 
-        return names
-
-    parser.add_argument("--on", choices=list(NOTES), default="cuda" if torch.cuda.is_available() else "bus")
-    parser.add_argument("--tables", type=names_of(list(TABLES)), default=list(TABLES), help=f"of {', '.join(TABLES)}")
-    parser.add_argument("--sizes", type=names_of(list(geometries())), help="models to measure; all by default")
-    dtypes = "dtypes to measure, such as float32,float16; a row in 16 bits takes any 16-bit dtype"
-    parser.add_argument("--dtype", type=names_of(list(DTYPES)), help=dtypes)
-    parser.add_argument("--steps", type=int, default=5, help="number of timed steps, after two that warm up")
-    parser.add_argument("--noise", choices=list(NOISES), default="mezo")
-    parser.add_argument("--scale", type=int, help="divisor of sizes; by default 1 on a GPU, otherwise 16")
-    parser.add_argument("--bus", default="1GB", help="bytes a second of the simulated bus")
-    parser.add_argument("--host-memory", type=parse_size, help="host memory for blocks; by default most of the free memory")
-    parser.add_argument("--device-memory", type=parse_size, help="memory of the simulated device, without a GPU")
-    parser.add_argument("--folder", type=Path, help="folder for checkpoints on disk; a temporary one by default")
+    return names
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    on_gpu = options.on == "cuda"
-    options.scale = options.scale or (1 if on_gpu else 16)
-    options.host_memory = options.host_memory or int(HOST_SHARE * free_memory())
-    options.device_memory = options.device_memory or int(A100_MEMORY / options.scale**2)
-    note = NOTES[options.on].format(bus=options.bus, memory=options.device_memory / 1e6)
-    dtypes = options.dtype or ["float32", "float16" if on_gpu else "bfloat16"]
-    measured: dict[str, Any] = {"note": note, "scale": options.scale, "rows": []}
-    bench = Bench(options)
-    for name in options.tables:
+def zo2(
+    *,
+    on: Annotated[str, list(NOTES)] = "cuda" if torch.cuda.is_available() else "bus",
+    tables: Annotated[Sequence[str], names_of(TABLES), f"of {', '.join(TABLES)}"] = tuple(TABLES),
+    sizes: Annotated[Sequence[str] | None, names_of(geometries()), "models to measure; all by default"] = None,
+    dtype: Annotated[
+        Sequence[str] | None, names_of(DTYPES), "such as float32,float16; a row in 16 bits takes any 16-bit dtype"
+    ] = None,
+    steps: Annotated[int, "number of timed steps, after two that warm up"] = 5,
+    noise: Annotated[str, list(NOISES)] = "mezo",
+    scale: Annotated[int | None, "divisor of sizes; by default 1 on a GPU, otherwise 16"] = None,
+    bus: Annotated[str, "bytes a second of the simulated bus"] = "1GB",
+    host_memory: Annotated[int | None, parse_size, "memory for blocks; by default most of the free memory"] = None,
+    device_memory: Annotated[int | None, parse_size, "memory of the simulated device, without a GPU"] = None,
+    folder: Annotated[Path | None, "folder for checkpoints on disk; a temporary one by default"] = None,
+) -> dict[str, Any]:
+    """Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on the device.
+
+        python tools/bench.py zo2                                       on a GPU, models that fit it and the host's memory
+        python tools/bench.py zo2 --on bus --scale 16 --bus 1GB         without a GPU: smaller models, a simulated bus
+        python tools/bench.py zo2 --on disk --scale 16 --tables ablation
+
+    Prints the tables, with the paper's ratios next to the measured ones: of memory and speed, the engine's to monolithic
+    MeZO's in the same dtype, and of the ablation's variants to the engine in full.
+
+    Both sides of a row are sides of ``compare.py`` that run in this process, one after the other, with the same weights,
+    batches and seeds; with MeZO's own noise their losses have to be equal, and the JSON tells whether they are. The first
+    two steps warm up, then steps are timed one by one, and a last, untimed step measures memory. '-' marks what did not fit
+    or failed; the JSON has the reason. Weights are synthetic (see ``synthetic.py``). *On disk* means that disk and host
+    memory are in the roles of host and GPU: every block of a checkpoint is read and written back in each step.
+
+    Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations
+    and logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit,
+    compare with the paper's. Speed does not: work shrinks by the third power, and a CPU with a simulated bus differs from a
+    GPU.
+    """
+    by = scale or (1 if on == "cuda" else 16)
+    host, device = host_memory or int(HOST_SHARE * free_memory()), device_memory or int(A100_MEMORY / by**2)
+    setting = Setting(on, steps, noise, by, bus, host, device, folder)
+    note = NOTES[on].format(bus=bus, memory=device / 1e6)
+    measured: dict[str, Any] = {"note": note, "scale": by, "rows": []}
+    measure = functools.cache(functools.partial(side, setting))  # each side once, in whatever tables it is
+    for name in tables:
         number, subject, rows = TABLES[name]
-        chosen = [row for row in rows if options.sizes is None or row.model in options.sizes]
-        pairs = [(row, dtype) for row in chosen for dtype in dtypes if 8 * DTYPES[dtype].itemsize == row.bits]
-        reports = [bench.report(row, dtype) for row, dtype in pairs]
+        pairs = [
+            (row, each)
+            for row in rows
+            for each in dtype or ["float32", "float16" if on == "cuda" else "bfloat16"]
+            if (sizes is None or row.model in sizes) and 8 * DTYPES[each].itemsize == row.bits
+        ]
+        reports = [report(row, each, by, measure) for row, each in pairs]
         measured["rows"] += [{"table": name, **found} for found in reports]
         measured[f"Table {number}: {subject}"] = {line: cells for found in reports for line, cells in lines(found)}
     return measured
 
 
-class Bench:
-    """Measures settings, and each setting once."""
+class Setting(NamedTuple):
+    """What all sides have in common."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._found: dict[tuple[Any, ...], Outcome] = {}
+    on: str
+    steps: int
+    noise: str
+    scale: int
+    bus: str
+    host_memory: int
+    device_memory: int
+    folder: Path | None
 
-    def side(self, row: Row, dtype: str, variant: Variant | None) -> Outcome:
-        """What a variant, or monolithic MeZO, takes; or the reason why it could not be measured."""
-        key = (row.model, dtype, row.batch, row.tokens, variant)
-        if key not in self._found:
-            name = MEZO if variant is None else f"engine {variant.value}"
-            print(f"{row.model} {dtype} {row.batch} x {row.tokens}: {name}", file=sys.stderr, flush=True)
-            try:
-                self._found[key] = self._measured(row, dtype, variant)
-            except (ZO2Error, torch.OutOfMemoryError) as error:
-                self._found[key] = {REASON: f"{type(error).__name__}: {error}".splitlines()[0]}
-        return self._found[key]
 
-    def _measured(self, row: Row, dtype: str, variant: Variant | None) -> Outcome:
-        options, on, tokens = self._options, self._options.on, row.tokens // self._options.scale
-        words = ["--lr", str(LR), "--noise", options.noise, "--dtype", dtype]
-        words += ["--whole"] if variant is None else shlex.split(OPTIONS.get(variant, ""))
-        if on == "disk" and variant is not None:
-            if variant in (Variant.ALLOCATING, Variant.RESIDENT):
-                return {REASON: "no such variant here: blocks are computed on in their buckets"}
-            # With one bucket it does not read ahead, so nothing overlaps.
-            words = [word for word in words if word != "--serial"]
-            words += ["--every", "1", "--buckets", "1" if variant is Variant.SERIAL else "3"]
-        elif on != "disk":
-            words += ["--gpu"] if on == "cuda" else ["--bus", options.bus]
-        traffic = Traffic()
-        scheduler = AllocatingScheduler if variant is Variant.ALLOCATING else OverlappedScheduler
-        with ExitStack() as opened:
-            if on == "disk":
-                folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=options.folder)), "base")
-                config = scaled(geometries()[row.model], options.scale, tokens)
-                make_checkpoint(config, folder, dtype=DTYPES[dtype])
-                words += ["--model", str(folder)]
-            given = argparse.Namespace(model=row.model, data=None, labelled=None, unpadded=True)
-            made = Measured(given, side_parser().parse_args(words), row.batch, tokens, scale=options.scale, trace=traffic)
-            layouts, room = made.model().layouts, options.host_memory
-            if variant is not None and on != "disk" and (needed := sum(layout.nbytes for layout in layouts)) > room:
-                return {REASON: f"host-memory: found {room} bytes, blocks take {needed}"}
-            opened.enter_context(mock.patch("zo2core.schedulers.OverlappedScheduler", scheduler))
-            step = opened.enter_context(made.opened())
-            taken = [timed(step) for _ in range(WARM_UP)]
-            traffic.nbytes = dict.fromkeys(traffic.nbytes, 0)
-            taken += [timed(step) for _ in range(options.steps)]
-            moved = {lane.value: nbytes / options.steps for lane, nbytes in traffic.nbytes.items() if nbytes}
-            peak = made.device_bytes(step)
-        if on != "cuda" and peak > options.device_memory:
-            return {REASON: f"took {peak / 1e6:.1f} MB of the device's memory, {options.device_memory / 1e6:.1f} MB"}
-        if variant is Variant.RESIDENT and moved:
-            return {REASON: f"not all {len(layouts) - 2} blocks fit"}
-        seconds = [seconds for seconds, _ in taken[WARM_UP:]]
-        found = {"seconds": seconds, "speed": row.batch * tokens / statistics.median(seconds), "memory": peak / 1e6}
-        found["losses"] = [result.losses for _, result in taken]
-        return found if variant is None else found | {"moved_bytes": moved}
+Measure = Callable[[str, str, int, int, Variant | None], Outcome]  # of a model, dtype, rows, tokens and variant
 
-    def report(self, row: Row, dtype: str) -> dict[str, Any]:
-        """Measure one row; return all its results as JSON values. Memory is in MB, speed in tokens a second."""
-        scale, theirs = self._options.scale, self.side(row, dtype, None)
-        config = scaled(geometries()[row.model], scale, row.tokens // scale)
-        measured: dict[str, Any] = {
-            "model": row.model,
-            "hidden": config.hidden_size,
-            "layers": config.num_hidden_layers,
-            "vocabulary": config.vocab_size,
-            "dtype": dtype,
-            "batch": row.batch,
-            "tokens": row.tokens // scale,
-            "monolithic": theirs,
-            "paper_monolithic": row.monolithic._asdict(),
-            "variants": {},
+
+def side(setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None) -> Outcome:
+    """What a variant, or monolithic MeZO, takes; or the reason why it could not be measured."""
+    name = "monolithic MeZO" if variant is None else f"engine {variant.value}"
+    print(f"{model} {dtype} {rows} x {tokens}: {name}", file=sys.stderr, flush=True)
+    try:
+        return measured_side(setting, model, dtype, rows, tokens // setting.scale, variant)
+    except (ZO2Error, torch.OutOfMemoryError) as error:
+        return {REASON: f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def measured_side(setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None) -> Outcome:
+    on, given, traffic = setting.on, OPTIONS.get(variant, {}), Traffic()
+    given = {"lr": LR, "noise": setting.noise, "dtype": dtype, "rows": rows, "tokens": tokens, "unpadded": True, **given}
+    if on == "disk" and variant is not None:
+        if variant in (Variant.ALLOCATING, Variant.RESIDENT):
+            return {REASON: "no such variant here: blocks are computed on in their buckets"}
+        # With one bucket it does not read ahead, so nothing overlaps.
+        given |= {"serial": False, "every": 1, "buckets": 1 if variant is Variant.SERIAL else 3}
+    elif on != "disk":
+        given |= {"gpu": True} if on == "cuda" else {"bus": setting.bus}
+    scheduler = AllocatingScheduler if variant is Variant.ALLOCATING else OverlappedScheduler
+    with ExitStack() as opened:
+        if on == "disk":
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)), "base")
+            make_checkpoint(scaled(geometries()[model], setting.scale, tokens), folder, dtype=DTYPES[dtype])
+        name = str(folder) if on == "disk" else model
+        made = Measured(side=Side(model=name, **given), scale=setting.scale, trace=traffic)
+        layouts, room = made.model().layouts, setting.host_memory
+        if variant is not None and on != "disk" and (needed := sum(layout.nbytes for layout in layouts)) > room:
+            return {REASON: f"host-memory: found {room} bytes, blocks take {needed}"}
+        opened.enter_context(mock.patch("zo2core.schedulers.OverlappedScheduler", scheduler))
+        step = opened.enter_context(made.opened())
+        taken = [timed(step) for _ in range(WARM_UP)]
+        traffic.nbytes = dict.fromkeys(traffic.nbytes, 0)
+        taken += [timed(step) for _ in range(setting.steps)]
+        moved = {lane.value: nbytes / setting.steps for lane, nbytes in traffic.nbytes.items() if nbytes}
+        peak = made.device_bytes(step)
+    if on != "cuda" and peak > setting.device_memory:
+        return {REASON: f"took {peak / 1e6:.1f} MB of the device's memory, {setting.device_memory / 1e6:.1f} MB"}
+    if variant is Variant.RESIDENT and moved:
+        return {REASON: f"not all {len(layouts) - 2} blocks fit"}
+    seconds = [seconds for seconds, _ in taken[WARM_UP:]]
+    found = {"seconds": seconds, "speed": rows * tokens / statistics.median(seconds), "memory": peak / 1e6}
+    found["losses"] = [result.losses for _, result in taken]
+    return found if variant is None else found | {"moved_bytes": moved}
+
+
+def report(row: Row, dtype: str, scale: int, measure: Measure) -> dict[str, Any]:
+    """Measure one row; return all its results as JSON values. Memory is in MB, speed in tokens a second."""
+    setting = (row.model, dtype, row.batch, row.tokens)
+    theirs, tokens = measure(*setting, None), row.tokens // scale
+    config, variants = scaled(geometries()[row.model], scale, tokens), dict[str, Any]()
+    for variant, printed in row.variants.items():
+        ours, paper, mezo = measure(*setting, variant), printed._asdict(), row.monolithic._asdict()
+        is_comparable = REASON not in ours and REASON not in theirs
+        variants[variant.value] = {
+            **ours,
+            "losses_equal_monolithic": ours["losses"] == theirs["losses"] if is_comparable else None,
+            "to_monolithic": ratios(ours, theirs),
+            "to_full": ratios(ours, measure(*setting, Variant.FULL)),
+            "paper": {
+                **paper,
+                "to_monolithic": ratios(paper, mezo),
+                "to_full": ratios(paper, row.variants[Variant.FULL]._asdict()),
+            },
         }
-        for variant, printed in row.variants.items():
-            ours = self.side(row, dtype, variant)
-            is_comparable = REASON not in ours and REASON not in theirs
-            measured["variants"][variant.value] = {
-                **ours,
-                "losses_equal_monolithic": ours["losses"] == theirs["losses"] if is_comparable else None,
-                "to_monolithic": ratios(ours, theirs),
-                "to_full": ratios(ours, self.side(row, dtype, Variant.FULL)),
-                "paper": {
-                    **printed._asdict(),
-                    "to_monolithic": ratios(printed._asdict(), row.monolithic._asdict()),
-                    "to_full": ratios(printed._asdict(), row.variants[Variant.FULL]._asdict()),
-                },
-            }
-        return measured
+    sizes = {"hidden": config.hidden_size, "layers": config.num_hidden_layers, "vocabulary": config.vocab_size}
+    figures = {"monolithic": theirs, "paper_monolithic": row.monolithic._asdict(), "variants": variants}
+    return {"model": row.model, **sizes, "dtype": dtype, "batch": row.batch, "tokens": tokens, **figures}
 
 
 def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float | None]:
@@ -242,17 +244,97 @@ def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, floa
     return {name: None if a is None or b is None else a / b for name, (a, b) in pairs.items()}
 
 
-def lines(found: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The lines of a row in the table: one for each variant."""
+def lines(found: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield the lines of a row in the table: one for each variant."""
     setting = f"{found['model']} {found['dtype']} {found['batch']} x {found['tokens']}"
-    made = []
     for variant, ours in found["variants"].items():
         cells: dict[str, Any] = {}
         for name, unit in (("memory", "MB"), ("speed", "tokens/s")):
             cells |= {f"{unit} MeZO": found["monolithic"].get(name), f"{unit} ours": ours.get(name)}
             cells |= {f"{name} ratio": ours["to_monolithic"][name], "paper's " + name: ours["paper"]["to_monolithic"][name]}
-        if len(found["variants"]) > 1:
-            cells |= {"to full": ours["to_full"]["speed"], "paper's to full": ours["paper"]["to_full"]["speed"]}
-            cells["moved MB"] = sum(ours["moved_bytes"].values()) / 1e6 if "moved_bytes" in ours else None
-        made.append((f"{setting}, {variant}" if len(found["variants"]) > 1 else setting, cells))
-    return made
+        if len(found["variants"]) == 1:
+            yield setting, cells
+            continue
+        cells |= {"to full": ours["to_full"]["speed"], "paper's to full": ours["paper"]["to_full"]["speed"]}
+        cells["moved MB"] = sum(ours["moved_bytes"].values()) / 1e6 if "moved_bytes" in ours else None
+        yield f"{setting}, {variant}", cells
+
+
+def memory(
+    *,
+    geometries: Annotated[Sequence[str], list(geometries())] = ("opt-6.7b", "opt-13b"),
+    dtype: Annotated[str, list(DTYPES)] = "float32",
+    tokens: Annotated[int, "tokens of the batch's one row"] = 2048,
+    blocks: Annotated[int, "blocks of the engine's model"] = 5,
+) -> dict[str, Any]:
+    """Figure 3 of the ZO2 paper: the peak device memory of AdamW, SGD, MeZO and this engine, counted in the same manner.
+
+        python tools/bench.py memory
+        python tools/bench.py memory --geometries opt-6.7b opt-13b --dtype float32 --tokens 1024
+
+    The results of every operation are counted while they exist, together with weights and buffers. Whole models run on
+    torch's ``meta`` device, which has shapes without memory, so that they are counted at full size on any machine. The
+    engine computes, with a bus simulated by threads, and at the true width of its blocks but with few of them
+    (``--blocks``): its device holds slots, embedding, head and activations for any number of blocks, which a second count,
+    with a block more, confirms.
+    """
+    measured: dict[str, Any] = {}
+    for name in geometries:
+        found = {f"{trainer}_bytes": whole_bytes(name, dtype, tokens, step) for trainer, step in STEPS.items()}
+        gc.collect()
+        for text, count in (("", blocks), (" with a block more", blocks + 1)):
+            side = Side(model=name, tokens=tokens, dtype=dtype, bus="1TB", unpadded=True)
+            made = Measured(side=side, layers=count)
+            with made.opened() as step:
+                step()  # the next one replays its update
+                found[f"this engine{text}_bytes"] = made.device_bytes(step)
+        measured[name] = found | {"more than the paper's GPU has": sum(nbytes > A100_MEMORY for nbytes in found.values())}
+    return measured
+
+
+def whole_bytes(name: str, dtype: str, tokens: int, make: Callable[[PreTrainedModel, Batch], Callable[[], None]]) -> int:
+    """The peak bytes of a whole model's second step, when all of the optimizer's state exists."""
+    config: PretrainedConfig = scaled(geometries()[name], 1, tokens)
+    with torch.device("meta"):
+        new: Any = AutoModelForCausalLM.from_config
+        model = new(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    model.config.use_cache = False
+    batch = random_batch(config.vocab_size, 1, tokens, seed=0)
+    step = make(model, {key: value.to("meta") for key, value in batch.items() if key != "attention_mask"})
+    usage = Usage()
+    usage.peak_of(step, (tensor for part in (model.parameters(), model.buffers()) for tensor in part))
+    return usage.peak_of(step)
+
+
+def first_order(optimizer: Callable[..., torch.optim.Optimizer], model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
+    """A first-order step that keeps gradients between steps, as torch's examples do."""
+    rule = optimizer(model.parameters(), lr=LR)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        rule.step()
+        rule.zero_grad()
+
+    return step
+
+
+def mezo(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
+    """MeZO's loop: one parameter's z at a time, no gradients. ``MonolithicMeZO`` reads its losses: ``meta`` has none."""
+
+    @torch.no_grad()
+    def step() -> None:
+        for scale, is_evaluated in ((1, True), (-2, True), (1, False), (LR, False)):
+            for parameter in model.parameters():
+                z = torch.normal(mean=0, std=1, size=parameter.size(), device=parameter.device, dtype=parameter.dtype)
+                parameter.data = parameter.data + scale * z * EPS
+            if is_evaluated:
+                model(**batch)
+
+    return step
+
+
+STEPS = {
+    "AdamW": functools.partial(first_order, torch.optim.AdamW),
+    "SGD": functools.partial(first_order, torch.optim.SGD),
+    "MeZO": mezo,
+}
