@@ -11,26 +11,22 @@ transformers and peft on the whole model, or of a run alone: bit for bit, or wit
 ``tests/core/test_gpu.py`` checks is one job.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
-import bench
-import make_checkpoint
 import pytest
 import torch
+from benches.compare import compare
 from formats import save_gpt_oss
+from make_checkpoint import geometries, make_checkpoint, make_sparse_coded
 from measuring import machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -39,6 +35,7 @@ from zo2adapters.models.conversion import quantize
 from zo2core import Engine
 
 STEPS = 3
+FLOAT16, FLOAT32, BFLOAT16 = torch.float16, torch.float32, torch.bfloat16
 Result = dict[str, Any]
 
 
@@ -68,33 +65,35 @@ def save_llama(place: Place, dtype: torch.dtype) -> Path:
     return place.folder / "base"
 
 
-def save_nf4(place: Place) -> Path:
+def save_nf4(place: Place, dtype: torch.dtype) -> Path:
     """The Llama in nf4, as ``coded``, and what this decodes to, as ``base``."""
-    plain = save_llama(place, torch.bfloat16).rename(place.folder / "plain")
+    plain = save_llama(place, dtype).rename(place.folder / "plain")
     quantize(plain, place.folder / "coded", "nf4")
     with Engine(open_checkpoint(place.folder / "coded")) as engine:
         engine.export(place.folder / "base")
     return place.folder / "base"
 
 
-def save_mxfp4(place: Place) -> Path:
+def save_mxfp4(place: Place, dtype: torch.dtype) -> Path:
     plain, coded = save_gpt_oss(place.folder)
     coded.rename(place.folder / "coded")
     return plain.rename(place.folder / "base")
 
 
 def check(
-    *sides: str, save: Callable[..., Path] = save_llama, dtype: torch.dtype | None = None, tolerance: float = 0.0
-) -> Callable[[Place], Result]:
+    *sides: str,
+    dtype: torch.dtype = FLOAT32,
+    save: Callable[[Place, torch.dtype], Path] = save_llama,
+    tolerance: float = 0.0,
+) -> Job:
     """A comparison whose sides have to have the losses of the first."""
 
     def run(place: Place) -> Result:
-        base = save(place) if dtype is None else save(place, dtype)
-        found = compared(place, base, sides, "--rows", "2", "--tokens", "24", "--unpadded")
+        found = compared(place, save(place, dtype), sides, rows=2, tokens=24, unpadded=True)
         equal = all(row["losses apart"] <= tolerance for row in found["compared"].values())
         return {"equal": equal, "tolerance": tolerance, **found}
 
-    return run
+    return Job(40, run)
 
 
 def check_tests(place: Place) -> Result:
@@ -102,91 +101,77 @@ def check_tests(place: Place) -> Result:
     return {"equal": place.tiny or pytest.main(["-q", str(file)]) == 0}
 
 
-def compare(model: str, *sides: str, tokens: int = 2048, made: str = "") -> Callable[[Place], Result]:
-    """A comparison of sides on a GPU; on the CPU of steps of a small model."""
+def bench(
+    seconds: int, model: str, *sides: str, tokens: int = 2048, dtype: torch.dtype | None = None, encoding: str = ""
+) -> Job:
+    """A comparison of sides on a GPU, with a sparse checkpoint if there is a dtype; on the CPU of steps of a small model."""
 
     def run(place: Place) -> Result:
         if place.tiny:
             chosen = [side.replace("float16", "float32") for side in sides]
-            return compared(place, save_llama(place, torch.float32), chosen, "--tokens", "6")
-        if made:
-            called(make_checkpoint, model.removesuffix("-nf4"), str(place.folder / "base"), *made.split())
-        return compared(place, place.folder / "base" if made else model, sides, "--tokens", str(tokens))
+            return compared(place, save_llama(place, FLOAT32), chosen, tokens=6)
+        base = place.folder / "base"
+        if dtype is None:
+            return compared(place, model, sides, tokens=tokens)
+        if encoding:
+            make_sparse_coded(geometries()[model], base, dtype=dtype, encoding=encoding)
+        else:
+            make_checkpoint(geometries()[model], base, dtype=dtype, sparse=True)
+        return compared(place, base, sides, tokens=tokens)
 
-    return run
+    return Job(seconds, run)
 
 
-def compared(place: Place, model: Path | str, sides: Sequence[str], *given: str) -> dict[str, Any]:
+def compared(place: Place, model: Path | str, sides: Any, **given: Any) -> Result:
     """What the comparison finds; on a CPU without a side's options from ``--gpu`` on."""
-    output, coded = place.folder / "compared.json", str(place.folder / "coded")
-    chosen = [side.replace("CODED", coded) for side in sides]
+    chosen = [side.replace("CODED", str(place.folder / "coded")) for side in sides]
     if place.device == "cpu":
         chosen = [side.split("--gpu")[0] for side in chosen]
-    called(bench, "compare", str(model), *given, "--steps", str(STEPS), "--output", str(output), "--sides", *chosen)
-    [rows] = [rows for name, rows in json.loads(output.read_text()).items() if " x " in name]
+    [rows] = compare(str(model), sides=chosen, steps=STEPS, **given).values()
     return {"seconds": {name: row["step"]["median"] for name, row in rows.items()}, "compared": rows}
 
 
-def called(program: ModuleType, *arguments: str) -> None:
-    with mock.patch.object(sys, "argv", [program.__name__, *arguments]):
-        program.main()
-
-
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-LORA, FULL = "--lora adamw --lr 1e-2", "--full adamw --lr 1e-3"
-JOBS: Mapping[str, Job] = {
+LORA, FULL, SHARED = "--lora adamw --lr 1e-2", "--full adamw --lr 1e-3", "--lora adamw --gpu --device-memory 8GB"
+JOBS = {
     "check: the tests of a GPU": Job(300, check_tests),
-    "check: lora, float32, graphs kept": Job(
-        40, check(f"{LORA} --whole --gpu", f"{LORA} --gpu", f"{LORA} --buckets 2 --gpu", dtype=FLOAT32)
+    "check: lora, float32, graphs kept": check(f"{LORA} --whole --gpu", f"{LORA} --gpu", f"{LORA} --buckets 2 --gpu"),
+    "check: lora, bfloat16, run anew": check(f"{LORA} --whole --gpu", f"{LORA} --recompute --gpu --kept 4", dtype=BFLOAT16),
+    "check: lora, nf4": check(
+        f"{LORA} --whole --gpu", f"{LORA} --buckets 2 --model CODED --gpu", dtype=BFLOAT16, save=save_nf4
     ),
-    "check: lora, bfloat16, run anew": Job(
-        40, check(f"{LORA} --whole --gpu", f"{LORA} --recompute --gpu --kept 4", dtype=BFLOAT16)
-    ),
-    "check: lora, nf4": Job(40, check(f"{LORA} --whole --gpu", f"{LORA} --buckets 2 --model CODED --gpu", save=save_nf4)),
-    "check: lora, mxfp4": Job(40, check(f"{LORA} --whole --gpu", f"{LORA} --model CODED --gpu", save=save_mxfp4)),
+    "check: lora, mxfp4": check(f"{LORA} --whole --gpu", f"{LORA} --model CODED --gpu", save=save_mxfp4),
     # The updates run on the host.
-    "check: all parameters, graphs kept": Job(
-        40, check(f"{FULL} --whole --gpu", f"{FULL} --gpu", dtype=FLOAT32, tolerance=1e-4)
-    ),
-    "check: all parameters, run anew": Job(
-        40, check(f"{FULL} --whole --gpu", f"{FULL} --recompute --gpu", dtype=FLOAT32, tolerance=1e-4)
-    ),
-    "check: two runs over one base": Job(40, check(f"{LORA} --gpu", f"{LORA} --together 2 --gpu", dtype=FLOAT32)),
-    "bench: mezo, opt-1.3b": Job(
-        120, compare("opt-1.3b", "--dtype float16 --whole --gpu", "--dtype float16 --noise mezo --gpu")
-    ),
-    "bench: overlap, opt-1.3b": Job(120, compare("opt-1.3b", "--serial --gpu", "--gpu")),
-    "bench: lora, opt-13b": Job(
-        180,
-        compare(
-            "opt-13b",
-            "--lora adamw --whole --gpu",
-            "--lora adamw --gpu --device-memory 8GB",
-            tokens=512,
-            made="--dtype bfloat16 --sparse",
-        ),
-    ),
-    "bench: lora, qwen3-30b-a3b nf4": Job(
-        180,
-        compare(
-            "qwen3-30b-a3b-nf4", "--lora adamw --gpu --device-memory 8GB", tokens=512, made="--dtype bfloat16 --sparse --nf4"
-        ),
-    ),
-    "bench: disk to device": Job(60, compare("opt-6.7b", "--rank 2 --buckets 3 --gpu", tokens=64, made="--sparse")),
+    "check: all parameters, graphs kept": check(f"{FULL} --whole --gpu", f"{FULL} --gpu", tolerance=1e-4),
+    "check: all parameters, run anew": check(f"{FULL} --whole --gpu", f"{FULL} --recompute --gpu", tolerance=1e-4),
+    "check: the first of two runs over one base": check(f"{LORA} --gpu", f"{LORA} --together 2 --gpu"),
+    "check: the second of two runs over one base": check(f"{LORA} --run 1 --gpu", f"{LORA} --run 1 --together 2 --gpu"),
+    "bench: mezo, opt-1.3b": bench(120, "opt-1.3b", "--dtype float16 --whole --gpu", "--dtype float16 --noise mezo --gpu"),
+    "bench: overlap, opt-1.3b": bench(120, "opt-1.3b", "--serial --gpu", "--gpu"),
+    "bench: lora, opt-13b": bench(180, "opt-13b", "--lora adamw --whole --gpu", SHARED, tokens=512, dtype=BFLOAT16),
+    "bench: lora, qwen3-30b-a3b nf4": bench(180, "qwen3-30b-a3b", SHARED, tokens=512, dtype=BFLOAT16, encoding="nf4"),
+    "bench: disk to device": bench(60, "opt-6.7b", "--rank 2 --buckets 3 --gpu", tokens=64, dtype=FLOAT16),
 }
-
-
-def run_job(name: str, place: Place) -> Result:
-    started = time.perf_counter()
-    try:
-        result = JOBS[name].run(place)
-    except Exception:
-        result = {"equal": False, "error": traceback.format_exc(limit=4)}
-    return {"job": name, "machine": machine(), "wall_seconds": time.perf_counter() - started, **result}
 
 
 def file_of(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name) + ".json"
+
+
+def run_job(name: str, device: str, output: Path, *, tiny: bool) -> None:
+    """Run a job, write its result, and print it."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = JOBS[name].run(Place(device, tiny, Path(folder)))
+        except Exception:
+            result = {"equal": False, "error": traceback.format_exc(limit=4)}
+    wall = time.perf_counter() - started
+    partial = output / f"{file_of(name)}.partial"
+    made = {"job": name, "machine": machine(), "wall_seconds": wall, **result}
+    partial.write_text(json.dumps(made, indent=1, default=str))
+    partial.replace(output / file_of(name))
+    state = "" if result.get("equal", True) else "FAILED "
+    print(f"{name:40s} {state}{wall:6.1f} s  {result.get('seconds', '')}", flush=True)
 
 
 def main() -> int:
@@ -195,45 +180,35 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for the results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models for a CPU")
-    parser.add_argument("--only", help="part of the jobs' names")
+    parser.add_argument("--only", default="", help="part of the jobs' names")
     parser.add_argument("--in-process", action="store_true", help="run the jobs in this process, without limits")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     end, left_out, failed = time.monotonic() + 60 * options.minutes, [], []
     for name, job in JOBS.items():
-        file = options.output / file_of(name)
-        if file.exists() or (options.only is not None and options.only not in name):
+        file, left = options.output / file_of(name), end - time.monotonic()
+        if file.exists() or options.only not in name:
             continue
-        left = end - time.monotonic()
-        limit = job.seconds if not options.tiny else min(job.seconds, 60)
+        limit = min(job.seconds, 60) if options.tiny else job.seconds
         if left < limit / 2:
             left_out.append(name)
             continue
+        given = {"target": run_job, "args": (name, options.device, options.output), "kwargs": {"tiny": options.tiny}}
+        process = multiprocessing.get_context("spawn").Process(**given)
         if options.in_process:
-            with tempfile.TemporaryDirectory() as folder:
-                result = run_job(name, Place(options.device, options.tiny, Path(folder)))
-            partial_file = file.with_suffix(".partial")
-            partial_file.write_text(json.dumps(result, indent=1))
-            partial_file.replace(file)
+            process.run()
         else:
-            command = [sys.executable, __file__, "--in-process", "--only", name, "--output", options.output]
-            command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
-            try:
-                subprocess.run(list(map(str, command)), timeout=min(limit, left), check=False)
-            except subprocess.TimeoutExpired:
+            process.start()
+            process.join(min(limit, left))
+            if process.is_alive():
+                process.kill()
                 left_out.append(f"{name}, which was stopped after {min(limit, left):.0f} s")
                 continue
         if not file.exists():
             failed.append(f"{name}, whose process ended without a result")
-            continue
-        found = json.loads(file.read_text())
-        state, seconds = "" if found.get("equal", True) else "FAILED ", found.get("seconds", "")
-        if options.in_process:  # else the job's process has printed it
-            print(f"{name:40s} {state}{found['wall_seconds']:6.1f} s  {seconds}")
-        if not found.get("equal", True):
+        elif not json.loads(file.read_text()).get("equal", True):
             failed.append(name)
-    if not options.in_process:
-        print(*(f"left out: {name}" for name in left_out), *(f"failed: {name}" for name in failed), sep="\n")
+    print(*(f"left out: {name}" for name in left_out), *(f"failed: {name}" for name in failed), sep="\n")
     return 1 if failed else 0
 
 

@@ -75,8 +75,10 @@ def test_p_rges_variants_have_the_same_losses_and_their_shares_of_memory(tmp_pat
 
 
 def test_runs_that_share_their_base_have_the_losses_of_one_alone(base: Path) -> None:
-    rows = compared(base, ["--lora adamw", "--lora adamw --together 2", "--rank 2 --together 2"])
-    assert rows["--lora adamw --together 2"]["losses of the first"]
+    for first in ("--lora adamw", "--lora adamw --run 1"):
+        rows = compared(base, [first, f"{first} --together 2", "--rank 2 --together 2"])
+        assert rows[f"{first} --together 2"]["losses of the first"]
+        assert rows["--rank 2 --together 2"]["losses apart"] > 0
     assert rows["--rank 2 --together 2"]["times faster than apart"]["median"] > 0
 
 
