@@ -10,15 +10,12 @@ embedding and the routers are written, so that tokens are routed to all experts.
 Llama in the same way, with all matrices of this type.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,8 +33,9 @@ from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.conversion import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core.checkpoint.shards import MAX_SHARD, TensorEntry, find_tensors, new_checkpoint, write_checkpoint
+from zo2core.checkpoint.shards import MAX_SHARD, new_checkpoint
 from zo2core.encodings import GGUF_BLOCKS
+from zo2core.io.direct_file import byte_view
 from zo2core.types import ParameterSpec
 
 LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
@@ -63,64 +61,59 @@ def make_checkpoint(
     layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
     companions = {"config.json": config.to_json_string(use_diff=False).encode()}
-    if sparse:
-        with new_checkpoint(directory, specs, companions, max_shard) as locations:
-            for spec in specs:
-                file, start = locations[spec.name]
-                file.seek(start)
-                leave_hole(file, spec)
-    else:
-        write_checkpoint(directory, specs, random_tensors(specs, seed), companions, max_shard=max_shard)
+    with new_checkpoint(directory, specs, companions, max_shard) as locations:
+        for spec in specs:
+            file, start = locations[spec.name]
+            file.seek(start)
+            if sparse:
+                leave_hole(file, spec.nbytes)
+            else:
+                value = random_tensor(spec, seed)
+                file.write(byte_view(value))  # which does not keep its memory
     return sum(spec.nbytes for spec in specs)
 
 
 def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, encoding: str = "nf4") -> int:
-    """Write config and one shard of a model with coded layers, whose data is a hole; return the bytes of the weights."""
+    """Write config and shards of a model with coded layers, whose data is a hole; return the bytes of the weights."""
     layers, layer_types = config.num_hidden_layers, getattr(config, "layer_types", None)
     is_dense = config.model_type in ARCHITECTURES
     config.num_hidden_layers = 1
     if layer_types is not None:
         config.layer_types = layer_types[:1]
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        one = Path(folder)
+        plain, coded = Path(folder, "plain"), Path(folder, "coded")
         if is_dense:
-            make_checkpoint(config, one / "plain", dtype=dtype, sparse=True)
+            make_checkpoint(config, plain, dtype=dtype, sparse=True)
         else:
             torch.manual_seed(0)
             whole: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-            whole.save_pretrained(one / "plain")
+            whole.save_pretrained(plain)
             del whole
         if config.model_type == "gpt_oss":
-            with_mxfp4_experts(one / "plain", one / "coded")
+            with_mxfp4_experts(plain, coded)
         else:
-            quantize(one / "plain", one / "coded", encoding)
-        header: dict[str, Any] = {}
-        sources: list[tuple[str, TensorEntry]] = []
-        nbytes = 0
-        for name, entry in sorted(find_tensors(one / "coded").items()):
-            for layer in range(layers if ".layers.0." in name else 1):
-                offsets = [nbytes, nbytes := nbytes + entry.nbytes]
-                renamed = name.replace(".layers.0.", f".layers.{layer}.")
-                header[renamed] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
-                sources.append((name, entry))
-        directory.mkdir()
-        text = json.dumps(header).encode()
-        text = text.ljust(-(-len(text) // 16) * 16 + 8)  # so that data begins at a multiple of 16
-        with (directory / "model.safetensors").open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name, entry in sources:
-                if entry.nbytes > LARGEST_SCALES and (is_dense or not is_routing(name)):
-                    file.seek(file.truncate(file.tell() + entry.nbytes))
-                else:
-                    with entry.path.open("rb") as source:
-                        source.seek(entry.start)
-                        content = source.read(entry.nbytes)
-                    # Holes have code 0, here 0.0 as in other formats: weights of -1.0 would choose the same few experts.
-                    file.write(bytes(4) + content[4:] if name.endswith(".weight.quant_map") else content)
-        written = json.loads((one / "coded" / "config.json").read_text())
-    written |= {"num_hidden_layers": layers} | ({} if layer_types is None else {"layer_types": layer_types})
-    (directory / "config.json").write_text(json.dumps(written))
-    return nbytes
+            quantize(plain, coded, encoding)
+        described = json.loads((coded / "config.json").read_text()) | {"num_hidden_layers": layers}
+        described |= {} if layer_types is None else {"layer_types": layer_types}
+        tensors = {
+            name.replace(".layers.0.", f".layers.{layer}."): tensor
+            for shard in coded.glob("*.safetensors")
+            for name, tensor in load_file(shard).items()  # mapped, not read
+            for layer in range(layers if ".layers.0." in name else 1)
+        }
+        specs = [ParameterSpec(name, tuple(tensor.shape), tensor.dtype, 0, decays=False) for name, tensor in tensors.items()]
+        companions = {"config.json": json.dumps(described).encode()}
+        with new_checkpoint(directory, specs, companions, MAX_SHARD) as locations:
+            for spec in specs:
+                file, start = locations[spec.name]
+                file.seek(start)
+                if spec.nbytes > LARGEST_SCALES and (is_dense or not is_routing(spec.name)):
+                    leave_hole(file, spec.nbytes)
+                    continue
+                content = byte_view(tensors[spec.name])
+                # Holes have code 0, here 0.0 as in other formats: weights of -1.0 would choose the same few experts.
+                file.write(bytes(4) + content[4:] if spec.name.endswith(".weight.quant_map") else content)
+    return sum(spec.nbytes for spec in specs)
 
 
 def is_routing(name: str) -> bool:
@@ -172,47 +165,42 @@ def make_sparse_gguf(config: PretrainedConfig, directory: Path, kind: str) -> in
     writer.add_token_list([str(number) for number in range(config.vocab_size)])
     writer.add_token_merges(["1 2"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    nbytes = 0
+    align, nbytes = gguf.GGUF_DEFAULT_ALIGNMENT, 0
     for layout in segment_layouts(build_skeleton(config, torch.float32), ARCHITECTURES["llama"]):
         for spec in layout.parameters:
             stem, _, leaf = spec.name.rpartition(".")
-            stored = "F32" if len(spec.shape) == 1 else kind
-            block = GGUF_BLOCKS[stored]
-            rows = (*spec.shape[:-1], spec.shape[-1] // block.weights * block.nbytes)  # in bytes
+            is_matrix = len(spec.shape) > 1
+            block = GGUF_BLOCKS[kind if is_matrix else "F32"]
+            size = spec.numel // block.weights * block.nbytes
             writer.add_tensor_info(
                 f"{names.get_name(stem)}.{leaf}",
-                rows if stored == kind else spec.shape,
-                np.dtype(np.uint8 if stored == kind else np.float32),
-                math.prod(rows),
-                raw_dtype=gguf.GGMLQuantizationType[stored],
+                (*spec.shape[:-1], size // math.prod(spec.shape[:-1])) if is_matrix else spec.shape,
+                np.dtype(np.uint8 if is_matrix else np.float32),
+                size,
+                raw_dtype=gguf.GGMLQuantizationType[kind if is_matrix else "F32"],
             )
-            nbytes += -(-math.prod(rows) // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
+            nbytes += -(-size // align) * align
     directory.mkdir()
     path = directory / "model.gguf"
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
-    with path.open("r+b") as file:
-        start = -(-file.seek(0, os.SEEK_END) // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
-        file.truncate(start + nbytes)
+    os.truncate(path, -(-path.stat().st_size // align) * align + nbytes)
     return nbytes
 
 
-def leave_hole(file: IO[bytes], spec: ParameterSpec) -> None:
-    """Extend a file by a parameter's bytes without writing them."""
-    file.seek(file.truncate(file.tell() + spec.nbytes))
+def leave_hole(file: IO[bytes], nbytes: int) -> None:
+    """Extend a file by so many bytes without writing them."""
+    file.seek(file.truncate(file.tell() + nbytes))
 
 
-def random_tensors(specs: Sequence[ParameterSpec], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter's initial value; it depends on seed and name only."""
-    for spec in specs:
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(spec.name.encode()))
-        if len(spec.shape) > 1:
-            value = torch.empty(spec.numel, dtype=spec.dtype).normal_(0.0, 0.02, generator=generator)
-        else:
-            value = torch.full((spec.numel,), 0.0 if "bias" in spec.name else 1.0, dtype=spec.dtype)
-        yield spec.name, value
+def random_tensor(spec: ParameterSpec, seed: int) -> torch.Tensor:
+    """A parameter's initial value, which depends on seed and name only."""
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(spec.name.encode()))
+    if len(spec.shape) > 1:
+        return torch.empty(spec.numel, dtype=spec.dtype).normal_(0.0, 0.02, generator=generator)
+    return torch.full((spec.numel,), 0.0 if "bias" in spec.name else 1.0, dtype=spec.dtype)
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -229,9 +217,7 @@ def main() -> None:
     parser.add_argument("geometry", choices=list(geometries()))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
-    parser.add_argument(
-        "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
-    )
+    parser.add_argument("--sparse", action="store_true", help="write holes: weights are zero and take no disk space")
     for name in ("nf4", "int8"):
         text = f"with --sparse: layers are encoded as {name}, gpt-oss as MXFP4"
         parser.add_argument(f"--{name}", dest="encoding", action="store_const", const=name, help=text)
