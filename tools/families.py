@@ -14,10 +14,9 @@ With ``--lora`` each is trained with LoRA on these targets instead, for three st
 losses and parameters have to equal peft's on the whole model. Prints a table and JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
+import itertools
 import json
 import math
 import tempfile
@@ -31,6 +30,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from measuring import resident_step
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -146,22 +146,18 @@ def _is_computed(kind: type, name: str) -> bool:
 
 def small_model(config: PretrainedConfig) -> PreTrainedModel:
     """Make a model with random weights that takes the test's batch; one that is not tiny is refused."""
+    build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in _built(config).parameters())
+        numel = sum(parameter.numel() for parameter in build(config).parameters())
     if numel > MOST_PARAMETERS:
         raise ValueError(f"{numel:,} parameters with these sizes")
     with torch.random.fork_rng(devices=[]):
-        model = _built(config)
+        model: PreTrainedModel = build(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         value = torch.empty(parameter.shape).normal_(0.0, 0.3, generator=generator)
         parameter.data.copy_(value + (1.0 if parameter.dim() == 1 else 0.0))
     model(**random_batch(VOCABULARY, 2, 6, seed=0))
-    return model
-
-
-def _built(config: PretrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 
 
@@ -184,15 +180,15 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
 
 
 def compare_steps(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
-    batch = random_batch(VOCABULARY, 2, 6, seed=0)
+    batch, near = random_batch(VOCABULARY, 2, 6, seed=0), SUMMED[dtype]
     began = time.perf_counter()
     opened = open_checkpoint(directory)
     seconds = time.perf_counter() - began
     with Engine(open_checkpoint(directory, loss_chunk=3)) as replayer:
         chunked = replayer.evaluate([batch]).loss
     with Engine(opened) as replayer:
-        scores = score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods
-        generated = [generated_tokens(replayer, opened, prompts) for prompts in PROMPTED]
+        scores = sum(score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods, ())
+        generated = [(generated_tokens(replayer, opened, prompts), prompts) for prompts in PROMPTED]
     with Engine(open_checkpoint(directory), ZerothOrder(MeZOSGD(**NUMBERS))) as engine:
         losses = [engine.step(batch, seed=step).losses for step in range(STEPS)]
         trained = engine.evaluate([batch]).loss
@@ -200,16 +196,11 @@ def compare_steps(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     whole.config.use_cache = False
     monolithic = MonolithicMeZO(whole, **NUMBERS)
+    pairs = zip(scores, stock_scores(whole), strict=True)
     agree = {
-        "chunked loss": math.isclose(chunked, float(monolithic.loss(batch)), rel_tol=SUMMED[dtype]),
-        "scores": all(
-            math.isclose(own, stock, rel_tol=SUMMED[dtype], abs_tol=SUMMED[dtype])
-            for own, stock in zip(sum(scores, ()), stock_scores(whole), strict=True)
-        ),
-        "generation": all(
-            isinstance(own, str) or own == stock_tokens(whole, prompts)
-            for own, prompts in zip(generated, PROMPTED, strict=True)
-        ),
+        "chunked loss": math.isclose(chunked, float(monolithic.loss(batch)), rel_tol=near),
+        "scores": all(math.isclose(own, stock, rel_tol=near, abs_tol=near) for own, stock in pairs),
+        "generation": all(isinstance(own, str) or own == stock_tokens(whole, prompts) for own, prompts in generated),
         "steps": losses == [monolithic.step(batch, step).losses for step in range(STEPS)],
         "export": trained == stock_loss(directory / "exported", dtype, batch),
     }
@@ -217,7 +208,7 @@ def compare_steps(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     return {
         "outcome": "different" if differing else "equal",
         "opening_seconds": seconds,
-        "generation": next((own for own in generated if isinstance(own, str)), "generates"),
+        "generation": next((own for own, _ in generated if isinstance(own, str)), "generates"),
         **({"differing": differing} if differing else {}),
     }
 
@@ -237,10 +228,8 @@ def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     whole.generation_config.eos_token_id = None
-    out: Any = whole.generate(  # type: ignore[operator]
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
-    )
-    tokens: list[list[int]] = out[:, longest:].tolist()
+    given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
+    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[:, longest:].tolist()  # type: ignore[operator]
     return tokens
 
 
@@ -300,20 +289,9 @@ def trained_by_peft(
     make: Any = SGD,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train peft's adapter on the whole model from its first values; return losses and parameters."""
-    peft.inject_adapter_in_model(config, whole)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in first
-        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
-        parameter.data = first.get(name, parameter.data).to(parameter.device, copy=True)
-    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
-    optimizer, losses = make(trained.values()), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = whole(**rows, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: parameter.detach() for name, parameter in trained.items()}
+    step = resident_step(whole, itertools.repeat(rows), make, config=config, first=first)
+    losses = [step() for _ in range(steps)]
+    return losses, {name: parameter.detach() for name, parameter in whole.named_parameters() if name in first}
 
 
 def train_lora(
@@ -342,9 +320,8 @@ def table(families: Mapping[str, dict[str, Any]]) -> Iterator[str]:
 
 def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
     """The number of families with each outcome, in both dtypes or in one of them."""
-    built = [family for family in families.values() if "not_built" not in family]
-    outcomes = [{outcome["outcome"] for outcome in family.values()} for family in built]
-    counted = {"families": len(families), "built": len(built), "equal": sum(found == {"equal"} for found in outcomes)}
+    outcomes = [{one["outcome"] for one in family.values()} for family in families.values() if "not_built" not in family]
+    counted = {"families": len(families), "built": len(outcomes), "equal": sum(found == {"equal"} for found in outcomes)}
     return counted | {name: sum(name in found for found in outcomes) for name in ("different", "refused", "failed")}
 
 
@@ -359,14 +336,13 @@ def main() -> None:
     if options.lora:
         torch.set_num_threads(1)
     families = {model_type: try_family(model_type, options.lora) for model_type in options.families}
-    counted = counts(families)
-    print("\n".join(table(families)))
+    print("\n".join(table(families)), counted := counts(families), sep="\n")
     measured = {"transformers": transformers.__version__, "lora": options.lora, "counts": counted, "families": families}
-    print(counted)
+    text = json.dumps(measured, indent=1)
     if options.output is None:
-        print(json.dumps(measured, indent=1))
+        print(text)
     else:
-        options.output.write_text(json.dumps(measured, indent=1) + "\n")
+        options.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ SGD. It is also decoded by `export`, loaded by transformers and trained with pef
 bit for bit. Prints a table in Markdown: an equals sign, or the number of the reason below it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -5,8 +5,6 @@
 Writes ``train.jsonl``, and ``held-out.jsonl`` without any row of the first file. The same seed gives the same files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

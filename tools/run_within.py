@@ -6,8 +6,6 @@ It needs version 1 control groups and root. The peak counts resident memory and 
 exceed the size.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -33,9 +31,14 @@ def main() -> None:
 
         began = time.perf_counter()
         code = subprocess.run(command, preexec_fn=join, check=False).returncode
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        peak = int((group / "memory.max_usage_in_bytes").read_text())
-        failures = int((group / "memory.failcnt").read_text())
+        report = {
+            "limit_bytes": limit,
+            "peak_bytes_with_cache": int((group / "memory.max_usage_in_bytes").read_text()),
+            "times_at_limit": int((group / "memory.failcnt").read_text()),
+            "swap_bytes": int(dict(map(str.split, (group / "memory.stat").read_text().splitlines())).get("swap", 0)),
+            "exit_status": code,
+            "seconds": time.perf_counter() - began,
+        }
     finally:
         for _ in range(50):
             try:
@@ -43,14 +46,6 @@ def main() -> None:
                 break
             except OSError:
                 time.sleep(0.1)  # the kernel has not yet removed the processes
-    report = {
-        "limit_bytes": limit,
-        "peak_bytes_with_cache": peak,
-        "times_at_limit": failures,
-        "swap_bytes": int(stat.get("swap", 0)),
-        "exit_status": code,
-        "seconds": time.perf_counter() - began,
-    }
     print(json.dumps(report))
     sys.exit(code)
 

@@ -4,8 +4,6 @@ Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases
 initialised model, and filling a bucket costs a copy.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import zlib
@@ -24,7 +22,6 @@ from zo2core.ranges import parse_size
 from zo2core.types import ParameterSpec
 
 _TABLE = 1_000_003  # numbers; prime, so that rows of a matrix are not alike
-_STAGING = 1 << 24  # elements on their way to a whole model's device
 
 
 class PatternReader:
@@ -64,15 +61,10 @@ class SlowReader:
     """A reader that takes at least the time of a slower disk, of so many bytes a second for all threads together."""
 
     def __init__(self, inner: TensorReader, rate: float) -> None:
-        self._inner = inner
-        self._rate = rate
+        self._inner, self._rate, self._lock = inner, rate, threading.Lock()
         self._free = 0.0  # time at which the disk is free again
-        self._lock = threading.Lock()
-        self.fingerprint = inner.fingerprint
-        self.close = inner.close
-        self.page_offset = inner.page_offset
-        self.itemsize = inner.itemsize
-        self.origin = inner.origin
+        self.fingerprint, self.origin, self.close = inner.fingerprint, inner.origin, inner.close
+        self.page_offset, self.itemsize = inner.page_offset, inner.itemsize
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         with self._lock:
@@ -97,21 +89,23 @@ def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:
     small.max_position_embeddings = max(config.max_position_embeddings // by, tokens)
     if by == 1:
         return small
-    small.hidden_size = config.hidden_size // by
-    small.vocab_size = config.vocab_size // by
-    heads = max(1, config.num_attention_heads // by)
-    small.num_attention_heads = next(n for n in range(heads, 0, -1) if small.hidden_size % n == 0)
+    small.hidden_size, small.vocab_size = config.hidden_size // by, config.vocab_size // by
+    small.num_attention_heads = _divisor(small.hidden_size, config.num_attention_heads // by)
     if config.model_type == "opt":
         small.ffn_dim, small.word_embed_proj_dim = config.ffn_dim // by, small.hidden_size
     else:
         small.intermediate_size = config.intermediate_size // by
-        groups = min(max(1, config.num_key_value_heads // by), small.num_attention_heads)
-        small.num_key_value_heads = next(n for n in range(groups, 0, -1) if small.num_attention_heads % n == 0)
+        small.num_key_value_heads = _divisor(small.num_attention_heads, config.num_key_value_heads // by)
     for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(small, special, None)
         if isinstance(token, int) and token >= small.vocab_size:
             setattr(small, special, None)
     return small
+
+
+def _divisor(of: int, most: int) -> int:
+    """The largest divisor of a number that is at most ``most``, or 1."""
+    return next((divisor for divisor in range(min(most, of), 0, -1) if of % divisor == 0), 1)
 
 
 def block_model(config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
@@ -125,19 +119,14 @@ def block_model(config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
 def whole_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: TensorReader
 ) -> PreTrainedModel:
-    """The whole model on a device with a checkpoint's weights, which are copied without being whole in host memory."""
+    """The whole model on a device with a checkpoint's weights, which pass through host memory one by one."""
     config.dtype = dtype
     model = build_skeleton(config, dtype)
     modules = dict(model.named_modules())
-    staging = torch.empty(_STAGING, dtype=dtype)
     for name, aliases in parameter_names(model).items():
-        value = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
-        flat = value.view(-1)
-        for start in range(0, flat.numel(), _STAGING):
-            part = flat[start : start + _STAGING]
-            weights.read_into(name, staging[: part.numel()], start)
-            part.copy_(staging[: part.numel()])
-        parameter = nn.Parameter(value)
+        value = torch.empty(model.get_parameter(name).shape, dtype=dtype)
+        weights.read_into(name, value.view(-1))
+        parameter = nn.Parameter(value.to(device))
         for alias in aliases:
             path, _, leaf = alias.rpartition(".")
             modules[path]._parameters[leaf] = parameter

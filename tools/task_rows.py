@@ -5,8 +5,6 @@ nine in ten of them, weighed by their reliability, gave the same label. Even so 
 method can reach; the line of first-order steps shows about where.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import importlib.util
@@ -17,7 +15,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,7 +55,7 @@ class Task(NamedTuple):
     evaluation: Path  # JSONL file of prompt with candidates and answer, or with answers
 
     @classmethod
-    def open(cls, directory: Path) -> Task:
+    def open(cls, directory: Path) -> Self:
         """Open the task in a directory."""
         try:
             model = json.loads((directory / _TASK).read_text(encoding="utf-8"))["model"]

@@ -5,8 +5,6 @@ in every floating-point dtype) until the copy is done. Compute runs in the calle
 order of its launch.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,27 +20,21 @@ from zo2core.types import Event, Lane
 TIMEOUT = 30.0  # seconds after which a wait counts as a deadlock
 
 
-class ThreadEvent:
+class ThreadEvent(threading.Event):
     """An event that a thread sets."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._seconds = float("nan")
+    seconds = float("nan")
 
     @property
     def passed(self) -> bool:
-        return self._event.is_set()
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds
+        return self.is_set()
 
     def set(self) -> None:
-        self._seconds = time.perf_counter()
-        self._event.set()
+        self.seconds = time.perf_counter()
+        super().set()
 
     def block(self) -> None:
-        if not self._event.wait(TIMEOUT):
+        if not self.wait(TIMEOUT):
             raise TimeoutError(f"an event has not passed within {TIMEOUT} seconds")
 
 
@@ -64,11 +56,9 @@ class ThreadedStreams:
         without: Collection[Wait] = (),
         poison: bool = True,
     ) -> None:
-        self._delay = delay
-        self._without = frozenset(without)
-        self._poison = poison
-        copies = [Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT]
-        lanes = [*copies, *([Lane.REPLAY] if asynchronous else [])]
+        self._delay, self._without, self._poison = delay, frozenset(without), poison
+        lanes = [Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT]
+        lanes += [Lane.REPLAY] if asynchronous else []
         self._lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"zo2-{lane.value}") for lane in lanes}
         self.errors: list[BaseException] = []  # errors of compute
 
@@ -77,8 +67,7 @@ class ThreadedStreams:
 
         def run() -> None:
             for why, event in after.items():
-                if why not in self._without:
-                    _block(event)
+                self.wait(event, why)
             started.set()
             if self._poison:
                 target.fill_(255)
@@ -109,16 +98,15 @@ class ThreadedStreams:
         return event
 
     def order(self, event: Event, why: Wait) -> None:
-        if why in self._without:
-            return
         if Lane.REPLAY in self._lanes:
-            self._lanes[Lane.REPLAY].submit(_block, event)
+            self._lanes[Lane.REPLAY].submit(self.wait, event, why)
         else:
-            _block(event)
+            self.wait(event, why)
 
     def wait(self, event: Event, why: Wait) -> None:
         if why not in self._without:
-            _block(event)
+            assert isinstance(event, ThreadEvent)
+            event.block()
 
     def drain(self) -> None:
         for lane in self._lanes.values():
@@ -126,11 +114,7 @@ class ThreadedStreams:
 
 
 class ThreadedDevice:
-    """The CPU as a device behind a bus.
-
-    Args:
-        streams: The streams that run copies and compute.
-    """
+    """The CPU as a device behind a bus, whose streams run copies and compute."""
 
     in_place = False
     torch_device = torch.device("cpu")
@@ -153,8 +137,3 @@ class ThreadedDevice:
 
     def close(self) -> None:
         self.streams.drain()
-
-
-def _block(event: Event) -> None:
-    assert isinstance(event, ThreadEvent)
-    event.block()

@@ -6,8 +6,6 @@ paper's '-'. Tables 3, 6 and 7 do not name their dtype; where they repeat a sett
 FP32. The printed ratios of Table 1 relate to MeZO in FP32, those of the others to MeZO in the same row.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from enum import Enum
