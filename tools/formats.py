@@ -167,11 +167,20 @@ def outcome(family: str, form: str, folder: Path) -> str:
     return "equal, with experts in bfloat16" if form != "bfloat16" and not {*stacks} <= {*coded} else "="
 
 
+def cell(family: str, form: str) -> str:
+    """The outcome, also where transformers or peft fails, or there is a defect: the table lists it."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return outcome(family, form, Path(folder))
+        except Exception as error:
+            return f"failed: {type(error).__name__}: {str(error)[:200]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=[*DENSE, *MIXTURES])
     parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -179,20 +188,11 @@ def main() -> None:
     reasons: list[str] = []
     print("| family |" + " | ".join(options.formats) + " |\n" + "|---" * (1 + len(options.formats)) + "|")
     for family in options.families:
-        found[family] = {}
-        for form in options.formats:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found[family][form] = outcome(family, form, Path(folder))
-                except Exception as error:  # of transformers or peft, or a defect: the table lists it
-                    found[family][form] = f"failed: {type(error).__name__}: {str(error)[:200]}"
-        cells = []
-        for text in found[family].values():
-            if text not in ("", "=", *reasons):
-                reasons.append(text)
-            cells.append(text if text in ("", "=") else str(reasons.index(text) + 1))
+        found[family] = {form: cell(family, form) for form in options.formats}
+        reasons += (text for text in dict.fromkeys(found[family].values()) if text not in ("", "=", *reasons))
+        cells = (text if text in ("", "=") else str(reasons.index(text) + 1) for text in found[family].values())
         print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
-    print("\n" + "\n".join(f"{number}. {text}" for number, text in enumerate(reasons, 1)))
+    print("", *(f"{number}. {text}" for number, text in enumerate(reasons, 1)), sep="\n")
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
 

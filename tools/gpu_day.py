@@ -193,7 +193,7 @@ def main() -> int:
         if left < limit / 2:
             left_out.append(name)
             continue
-        given = {"target": run_job, "args": (name, options.device, options.output), "kwargs": {"tiny": options.tiny}}
+        given: Any = {"target": run_job, "args": (name, options.device, options.output), "kwargs": {"tiny": options.tiny}}
         process = multiprocessing.get_context("spawn").Process(**given)
         if options.in_process:
             process.run()

@@ -72,7 +72,8 @@ class Rounds(NamedTuple):
 
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:
     """The seconds that a function takes, with the work that it leaves on a GPU, and its result."""
-    settle = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None  # type: ignore[no-untyped-call]
+    is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    settle: Callable[[], object] = torch.cuda.synchronize if is_on_gpu else lambda: None
     settle()
     began = time.perf_counter()
     result = work()

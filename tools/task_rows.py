@@ -67,38 +67,35 @@ class Task(NamedTuple):
         return cls(directory / model, directory / "train.jsonl", directory / "evaluation.jsonl")
 
 
-def build(directory: Path) -> Task:
+def build(directory: Path) -> None:
     """Write model and rows into a new directory."""
     model, corpus = package_file(*MODEL_FILE), package_file(*TWEETS_FILE)
     chosen = split(read_tweets(corpus))
     with new_directory(directory) as partial:
         _write_rows(partial, {name: [_row(tweet, name) for tweet in tweets] for name, tweets in chosen.items()})
         write_model(model, partial / _MODEL)
-    return Task.open(directory)
 
 
-def build_demo(directory: Path) -> Task:
+def build_demo(directory: Path) -> None:
     """Write the base model and the rows of ``zo2 demo``."""
     with new_directory(directory) as partial, tempfile.TemporaryDirectory() as folder:
         demo = prepare(Path(folder) / "demo", seed=SEED, quiet=True)
         rows = [{**row, "candidates": list(demo.labels), "answer": row["completion"]} for row in read_rows(demo.evaluation)]
         _write_rows(partial, {"train": read_rows(demo.train), "evaluation": rows})
         shutil.copytree(demo.model, partial / _MODEL)
-    return Task.open(directory)
 
 
-def build_sums(directory: Path, model: Path, digits: int = 2) -> Task:
+def build_sums(directory: Path, model: Path) -> None:
     """Write sums of two numbers, which a program makes and checks. The prompt has two solved sums and an unsolved one."""
-    least, most, parts = 10 ** (digits - 1), 10**digits - 1, dict[str, list[dict[str, Any]]]()
+    parts: dict[str, list[dict[str, Any]]] = {}
     for seed, (name, count) in enumerate((("train", 4096), ("evaluation", 200))):
         numbers, parts[name] = Random(seed), []
         for _ in range(count):
-            a, b = numbers.randint(least, most), numbers.randint(least, most)
+            a, b = numbers.randint(10, 99), numbers.randint(10, 99)
             answer = {"completion": f"{a + b}\n"} if name == "train" else {"answers": [str(a + b)]}
             parts[name].append({"prompt": f"11+12=23\n34+25=59\n{a}+{b}=", **answer})
     with new_directory(directory) as partial:
         _write_rows(partial, parts, str(model.absolute()))
-    return Task.open(directory)
 
 
 def _write_rows(directory: Path, parts: dict[str, list[dict[str, Any]]], model: str = _MODEL) -> None:
@@ -143,23 +140,21 @@ def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]
     seen: dict[str, list[Tweet]] = {}
     for tweet in tweets:
         seen.setdefault(_content(tweet.text), []).append(tweet)
-    order = Random(seed)
     by_label: dict[str, list[Tweet]] = {label: [] for label in LABELS}
     for content, alike in seen.items():
         sure = [tweet for tweet in alike if tweet.confidence is not None and tweet.confidence >= LEAST_CONFIDENCE]
         if content and sure and len({tweet.label for tweet in alike}) == 1 and sure[0].label in by_label:
             by_label[sure[0].label].append(sure[0]._replace(text=_cleaned(sure[0].text)))
-    drawn = {label: iter(_shuffled(rows, order)) for label, rows in by_label.items()}
-    needed = sum(SIZES.values()) // len(LABELS)
+    needed, order = sum(SIZES.values()) // len(LABELS), Random(seed)
     for label, rows in by_label.items():
         if len(rows) < needed:
             expected = f"{needed}, at a confidence of at least {LEAST_CONFIDENCE}"
             raise DataError(f"label {label!r}", found=f"{len(rows)} texts", expected=expected, remedy="use the whole corpus")
-    chosen: dict[str, list[Tweet]] = {}
-    for name, size in SIZES.items():
-        rows = [next(tweets_left) for tweets_left in drawn.values() for _ in range(size // len(LABELS))]
-        chosen[name] = _shuffled(rows, order)
-    return chosen
+    drawn = [iter(_shuffled(rows, order)) for rows in by_label.values()]
+    return {
+        name: _shuffled([next(rows) for rows in drawn for _ in range(size // len(LABELS))], order)
+        for name, size in SIZES.items()
+    }
 
 
 def _row(tweet: Tweet, part: str) -> dict[str, Any]:

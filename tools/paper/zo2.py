@@ -46,6 +46,7 @@ NOTES = {
     "{memory:.0f} MB count as the device's, and buffers and tensors are counted",
 }
 
+Trainer = Callable[[PreTrainedModel, Batch], Callable[[], None]]  # makes the step of a model
 Outcome = dict[str, Any]  # measurements of one side of a row, or the reason why there are none
 
 
@@ -292,7 +293,7 @@ def memory(
     return measured
 
 
-def whole_bytes(name: str, dtype: str, tokens: int, make: Callable[[PreTrainedModel, Batch], Callable[[], None]]) -> int:
+def whole_bytes(name: str, dtype: str, tokens: int, make: Trainer) -> int:
     """The peak bytes of a whole model's second step, when all of the optimizer's state exists."""
     config: PretrainedConfig = scaled(geometries()[name], 1, tokens)
     with torch.device("meta"):
@@ -333,7 +334,7 @@ def mezo(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
     return step
 
 
-STEPS = {
+STEPS: Mapping[str, Trainer] = {
     "AdamW": functools.partial(first_order, torch.optim.AdamW),
     "SGD": functools.partial(first_order, torch.optim.SGD),
     "MeZO": mezo,
