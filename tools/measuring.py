@@ -48,8 +48,9 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -
         kind, given = argument.annotation, dict[str, Any]()
         if get_origin(kind) is Annotated:
             kind, *marks = get_args(kind)
-            names = {str: "help", list: "choices"}
-            given = {names.get(type(mark), "type"): mark for mark in marks}
+            given = {
+                "help" if isinstance(mark, str) else "choices" if isinstance(mark, list) else "type": mark for mark in marks
+            }
         if type(None) in get_args(kind):
             kind = get_args(kind)[0]
         if get_origin(kind) is Sequence and "type" not in given:
