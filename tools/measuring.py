@@ -36,6 +36,7 @@ from zo2core.planning.memory import ACTIVATIONS
 from zo2core.types import Batch, Lane, StepResult
 
 WARM_UP = 2  # rounds that do not count
+MARKS = {str: "help", list: "choices", object: "type"}  # what an option's annotation is, by its type
 Result = TypeVar("Result")
 
 
@@ -48,9 +49,7 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -
         kind, given = argument.annotation, dict[str, Any]()
         if get_origin(kind) is Annotated:
             kind, *marks = get_args(kind)
-            given = {
-                "help" if isinstance(mark, str) else "choices" if isinstance(mark, list) else "type": mark for mark in marks
-            }
+            given = {next(name for type_, name in MARKS.items() if isinstance(mark, type_)): mark for mark in marks}
         if type(None) in get_args(kind):
             kind = get_args(kind)[0]
         if get_origin(kind) is Sequence and "type" not in given:
