@@ -136,8 +136,8 @@ def require_understood(program: str, arguments: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         parse_args = argparse.ArgumentParser.parse_args
 
-        def stop(parser: argparse.ArgumentParser) -> None:
-            parse_args(parser)
+        def stop(parser: argparse.ArgumentParser, *given: list[str]) -> None:
+            parse_args(parser, *given)
             raise UnderstoodError
 
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
