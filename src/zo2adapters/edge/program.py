@@ -455,9 +455,7 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
     _require_lora_fa(model, list(specs.values()))
     values = {name: read_weight(model.weights, spec) for name, spec in specs.items()}
     whole = _whole(model, values)
-    wrapped: list[tuple[str, Any]] = [
-        (path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")
-    ]
+    wrapped: Any = [(path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")]
     trained, frozen = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for path, module in wrapped:
         [name] = module.lora_A

@@ -695,6 +695,4 @@ def _snapshots(directory: Path) -> Snapshots:
 
 
 def _refuse_to_push(*_: Any, **__: Any) -> None:
-    raise OptionError(
-        "model.push_to_hub", found="a model without weights", expected="a saved model", remedy="use trainer.push_to_hub()"
-    )
+    raise OptionError("model.push_to_hub", found="no weights", expected="a saved model", remedy="use trainer.push_to_hub()")

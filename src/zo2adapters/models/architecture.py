@@ -30,7 +30,7 @@ from zo2adapters.models.batches import CAUSAL_LM, Head, without_router_losses
 from zo2adapters.models.skeleton import StandIn
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
 from zo2core.encodings import Encoding
-from zo2core.errors import OptionError, UnsupportedModelError, system_errors_as
+from zo2core.errors import OptionError, UnsupportedModelError, system_errors_as, without_effect
 from zo2core.io.durable import open_regular
 
 _MAX_BYTES = 1 << 20
@@ -126,8 +126,8 @@ def choose_precision(
     elif name == "mixed" and (not is_given or dtype in _HALVES):
         chosen = Precision(stored=torch.float32, computed=dtype if is_given else faster_half(product_seconds))
     elif name == "mixed" or isinstance(name, Precision):
-        found, expected = f"{dtype} with precision {name!r}", "bfloat16 or float16 with 'mixed', and none with a Precision"
-        raise OptionError("dtype", found=found, expected=expected, remedy="leave it out")
+        expected = "bfloat16 or float16 with 'mixed', and none with a Precision"
+        raise without_effect("dtype", f"{dtype} with precision {name!r}", expected)
     else:
         expected = "'auto', 'exact', 'mixed' or a Precision"
         raise OptionError("precision", found=repr(name), expected=expected, remedy="pass one of these")
@@ -476,9 +476,7 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
                 architecture = replace(architecture, axes=_axes(run, where))
             if is_next_token:
                 return architecture
-            raise _underivable(
-                where, "a loss other than that of the next token, as transformers computes it from all logits"
-            )
+            raise _underivable(where, "a loss other than that of the next token, as transformers computes it of all logits")
         except UnsupportedModelError:
             raise
         except _MismatchError as error:

@@ -46,7 +46,7 @@ from zo2core import ZO2Error
 from zo2core.checkpoint import shards
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.checkpoint.shards import Piece, TensorEntry
-from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, system_errors_as
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, system_errors_as, without_effect
 from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
@@ -116,21 +116,21 @@ def open_checkpoint(
     kind = head_of(head)
     _require_loss_chunk(loss_chunk, kind)
     adapter_config = None if adapter is None else peft_config(adapter)
+    directory = resolve_directory(path)
+    files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
     if adapter_config is not None:
+        _require_adapter_fits(adapter_config, files.config, kind)
         carried = precision.carried if isinstance(precision, Precision) else None
         _require_one_of("an adapter", "transfer_dtype", carried or transfer_dtype, "stored")
         _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
         precision = "exact" if precision == "auto" else precision
-    directory = resolve_directory(path)
-    files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
-    exported = files.dtype  # building the model sets the config's dtype
     if files.is_encoded:
         _require_one_of("quantised weights", "transfer_dtype", transfer_dtype, "stored")
         _require_one_of("quantised weights", "precision", precision, "exact", "auto")
         precision = "exact"
     chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
-    if adapter_config is not None:
-        _require_adapter_fits(adapter_config, files.config, kind)
+    rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
+    exported = _dtype(export_dtype, files) if rounds else chosen.stored  # building the model sets the config's dtype
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
@@ -139,9 +139,7 @@ def open_checkpoint(
         stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
     pieces, encodings = stored_tensors.encodings_of(parameters, encoded)
     model_class, options = HFBlockModel if kind is CAUSAL_LM else HFHeadModel, dict[str, Any](head=kind)
-    if kind is CAUSAL_LM:
-        automatic = None if without_router_losses(skeleton) else _loss_chunk(files.config, chosen)
-        options["loss_chunk"] = automatic if loss_chunk == "auto" else loss_chunk
+    options["loss_chunk"] = _loss_chunk(skeleton, chosen, kind) if loss_chunk == "auto" else loss_chunk
     formats, opened = ParameterFormats(precision=chosen), None
     if adapter_config is not None:
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
@@ -154,14 +152,9 @@ def open_checkpoint(
         if chosen.autocast is not None:
             kept = {name: shards.check_float(first.entry) for name, (first, *_) in pieces.items()}
             formats = replace(formats, frozen_dtypes=kept)  # frozen weights keep the checkpoint's dtype
-    if export_dtype != "auto":
-        exported = _dtype(export_dtype, files)
-    elif chosen.autocast is None:
-        exported = chosen.stored
     reader: TensorReader = files.reader(pieces)
     if opened is not None:
         reader = stored_tensors.OverlaidReader(reader, opened.values, opened.dtypes, opened.where)
-    rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
     return model_class(
         skeleton,
         architecture,
@@ -180,7 +173,7 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
         return
     require_whole("loss_chunk", loss_chunk, 1, otherwise=", None or 'auto'")
     if kind is not CAUSAL_LM:
-        raise OptionError("loss_chunk", found=f"{loss_chunk} for {kind.name}", expected="none", remedy="leave it out")
+        raise without_effect("loss_chunk", f"{loss_chunk} for {kind.name}", "none")
 
 
 def _require_one_of(what: str, option: str, value: object, *allowed: object) -> None:
@@ -224,12 +217,8 @@ def resolve_directory(path: Path | str) -> Path:
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
         if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
-            raise CheckpointError(
-                directory,
-                found="an adapter",
-                expected="the directory of a whole model",
-                remedy=f"pass --adapter {directory}, or --run with the directory of the run that trained it",
-            )
+            remedy = f"pass --adapter {directory}, or --run with the directory of the run that trained it"
+            raise CheckpointError(directory, found="an adapter", expected="the directory of a whole model", remedy=remedy)
         return directory
     text, found = str(path), "no directory"
     cause: Exception | None = None
@@ -252,16 +241,12 @@ def _shards(directory: Path) -> list[str]:
 
 def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) -> PreTrainedModel:
     try:
-        return build_skeleton(files.config, dtype, head, bounds=Bounds.of(files.shapes))
+        return build_skeleton(files.config, dtype, head, bounds=Bounds.of([entry.shape for entry in files.entries.values()]))
     except ZO2Error:
         raise
     except OversizedError as error:
-        raise CheckpointError(
-            files.described_in,
-            found=f"the config of a model with {error}",
-            expected="the sizes of the weights",
-            remedy="use the config that belongs to these weights",
-        ) from error
+        found, remedy = f"the config of a model with {error}", "use the config that belongs to these weights"
+        raise CheckpointError(files.described_in, found=found, expected="the sizes of the weights", remedy=remedy) from error
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             files.described_in,
@@ -276,16 +261,15 @@ def _dtype(dtype: torch.dtype | str, files: ModelDirectory | GGUFModel) -> torch
         return files.dtype
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
-        raise OptionError(
-            "dtype", found=repr(dtype), expected=f"'auto' or one of {', '.join(DTYPES)}", remedy="pass one of these"
-        )
+        expected = f"'auto' or one of {', '.join(DTYPES)}"
+        raise OptionError("dtype", found=repr(dtype), expected=expected, remedy="pass one of these")
     return chosen
 
 
-def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
-    if precision.autocast is None:
+def _loss_chunk(skeleton: PreTrainedModel, precision: Precision, head: Head) -> int | None:
+    if head is not CAUSAL_LM or precision.autocast is None or without_router_losses(skeleton):
         return None
-    return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _MIN_CHUNK)
+    return max(_LOGIT_BYTES // (4 * int(skeleton.config.get_text_config().vocab_size)), _MIN_CHUNK)
 
 
 class ModelDirectory:
@@ -298,32 +282,23 @@ class ModelDirectory:
         self.config, quantization = _read_config(self.described_in)
         pickled = sorted(directory.glob("pytorch_model*.bin"))
         if pickled and not list(directory.glob("*.safetensors")):
-            raise UnsupportedModelError(
-                pickled[0],
-                found="pickled weights",
-                expected="safetensors",
-                remedy=f"convert it once: zo2 convert --model {directory} --output NEW",
-            )
-        self._entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
+            remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
+            raise UnsupportedModelError(pickled[0], found="pickled weights", expected="safetensors", remedy=remedy)
+        self.entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
         self.is_encoded = quantization is not None  # whether there are tensors that have to be decoded
         if quantization is not None:
-            self._entries, self._encoded = quantization.split(self._entries, self.dtype)
+            self.entries, self._encoded = quantization.split(self.entries, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         """The config's dtype, else that of the first tensor."""
-        found = (entry.torch_dtype for entry in self._entries.values() if entry.torch_dtype is not None)
+        found = (entry.torch_dtype for entry in self.entries.values() if entry.torch_dtype is not None)
         in_config = getattr(self.config, "dtype", None)
         return in_config if isinstance(in_config, torch.dtype) else next(found, torch.float32)
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of all tensors."""
-        return [entry.shape for entry in self._entries.values()]
-
     def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by name."""
-        return self._entries, self._encoded
+        return self.entries, self._encoded
 
     def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
         """A reader of the parameters that consist of these pieces."""

@@ -217,12 +217,8 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
                 layers = [part.tensor.removesuffix(".weight") for part in parts]
                 chosen[spec.name] = tuple(map(_Matrix, layers, shapes))
     if not chosen:
-        raise UnsupportedModelError(
-            where,
-            found="no linear layer with its own tensor",
-            expected="linear layers to encode",
-            remedy="use the model as it is",
-        )
+        found = "no linear layer with its own tensor"
+        raise UnsupportedModelError(where, found=found, expected="linear layers to encode", remedy="use the model as it is")
     return chosen
 
 

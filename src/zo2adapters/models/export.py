@@ -34,7 +34,7 @@ from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint.gguf import is_gguf, read_gguf
 from zo2core.checkpoint.shards import new_directory, require_unused, write_checkpoint, write_companions
 from zo2core.encodings import GGUF_BLOCKS
-from zo2core.errors import OptionError, UnsupportedModelError
+from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
 GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
 MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
@@ -80,9 +80,7 @@ def export_adapter(
                     rank = value.factors.left.shape[1]
                     factors = value.factors if forward is not nn.Linear.forward else value.factors[::-1]
                     names = _TABLE if forward is nn.Embedding.forward else _LAYER
-                    tensors |= {
-                        f"{prefix}.{name}": factor for name, factor in zip(names, _lora(path, *factors), strict=True)
-                    }
+                    tensors |= {f"{prefix}.{name}": part for name, part in zip(names, _lora(path, *factors), strict=True)}
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rank,
@@ -160,12 +158,8 @@ def merging_bytes(model: HFBlockModel) -> int:
 def require_mergeable(model: PeftBlockModel) -> None:
     """Refuse an adapter that is no change of weights."""
     if model.adapter.wrapper is not None:
-        raise UnsupportedModelError(
-            "adapter",
-            found=f"{model.adapter.title}, which no weight can contain",
-            expected="an adapter of linear layers, such as LoRA",
-            remedy="load it beside the base with peft",
-        )
+        found, expected = f"{model.adapter.title}, which no weight can contain", "an adapter of linear layers, such as LoRA"
+        raise UnsupportedModelError("adapter", found=found, expected=expected, remedy="load it beside the base with peft")
 
 
 def merged_parameters(
@@ -245,8 +239,7 @@ def export_gguf(
     settings += [] if template is None else [f"TEMPLATE {_quoted(template)}"]
     if isinstance(model, PeftBlockModel) and as_adapter:
         if kind != "auto":
-            expected = "auto for an adapter, which is float32"
-            raise OptionError("gguf_type", found=kind, expected=expected, remedy="leave it out")
+            raise without_effect("gguf_type", kind, "auto for an adapter, which is float32")
         loras = _loras(model, layout)
         # Ollama takes a split model as one ``FROM`` for each file. Links of the hub's cache are not followed, since ollama
         # joins the files by their names.

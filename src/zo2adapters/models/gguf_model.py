@@ -85,12 +85,8 @@ class LlamaCppLayout:
             for heads in {self._config.num_attention_heads, self._config.num_key_value_heads} - {0}:
                 if rows % (2 * heads) == 0 and np.array_equal(result.weights[_order(rows, heads).numpy()], probe):
                     return int(heads)
-        raise UnsupportedModelError(
-            name,
-            found="a matrix whose values transformers' reader changes",
-            expected="matrices that are stored row by row",
-            remedy="use the model in the Hugging Face layout",
-        )
+        found, expected = "a matrix whose values transformers' reader changes", "matrices that are stored row by row"
+        raise UnsupportedModelError(name, found=found, expected=expected, remedy="use the model in the Hugging Face layout")
 
     def changes(self, name: str, length: int) -> bool:
         """Whether a vector has other values in the file than in the model."""
@@ -140,6 +136,7 @@ class GGUFModel:
     def __init__(self, path: Path) -> None:
         self.where = self.described_in = path
         self.file = read_gguf(path)
+        self.entries: Mapping[str, TensorEntry] = self.file.tensors
         self._architecture = str(self.file.metadata.get("general.architecture"))
         if self._architecture not in GGUF_ARCHITECTURES:
             raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(GGUF_ARCHITECTURES)}")
@@ -149,29 +146,24 @@ class GGUFModel:
         self.layout = LlamaCppLayout(self._architecture, self.config)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of all tensors."""
-        return [entry.shape for entry in self.file.tensors.values()]
-
-    @property
     def is_encoded(self) -> bool:
         """Whether there are tensors in blocks of codes, or of rows in another order."""
-        tensors = self.file.tensors.items()
+        tensors = self.entries.items()
         return any(one.dtype not in _FLOATS or self.layout.heads(name, one.shape) for name, one in tensors)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices; float32, in which codes are decoded, if they are encoded."""
-        found = {entry.dtype for entry in self.file.tensors.values() if len(entry.shape) > 1 and _ROUTER not in entry.name}
+        found = {entry.dtype for entry in self.entries.values() if len(entry.shape) > 1 and _ROUTER not in entry.name}
         return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
     def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by their names in a model."""
-        for kind in {entry.dtype for entry in self.file.tensors.values()}:
+        for kind in {entry.dtype for entry in self.entries.values()}:
             grid_of(kind)  # refused here, not at the first step, where it is not installed
         names = self.layout.names(skeleton.state_dict())
         located: list[tuple[str, TensorEntry, int]] = []  # the name in the model, and the heads whose rows are in pairs
-        for entry in self.file.tensors.values():
+        for entry in self.entries.values():
             if (experts := _EXPERTS.fullmatch(entry.name)) is not None and len(entry.shape) == 3:
                 matrices = _matrices(entry, f"model.layers.{experts[1]}.mlp.experts.{{}}.{experts[2]}_proj.weight")
                 located += [(expert.name, expert, 0) for expert in matrices]
@@ -233,10 +225,8 @@ class GGUFModel:
                 config: PretrainedConfig = AutoConfig.from_pretrained(directory, **options)
         except Exception as error:  # any: metadata of wrong types or ranges lead transformers to all kinds of errors
             first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise self._refused(
-                f"metadata that transformers cannot read ({first})", "the metadata of such a model"
-            ) from error
-        config.tie_word_embeddings = "output.weight" not in self.file.tensors  # transformers saw no tensors
+            raise self._refused(f"metadata that transformers cannot read ({first})", "metadata of such a model") from error
+        config.tie_word_embeddings = "output.weight" not in self.entries  # transformers saw no tensors
         config.name_or_path = ""
         if self._architecture in _MIXTURES:
             config.moe_intermediate_size = self._experts_width()
@@ -291,9 +281,7 @@ class GGUFModel:
             config.rope_parameters = scaled
             if torch.allclose(values, scaled_rotary_factors(config), rtol=1e-5, atol=0.0):
                 return scaled
-        raise self._refused(
-            f"{ROTARY_FACTORS} of other factors than Llama 3.1's", "rotary tables that follow from the config"
-        )
+        raise self._refused(f"{ROTARY_FACTORS} of other factors than Llama 3.1's", "tables that follow from the config")
 
     def _refused(self, found: str, expected: str) -> UnsupportedModelError:
         remedy = "use the model in the Hugging Face layout"
@@ -504,8 +492,7 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     last = [special["eos_token"]] if values.get("add_eos_token") else []
     if first or last:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*first, "$A", *last],
-            special_tokens=[(token, tokens.index(token)) for token in {*first, *last}],
+            single=[*first, "$A", *last], special_tokens=[(token, tokens.index(token)) for token in {*first, *last}]
         )
     template = values.get("tokenizer.chat_template")
     make: Any = PreTrainedTokenizerFast  # its constructor is untyped
@@ -533,12 +520,8 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
         raise unwritable(where, f"a tokenizer of {kind[:200]}", expected)
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(by_id) >= size:
-        raise UnsupportedModelError(
-            where,
-            found=f"a token with id {max(by_id)}",
-            expected=f"ids below {size}, the rows of the embedding",
-            remedy="use the tokenizer that belongs to the model",
-        )
+        expected, remedy = f"ids below {size}, the rows of the embedding", "use the tokenizer that belongs to the model"
+        raise UnsupportedModelError(where, found=f"a token with id {max(by_id)}", expected=expected, remedy=remedy)
     added = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in backend["added_tokens"]}
     merges = backend["model"]["merges"]
     values: dict[str, Any] = {

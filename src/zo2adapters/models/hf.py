@@ -31,13 +31,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from zo2adapters.models.architecture import (
-    Architecture,
-    ParameterFormats,
-    require_axes,
-    segment_aliases,
-    segment_layouts,
-)
+from zo2adapters.models.architecture import Architecture, ParameterFormats, require_axes, segment_aliases, segment_layouts
 from zo2adapters.models.batches import (
     CAUSAL_LM,
     BranchCache,

@@ -63,27 +63,32 @@ def set_batch_shape(modules: LowRankModules | None, tokens: torch.Tensor) -> Non
 class _Patch(ABC):
     """A replacement of a module's forward."""
 
-    def __init__(self, path: str, module: nn.Module, batch: LowRankModules) -> None:
-        self.path = path
-        self.batch = batch
-        self.module = module
-        self.original: Callable[..., torch.Tensor] = module.forward
-        self.perturbations: dict[str, PerturbedParameter] = {}
-        self.streams = 1
-        self.joined: Any = None  # what forwards need of the perturbations, in one tensor
+    factors: Any  # of the weight, ``Factors``; None if it is not perturbed by factors
+    vectors: dict[str, torch.Tensor]  # values of the other perturbed parameters, (streams, size)
+    joined: Any  # what forwards need of the perturbations, in one tensor
 
-    def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
+    def __init__(self, path: str, module: nn.Module, batch: LowRankModules) -> None:
+        self.path, self.batch = path, batch
+        self.module: Any = module
+        self.original: Callable[..., torch.Tensor] = module.forward
+        self.streams = 1
+        self.reset()
+
+    def set_perturbations(self, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
         """Perturb the module's parameters in the next forwards."""
-        self.perturbations, self.streams = perturbations, streams
+        self.factors = next((value for value in perturbations.values() if isinstance(value, Factors)), None)
+        self.vectors = {leaf: value for leaf, value in perturbations.items() if not isinstance(value, Factors)}
+        self.streams = streams
         self.joined = self._join()
 
     def reset(self) -> None:
         """Perturb nothing in the next forwards, and free the memory: every block has its own modules."""
-        self.perturbations, self.joined = {}, None
+        self.factors, self.vectors, self.joined = None, {}, None
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces the module's forward."""
-        return self.forward(*args, **kwargs) if self.perturbations else self.original(*args, **kwargs)
+        is_perturbed = self.factors is not None or self.vectors
+        return self.forward(*args, **kwargs) if is_perturbed else self.original(*args, **kwargs)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -101,16 +106,6 @@ class _Patch(ABC):
 
     def _join(self) -> torch.Tensor | None:
         return None
-
-    def _factors(self) -> Factors:
-        weight = self.perturbations["weight"]
-        assert isinstance(weight, Factors)
-        return weight
-
-    def _values(self, leaf: str) -> torch.Tensor | None:
-        values = self.perturbations.get(leaf)
-        assert not isinstance(values, Factors)
-        return values
 
     def _by_stream(self, rows: torch.Tensor) -> torch.Tensor:
         """View (rows, ..., n), or flattened (rows x tokens, n), as (streams, a stream's rows or tokens, n)."""
@@ -131,15 +126,14 @@ class _Linear(_Patch):
 
     def _join(self) -> torch.Tensor:
         """Factors and bias as rows: one product adds both, and is fastest from rows."""
-        rows, bias = self._factors().left.transpose(1, 2), self._values("bias")
+        rows, bias = self.factors.left.transpose(1, 2), self.vectors.get("bias")
         return rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module, right = self.module, self._factors().right
-        out = functional.linear(x, module.weight)  # type: ignore[arg-type]
-        thin = self._by_stream(x) @ right
-        if "bias" in self.perturbations:
+        out = functional.linear(x, self.module.weight)
+        thin = self._by_stream(x) @ self.factors.right
+        if "bias" in self.vectors:
             thin = functional.pad(thin, (0, 1), value=1.0)
         self._by_stream(out).baddbmm_(thin, self.joined)
         return out
@@ -150,13 +144,11 @@ class _Conv1D(_Patch):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module, (columns, shared) = self.module, self._factors()
-        weight, bias = module.weight, self._values("bias")
-        assert isinstance(weight, torch.Tensor)
-        out = x @ weight
+        columns, shared = self.factors
+        out: torch.Tensor = x @ self.module.weight
         sums = self._by_stream(out).baddbmm_(torch.bmm(self._by_stream(x), columns), shared.t().expand(self.streams, -1, -1))
-        if bias is not None:
-            sums += bias[:, None]
+        if "bias" in self.vectors:
+            sums += self.vectors["bias"][:, None]
         return out
 
 
@@ -165,14 +157,11 @@ class _LayerNorm(_Patch):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module = self.module
-        assert isinstance(module, nn.LayerNorm)
-        out = functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
+        out = functional.layer_norm(x, self.module.normalized_shape, None, None, self.module.eps)
         sums = self._by_stream(out)
         for leaf, combine in (("weight", torch.Tensor.mul_), ("bias", torch.Tensor.add_)):
-            values = self._values(leaf)
-            if values is not None:
-                combine(sums, values[:, None])
+            if leaf in self.vectors:
+                combine(sums, self.vectors[leaf][:, None])
         return out
 
 
@@ -184,8 +173,7 @@ class _Vectors(_Patch):
         self._require_row_order(x)
         by_stream = x.reshape(self.streams, x.shape[0] // self.streams, *x.shape[1:])
         shape = self.streams, *[1] * (x.dim() - 1), -1
-        values = {leaf: values.view(shape) for leaf in self.perturbations if (values := self._values(leaf)) is not None}
-        with self._parameters(values):
+        with self._parameters({leaf: values.view(shape) for leaf, values in self.vectors.items()}):
             return self.original(by_stream).view(x.shape)
 
     def works(self) -> bool:
@@ -198,7 +186,7 @@ class _Vectors(_Patch):
         x = torch.randn(_PROBE_STREAMS * _PROBE_ROWS, 2, size, generator=generator)
         try:
             self.batch.rows = len(x)
-            self.set_perturbations(dict(values), _PROBE_STREAMS)
+            self.set_perturbations(values, _PROBE_STREAMS)
             stacked, alone = self.forward(x), []
             for stream, rows in enumerate(torch.split(x, _PROBE_ROWS)):
                 with self._parameters({leaf: value[stream] for leaf, value in values.items()}):
@@ -215,12 +203,12 @@ class _Embedding(_Patch):
 
     def _join(self) -> torch.Tensor:
         """The factors of all streams side by side in one table."""
-        sums = self._factors().left
+        sums: torch.Tensor = self.factors.left
         return sums.transpose(0, 1).reshape(sums.shape[1], -1)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See the class."""
-        (factors, shared), out = self._factors(), self.original(*args, **kwargs)
+        (factors, shared), out = self.factors, self.original(*args, **kwargs)
         with self._parameters({"weight": self.joined}):
             thin = self.original(*args, **kwargs)
         if out.shape[0] == 1 and self.streams > 1:  # positions, until now shared by all rows
@@ -232,26 +220,23 @@ class _Embedding(_Patch):
         return sums.view(out.shape)
 
 
+_BY_FORWARD: Mapping[Any, type[_Patch]] = {
+    nn.Linear.forward: _Linear,
+    nn.LayerNorm.forward: _LayerNorm,
+    Conv1D.forward: _Conv1D,
+}
+
+
 def _make_patch(path: str, module: nn.Module, batch: LowRankModules) -> _Patch:
     """Make the patch for a module."""
-    if type(module).forward is nn.Linear.forward:
-        return _Linear(path, module, batch)
-    if isinstance(module, Conv1D):
-        return _Conv1D(path, module, batch)
-    if type(module).forward is nn.LayerNorm.forward:
-        return _LayerNorm(path, module, batch)
-    if isinstance(module, nn.Embedding):
-        return _Embedding(path, module, batch)
-    vectors = _Vectors(path, module, batch)
-    if vectors.works():
-        return vectors
+    kind = _Embedding if isinstance(module, nn.Embedding) else _BY_FORWARD.get(type(module).forward, _Vectors)
+    patch = kind(path, module, batch)
+    if not isinstance(patch, _Vectors) or patch.works():
+        return patch
     names = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters(recurse=False))
     raise _unfit(path, f"a {type(module).__name__} with {names}", "linear layers, embeddings and norms")
 
 
 def _unfit(path: str, found: str, expected: str) -> UnsupportedModelError:
-    expected, remedy = (
-        f"{expected}, for low-rank perturbations",
-        "leave --rank out, or use DensePerturbation(), which takes any layer",
-    )
-    return UnsupportedModelError(path, found=found, expected=expected, remedy=remedy)
+    remedy = "leave --rank out, or use DensePerturbation(), which takes any layer"
+    return UnsupportedModelError(path, found=found, expected=f"{expected}, for low-rank perturbations", remedy=remedy)

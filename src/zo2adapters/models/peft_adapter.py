@@ -48,14 +48,14 @@ from zo2adapters.models.peft_model import (
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
-from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, reason
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, reason, without_effect
 from zo2core.io.durable import open_regular
 from zo2core.ranges import require_whole
 
 AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
 _LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _NEUTRAL = {  # options of every config that do not change a run
-    *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"),
+    *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 }
 _DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that change training only
 _MATRICES = 4  # float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the weights
@@ -282,8 +282,8 @@ def _name_targets(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.
             if path.endswith(f".{EXPERTS}") and parameter.ndim == 3
         }
         if not stacks:
-            found, remedy = f"{EXPERTS}, which {skeleton.config.model_type} does not have as stacks", "leave it out"
-            raise OptionError("adapter.target_modules", found=found, expected="layers of this model", remedy=remedy)
+            found = f"{EXPERTS}, which {skeleton.config.model_type} does not have as stacks"
+            raise without_effect("adapter.target_modules", found, "layers of this model")
         config.target_parameters = sorted({*(config.target_parameters or ()), *stacks})
         config.target_modules = targets = targets - {EXPERTS}
     if AUTO in targets:
@@ -376,12 +376,8 @@ class PrefixKind(AdapterKind):
         for option in _BASE_SIZES:
             given, expected = getattr(config, option), getattr(own, option)
             if given not in (None, expected):
-                raise OptionError(
-                    f"adapter.{option}",
-                    found=repr(given)[:80],
-                    expected=f"{expected}, as in the base",
-                    remedy="leave it out, or use the base that the adapter was made for",
-                )
+                where, remedy = f"adapter.{option}", "leave it out, or use the base that the adapter was made for"
+                raise OptionError(where, found=repr(given)[:80], expected=f"{expected}, as in the base", remedy=remedy)
             setattr(config, option, expected)
         config.task_type, config.encoder_hidden_size = own.task_type, own.encoder_hidden_size
         skeleton.add_module(_ENCODER, wrapper.get_submodule(_ENCODER))
@@ -517,21 +513,15 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     kind = KINDS.get(name)
     config_classes = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     if kind is None or not isinstance(config, config_classes[name]):
-        classes = ", ".join(config_classes[known].__name__ for known in KINDS)
-        raise OptionError(
-            "adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
-        )
+        remedy = f"use one of {', '.join(config_classes[known].__name__ for known in KINDS)}"
+        raise OptionError("adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=remedy)
     plain, defaults = config.to_dict(), type(config)().to_dict()
     known = kind.decisive | kind.supported | _NEUTRAL | (set() if adapter.is_trained else _DROPOUT)
     unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
     unused_options += kind.unused_options(config)
     if unused_options:
-        raise OptionError(
-            f"adapter.{unused_options[0]}",
-            found=str(plain[unused_options[0]])[:80],
-            expected=f"{kind.title} of {kind.accepted}",
-            remedy="leave it out",
-        )
+        option = unused_options[0]
+        raise without_effect(f"adapter.{option}", plain[option], f"{kind.title} of {kind.accepted}")
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = adapter.base
     return ChosenConfig(adapter, kind, config, weights)
@@ -546,20 +536,13 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
     except OptionError as error:
         if weights is None:
             raise
-        raise CheckpointError(
-            weights.with_name(CONFIG_FILE),
-            found=f"{error.where}: {error.found}",
-            expected=error.expected,
-            remedy="use the base that the adapter was made for",
-        ) from error
-    tensors = {  # a module's copy has the dtype of the module, as in peft
-        name: torch.empty(
-            value.shape,
-            dtype=dtypes[base_form(name)] if SAVED in name else torch.float32,
-            device="meta",
-        )
-        for name, value in _added(skeleton)
-    }
+        found, remedy = f"{error.where}: {error.found}", "use the base that the adapter was made for"
+        raise CheckpointError(weights.with_name(CONFIG_FILE), found=found, expected=error.expected, remedy=remedy) from error
+    tensors = dict[str, torch.Tensor]()
+    for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
+        dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
+        tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+    copies = {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}
     names = {name: kind.file_name(name) for name in tensors}
     trained = frozenset(name for name in tensors if not any(part in name for part in adapter.frozen))
     unmatched = [part for part in adapter.frozen if not any(part in name for name in tensors)]
@@ -575,10 +558,7 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
         found, remedy = f"mixed with {not_mixed}", "leave it out, or use LoRA of linear layers"
         raise OptionError("precision", found=found, expected="exact precision", remedy=remedy)
     if weights is None:
-        drawn = kind.first_values(skeleton, config, adapter.seed, base)
-        values = partial(
-            _with_copies, drawn, {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}, base
-        )
+        values = partial(_with_copies, kind.first_values(skeleton, config, adapter.seed, base), copies, base)
     else:
         values = partial(dict, read_values(weights, names, tensors))
     for name, tensor in tensors.items():

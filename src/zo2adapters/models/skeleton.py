@@ -241,10 +241,6 @@ def build_skeleton(
     _keep_dtypes(model, dtype)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
-            raise UnsupportedModelError(
-                f"{where}: {name}",
-                found="a buffer without values",
-                expected="buffers that follow from the config",
-                remedy="write an adapter for this architecture",
-            )
+            where, found, remedy = f"{where}: {name}", "a buffer without values", "write an adapter for this architecture"
+            raise UnsupportedModelError(where, found=found, expected="buffers that follow from the config", remedy=remedy)
     return model

@@ -227,9 +227,8 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if method == "awq":
         is_gemm = values.get("version", "gemm").lower() == "gemm" and values.get("zero_point", True)
         group = values.get("group_size", values.get("q_group_size"))
-        return (
-            {"method": "awq", "group": _group(group)} if values.get("bits", values.get("w_bit")) == 4 and is_gemm else None
-        )
+        fits = values.get("bits", values.get("w_bit")) == 4 and is_gemm
+        return {"method": "awq", "group": _group(group)} if fits else None
     if method == "compressed-tensors":
         schemes = list((values.get("config_groups") or {}).values())
         is_dense = (values.get("sparsity_config") or {}).get("format") in ("dense", None)

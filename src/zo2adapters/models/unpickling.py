@@ -122,10 +122,8 @@ def _check_storages(path: Path, stored: list[int], tensors: Iterable[torch.Tenso
 def _check(where: str, name: object, value: object) -> None:
     if not isinstance(name, str) or name == "__metadata__":  # reserved by safetensors
         # The text of other types could be endless: a tuple that holds a tuple twice, which holds another twice, ...
-        found_key = (
-            f"the key {str(name)[:80]!r}" if isinstance(name, str | int | float) else f"a {type(name).__name__} as key"
-        )
-        raise _RefusedError(where, found_key, "the name of a tensor")
+        found = f"the key {str(name)[:80]!r}" if isinstance(name, str | int | float) else f"a {type(name).__name__} as key"
+        raise _RefusedError(where, found, "the name of a tensor")
     if not isinstance(value, torch.Tensor):
         remedy = "use a checkpoint of model weights alone, without a training state around them"
         raise _RefusedError(where, f"a {type(value).__name__}", "a tensor", remedy)
@@ -133,10 +131,9 @@ def _check(where: str, name: object, value: object) -> None:
     if not dense or value.dtype not in _DTYPES:
         found = f"{value.dtype}, {value.layout}, on {value.device.type}"
         raise _RefusedError(where, found, "a dense tensor of real numbers, integers or booleans")
-    if value.nbytes > value.untyped_storage().nbytes():  # by strides of 0, with which a small file could take any memory
-        raise _RefusedError(
-            where, f"{value.nbytes} bytes", f"at most {value.untyped_storage().nbytes()}, the size of its storage"
-        )
+    nbytes = value.untyped_storage().nbytes()
+    if value.nbytes > nbytes:  # by strides of 0, with which a small file could take any memory
+        raise _RefusedError(where, f"{value.nbytes} bytes", f"at most {nbytes}, the size of its storage")
 
 
 def _unshared(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
