@@ -69,7 +69,7 @@ class ZOArguments:
     guard: bool = True
     distribution: Distribution | None = Distribution.RADEMACHER
     device: str | None = None
-    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    memory: MemoryPolicy = MemoryPolicy()
     write_back: WriteBackPolicy | None = None
     micro_batch_size: int | None = None
     trainer_loss: bool = False

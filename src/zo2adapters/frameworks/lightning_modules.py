@@ -236,12 +236,11 @@ class FullBackpropLightningModule(ManualStepsModule):
         clip_value: float | None = None,
         scaling: LossScaling | None = None,
         device: str = "cpu",
-        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        memory: MemoryPolicy = MemoryPolicy(),
         micro_batch_size: int | None = None,
     ) -> None:
         method = FirstOrder(update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling)
-        options: Any = {"device": device, "memory": memory, "micro_batch_size": micro_batch_size}
-        engine = Engine(model, method, **options)
+        engine = Engine(model, method, device=device, memory=memory, micro_batch_size=micro_batch_size)
         super().__init__(lambda: engine, lr, lr_lambda)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -294,7 +293,7 @@ class BackpropLightningModule(StreamedLightningModule):
         schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
         forward: Forward | None = None,
         device: str = "cpu",
-        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        memory: MemoryPolicy = MemoryPolicy(),
         micro_batch_size: int | None = None,
     ) -> None:
         engine = Engine(model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size)

@@ -144,13 +144,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         finally:
             self._swept = outer
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,  # noqa: FBT001
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:  # noqa: FBT001
         """Loss, logits and labels of the batch, from the sweep in which it was processed."""
         if self._swept is not None:
             return self._swept.output
@@ -386,12 +380,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
     _operations = 8  # two forward passes, and the gradients of activations and weights
 
     def __init__(
-        self,
-        model: HFBlockModel | Path | str,
-        args: Any = None,
-        *,
-        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
-        **options: Any,
+        self, model: HFBlockModel | Path | str, args: Any = None, *, memory: MemoryPolicy = MemoryPolicy(), **options: Any
     ) -> None:
         self._memory = memory
         super().__init__(model, args, options)
@@ -475,7 +464,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         args: Any = None,
         *,
         peft_config: Any = None,
-        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        memory: MemoryPolicy = MemoryPolicy(),
         **options: Any,
     ) -> None:
         if (peft_config is None) == isinstance(model, (str, Path)):

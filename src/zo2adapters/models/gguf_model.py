@@ -53,12 +53,8 @@ class LlamaCppLayout:
     def __init__(self, architecture: str, config: PretrainedConfig) -> None:
         self.architecture = architecture
         self._config = config
-
-    @cached_property
-    def _processor(self) -> Any:
-        """Transformers' reader of tensors, which undoes what llama.cpp did to them."""
-        kind: Any = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)
-        return kind(config=self._config.to_dict())
+        reader: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+        self._reader = reader(config=config.to_dict())  # undoes what llama.cpp did to tensors
 
     def names(self, parameters: Iterable[str]) -> dict[str, str]:
         """The names of parameters in the model, by llama.cpp's names; parameters without such a name are left out."""
@@ -101,7 +97,7 @@ class LlamaCppLayout:
     def _processed(self, name: str, values: Any) -> Any:
         """The tensor as transformers' reader converts it."""
         try:
-            return self._processor.process(weights=values, name=name)
+            return self._reader.process(weights=values, name=name)
         except (ValueError, ArithmeticError, TypeError) as error:
             raise CheckpointError(
                 name,

@@ -110,7 +110,7 @@ class HFBlockModel:
         weights: TensorReader,
         companions: Mapping[str, Path | bytes],
         *,
-        formats: ParameterFormats = ParameterFormats(),  # noqa: B008 - frozen
+        formats: ParameterFormats = ParameterFormats(),
         saved_form: SavedForm | None = None,
         loss_chunk: int | None = None,
         export_dtype: torch.dtype | None = None,

@@ -71,7 +71,10 @@ class RoutedExperts:
         self._targets: dict[str, torch.Tensor] = {}  # each parameter's memory for weights
         by_module: dict[nn.Module, list[ParameterSpec]] = {}
         for spec, module, leaf in stacks:
-            buffer = self._buffer(spec, leaf)
+            key = leaf, torch.Size(spec.shape), spec.in_forward().dtype
+            if key not in self.buffers:
+                self.buffers[key] = torch.empty(key[1], dtype=key[2])
+            buffer = self.buffers[key]
             # Kernels are chosen by requires_grad, as where all experts are read: see ``HFBlockModel.bind``.
             module._parameters[leaf] = nn.Parameter(buffer, not spec.frozen and buffer.dtype == spec.dtype)
             by_module.setdefault(module, []).append(spec)
@@ -84,12 +87,6 @@ class RoutedExperts:
     def buffer_bytes(self) -> int:
         """Bytes of the memory for weights."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
-
-    def _buffer(self, spec: ParameterSpec, leaf: str) -> torch.Tensor:
-        shape, dtype = torch.Size(spec.shape), spec.in_forward().dtype
-        if (leaf, shape, dtype) not in self.buffers:
-            self.buffers[leaf, shape, dtype] = torch.empty(shape, dtype=dtype)
-        return self.buffers[leaf, shape, dtype]
 
     def _load(self, specs: Sequence[ParameterSpec], module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Fill the rows of the experts that a forward is about to use: transformers passes them as its second argument."""

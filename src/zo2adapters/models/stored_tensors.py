@@ -201,12 +201,8 @@ class Quantization:
     def _entry(self, entries: Mapping[str, TensorEntry], layer: str, role: str) -> TensorEntry:
         name = f"{layer}{SUFFIXES[self.method][role]}"
         if name not in entries:
-            raise CheckpointError(
-                self.where.parent,
-                found=f"no tensor {name}",
-                expected=f"all tensors of a matrix in {self.method}, as config.json says",
-                remedy="get all shards, and the config.json that belongs to them",
-            )
+            expected = f"all tensors of a matrix in {self.method}, as config.json says"
+            raise _missing(self.where.parent, name, expected, "get all shards, and the config.json that belongs to them")
         return entries[name]
 
 
@@ -376,8 +372,10 @@ def read_tensor(entry: TensorEntry) -> torch.Tensor:
     return value
 
 
-def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
-    remedy = "get all shards; for a new head, load the model with transformers' class of this head, and save it"
+_ALL = "get all shards; for a new head, load the model with transformers' class of this head, and save it"
+
+
+def _missing(directory: Path, name: str, expected: str, remedy: str = _ALL) -> CheckpointError:
     return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy=remedy)
 
 
