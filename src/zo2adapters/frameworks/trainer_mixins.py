@@ -26,16 +26,8 @@ from transformers import AutoConfig, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 
-from zo2adapters.frameworks.arguments import (
-    ADAPTER,
-    FULL,
-    GRPO,
-    ONE_UPDATE,
-    TRL_SUPPORTED,
-    ZOArguments,
-    open_model,
-    require_supported,
-)
+from zo2adapters.frameworks import arguments
+from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
 from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.peft_adapter import Adapter, read_values
@@ -56,14 +48,14 @@ _SAVED, _VERSION = "ZOTrainerMixin", "version"  # keys of the number of steps in
 class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     """Opens a trainer's model as segments, evaluates it in sweeps, and saves it."""
 
-    trl_trainers: Sequence[str] = TRL_SUPPORTED  # names of TRL's trainers that it supports
+    trl_trainers: Sequence[str] = arguments.TRL_SUPPORTED  # names of TRL's trainers that it supports
     remedies: Mapping[str, str | None] = MappingProxyType({})  # of what is not supported, other than those of all mixins
 
     def __init__(self, model: HFBlockModel | Path | str, args: Any, options: Mapping[str, Any], adapter: Any = None) -> None:
-        require_supported(type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies)
+        arguments.require_supported(type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies)
         if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the whole reference model
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
-        self.block_model = open_model(model, args, type(self), adapter)
+        self.block_model = arguments.open_model(model, args, type(self), adapter)
         self._engine: Engine | None = None
         self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
         self._swept: SweptBatches | None = None  # batches of the evaluation that is running
@@ -376,7 +368,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
     """
 
-    remedies = FULL
+    remedies = arguments.FULL
     _operations = 8  # two forward passes, and the gradients of activations and weights
 
     def __init__(
@@ -455,7 +447,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
     """
 
-    remedies = ADAPTER
+    remedies = arguments.ADAPTER
     _operations = 6  # two forward passes, and the gradients of activations
 
     def __init__(
@@ -531,14 +523,14 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
     """
 
     trl_trainers = ("GRPOTrainer",)
-    remedies = GRPO
+    remedies = arguments.GRPO
 
     def __init__(self, model: Any, args: Any = None, **options: Any) -> None:
         accumulated = getattr(args, "gradient_accumulation_steps", 1)
         generations = getattr(args, "steps_per_generation", None) or accumulated
         if generations > accumulated:
             expected = f"at most gradient_accumulation_steps, {accumulated}"
-            raise OptionError("steps_per_generation", found=str(generations), expected=expected, remedy=ONE_UPDATE)
+            raise OptionError("steps_per_generation", found=str(generations), expected=expected, remedy=arguments.ONE_UPDATE)
         super().__init__(model, args, **options)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -460,6 +460,23 @@ class _DryLayer(StandIn):
         return output if run.returned == 0 else (output, *run.others)
 
 
+def architecture_of(model: PreTrainedModel, head: Head, declared: Architecture | Path | None) -> Architecture:
+    """The caller's declaration of a model, else the known or the derived one."""
+    model_type = model.config.model_type
+    if declared is None:
+        known = ARCHITECTURES.get(model_type) if head is CAUSAL_LM else None
+        return known or derive_architecture(model, head)
+    architecture = read_architecture(declared) if isinstance(declared, Path) else declared
+    if architecture.model_type != model_type:
+        raise OptionError(
+            "architecture",
+            found=f"a declaration of {architecture.model_type}",
+            expected=f"a declaration of {model_type}, as config.json says",
+            remedy="pass the declaration of this model, or leave it out",
+        )
+    return architecture
+
+
 def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Architecture:
     """Derive where a model's parts are."""
     where = f"model type {model.config.model_type}"

@@ -26,15 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zo2adapters.models import stored_tensors
-from zo2adapters.models.architecture import (
-    ARCHITECTURES,
-    Architecture,
-    ParameterFormats,
-    Precision,
-    choose_precision,
-    derive_architecture,
-    read_architecture,
-)
+from zo2adapters.models.architecture import Architecture, ParameterFormats, Precision, architecture_of, choose_precision
 from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, without_router_losses
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
@@ -133,7 +125,7 @@ def open_checkpoint(
     exported = _dtype(export_dtype, files) if rounds else chosen.stored  # building the model sets the config's dtype
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
-    architecture = _architecture(architecture, skeleton, kind)
+    architecture = architecture_of(skeleton, kind, architecture)
     parameters, saved_form = stored_tensors.match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
         stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
@@ -193,23 +185,6 @@ def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head:
             expected="a causal language model of text alone",
             remedy="use LoRA, or train all parameters",
         )
-
-
-def _architecture(declared: Architecture | Path | None, skeleton: PreTrainedModel, kind: Head) -> Architecture:
-    """The caller's declaration of a model, else the known or the derived one."""
-    model_type = skeleton.config.model_type
-    if declared is None:
-        known = ARCHITECTURES.get(model_type) if kind is CAUSAL_LM else None
-        return known or derive_architecture(skeleton, head=kind)
-    architecture = read_architecture(declared) if isinstance(declared, Path) else declared
-    if architecture.model_type != model_type:
-        raise OptionError(
-            "architecture",
-            found=f"a declaration of {architecture.model_type}",
-            expected=f"a declaration of {model_type}, as config.json says",
-            remedy="pass the declaration of this model, or leave it out",
-        )
-    return architecture
 
 
 def resolve_directory(path: Path | str) -> Path:
