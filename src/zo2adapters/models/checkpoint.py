@@ -146,7 +146,8 @@ def open_checkpoint(
             formats = replace(formats, frozen_dtypes=kept)  # frozen weights keep the checkpoint's dtype
     reader: TensorReader = files.reader(pieces)
     if opened is not None:
-        reader = stored_tensors.OverlaidReader(reader, opened.values, opened.dtypes, opened.where)
+        dtypes = {name: tensor.dtype for name, tensor in opened.tensors.items()}
+        reader = stored_tensors.OverlaidReader(reader, opened.values, dtypes, opened.where)
     return model_class(
         skeleton,
         architecture,

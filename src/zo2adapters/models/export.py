@@ -15,7 +15,6 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -27,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from zo2adapters.models import gguf_model, peft_model
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.gguf_model import LlamaCppLayout
-from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
@@ -46,12 +45,7 @@ _BASE = ".base_layer."  # within the name of a parameter that peft has wrapped
 
 
 def export_adapter(
-    replayer: Engine,
-    model: HFBlockModel,
-    directory: Path | str,
-    *,
-    base: str,
-    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+    replayer: Engine, model: HFBlockModel, directory: Path | str, *, base: str, files: Files = NO_FILES
 ) -> None:
     """Write a run's updates as an adapter, which ``PeftModel.from_pretrained`` loads on the base.
 
@@ -113,7 +107,7 @@ def export_merged(
     model: PeftBlockModel,
     directory: Path,
     *,
-    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+    files: Files = NO_FILES,
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
@@ -219,7 +213,7 @@ def export_gguf(
     kind: GGUFType = "auto",
     as_adapter: bool = False,
     template: str | None = None,
-    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+    files: Files = NO_FILES,
 ) -> None:
     """Write a model at the present version as a GGUF file, and a Modelfile.
 

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from safetensors.torch import save
@@ -67,6 +68,8 @@ _NEUTRAL = {  # keys that do not affect a causal language model's forward
 }
 
 Call = Callable[[Any, dict[str, Any]], Any]  # takes the model and a batch
+Files: TypeAlias = Mapping[str, Path | bytes]  # paths to copy or contents, by name
+NO_FILES: Files = MappingProxyType({})
 
 _HEAD_ARGUMENTS = {  # arguments of the model's forward that have no effect before the last layer's output
     *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "fused_lm_head", "use_cache", "return_dict"),
@@ -108,7 +111,7 @@ class HFBlockModel:
         skeleton: PreTrainedModel,
         architecture: Architecture,
         weights: TensorReader,
-        companions: Mapping[str, Path | bytes],
+        companions: Files,
         *,
         formats: ParameterFormats = ParameterFormats(),
         saved_form: SavedForm | None = None,

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.batches import is_packed
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
-from zo2adapters.models.hf import Activations, HFBlockModel, HFHeadModel
+from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch, ParameterSpec
 from zo2core.checkpoint.shards import new_directory, write_companions
@@ -58,10 +57,7 @@ def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def write_adapter(
-    directory: Path,
-    config: Mapping[str, Any],
-    values: dict[str, torch.Tensor],
-    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+    directory: Path, config: Mapping[str, Any], values: dict[str, torch.Tensor], files: Files = NO_FILES
 ) -> None:
     """Write an adapter."""
     with new_directory(directory) as partial:
@@ -96,11 +92,6 @@ class OpenedAdapter:
     forward_bytes: int  # memory that a layer's forward needs in addition to the base's
     wrapper: Any  # peft's model around the skeleton, if the adapter only works through it; else None
 
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of its parameters."""
-        return {name: tensor.dtype for name, tensor in self.tensors.items()}
-
 
 class PeftBlockModel(HFBlockModel):
     """A Hugging Face model with an adapter of peft."""
@@ -124,7 +115,7 @@ class PeftBlockModel(HFBlockModel):
         """The adapter's parameters."""
         return frozenset(self.adapter.parameters)
 
-    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Files) -> None:
         """Write the adapter's config and its tensors among these as peft does, the base's tokenizer, and further files."""
         names = self.adapter.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
