@@ -34,7 +34,6 @@ PREFERENCES = [
 
 
 def mixed_in(trainer: Any, mixin: type[Any] = BackpropTrainerMixin) -> Any:
-    """A trainer with the mixin."""
     return type(f"FirstOrder{trainer.__name__}", (mixin, trainer), {})
 
 
@@ -50,7 +49,6 @@ def opened(base: Path) -> Any:
 
 
 def whole(base: Path) -> Any:
-    """The model in memory, with the same adapter."""
     return monolithic(base, lora(), values_of(opened(base)), ())
 
 

@@ -91,7 +91,6 @@ def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(t
 
 
 def changed(base: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Replace tensors of a checkpoint, or leave them out."""
     tensors = {**load_file(base / "model.safetensors"), **changes}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})

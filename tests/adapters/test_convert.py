@@ -288,7 +288,6 @@ def archive(content: bytes, *, storages: Mapping[str, bytes] | None = None, comp
 
 
 def instructions(state: object) -> bytes:
-    """The pickle that torch.save writes for a state."""
     with io.BytesIO() as file:
         torch.save(state, file)
         with zipfile.ZipFile(file) as saved:
@@ -301,7 +300,6 @@ def as_value(value: bytes) -> bytes:
 
 
 def as_key(value: bytes) -> bytes:
-    """Instructions for a dictionary with a key."""
     return b"\x80\x02}" + value + b"Ns."
 
 

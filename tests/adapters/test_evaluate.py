@@ -31,7 +31,6 @@ ANSWERS = [{"prompt": f"the {word}", "answers": ["sat", "ran"]} for word in WORD
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base, files of rows, and a run."""
     folder = make_place(tmp_path_factory.mktemp("evaluate"))
     for name, rows in (("texts", TEXTS), ("choices", CHOICES), ("answers", ANSWERS)):
         write_rows(folder / f"{name}.jsonl", rows)

@@ -49,7 +49,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(output: str, *more: object, data: str = "rows.jsonl", method: str = "adamw") -> list[object]:
-    """The command of a run."""
     told = ["train", "--method", method, "--model", "base", "--adapter", CONFIG, "--data", data, "--output", output]
     return [*told, "--steps", STEPS, "--lr", 1e-2, "--batch-size", 3, *more]
 
@@ -58,7 +57,6 @@ EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best",
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[object]:
-    """Options of an optimizer as arguments."""
     values = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in options.items()}
     return [word for name, value in values.items() for word in ("--method", f"{name}={value}")]
 
@@ -484,7 +482,6 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
 
 
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:
-    """The command of a run of all parameters."""
     switching = ["--method", "switch_every=2"] if method == "badam" else []
     return [word for word in train(output, *switching, *more, method=method) if word not in ("--adapter", CONFIG)]
 

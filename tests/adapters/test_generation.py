@@ -37,7 +37,6 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 
 
 def columns(steps: Iterable[tuple[int | None, ...]]) -> list[list[int]]:
-    """Each prompt's continuation."""
     return [[token for token in tokens if token is not None] for tokens in zip(*steps, strict=True)]
 
 

@@ -73,7 +73,6 @@ LARGER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_di
 
 
 def whole(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model as transformers reads it."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     model.train(mode=False)
     return model

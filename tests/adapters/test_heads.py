@@ -67,7 +67,6 @@ CASES = [
 
 
 def saved(directory: Path, family: str, head: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A checkpoint with every parameter random."""
     config = type(CONFIGS[family])(
         **{**CONFIGS[family].to_dict(), "num_labels": 2 if head == "question-answering" else 3, **changes}
     )

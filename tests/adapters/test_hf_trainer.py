@@ -54,7 +54,6 @@ EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e
 
 
 def mixed(trainer: Any) -> Any:
-    """A trainer with the mixin."""
     return type(f"ZO{trainer.__name__}", (ZOTrainerMixin, trainer), {})
 
 
@@ -170,7 +169,6 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path, name
 
 @pytest.fixture(scope="module")
 def rewarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model."""
     return save_classifier(tmp_path_factory.mktemp("reward") / "base", labels=1, vocab_size=VOCABULARY)
 
 
@@ -188,7 +186,6 @@ OWN_LOSSES = short_first(
 def test_a_loss_of_its_own_is_monolithic_mezos(
     base: Path, rewarded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
 ) -> None:
-    """Against MeZO's loop over the stock trainer's model and loss."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     name, changes = case
     base, kind = rewarded if name == "reward" else base, kind_of(name)
@@ -315,8 +312,6 @@ def without_data(model: Any, **options: Any) -> Any:
 
 
 def of_trl(trainer: str, *, derived: bool = False) -> Callable[[Path, Path], object]:
-    """Makes a trainer of TRL's with the mixin."""
-
     def make(base: Path, output: Path) -> object:
         kind = mixed(getattr(trl, trainer))
         kind = type("Derived", (kind,), {}) if derived else kind
@@ -561,7 +556,6 @@ def test_evaluation_of_trls_trainers_is_the_stock_ones(base: Path, tmp_path: Pat
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """The command line's run, and TRL's trainer on its rows in its order."""
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "model", small_config("llama"), dtype)
     save_tokenizer(tmp_path / "model")

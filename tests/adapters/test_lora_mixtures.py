@@ -187,7 +187,6 @@ ROUTED = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "minimax", "phimoe", "gran
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
-    """Two rows, the second one padded."""
     ids = torch.tensor([[3, 9, 4, 11, 5, 6], [7, 8, 10, 12, 0, 0]])
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

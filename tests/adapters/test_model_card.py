@@ -113,7 +113,6 @@ def test_a_push_creates_a_private_repository_and_uploads_the_export_alone(run_di
 
 
 def matched(hub: Any, directory: Path) -> set[str]:
-    """The files that were uploaded."""
     patterns = hub.upload_folder.call_args.kwargs["allow_patterns"]
     return {path.name for pattern in patterns for path in directory.glob(pattern)}
 

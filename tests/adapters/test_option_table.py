@@ -135,7 +135,6 @@ INVALID |= {"device_memory": "8 cats", "seed": 1 << 70, "samples": -1, "momentum
 
 
 def with_values(options: Any, values: dict[str, Any]) -> Any:
-    """The options, or a group of them, with these values."""
     changes: dict[str, Any] = {}
     for option in fields(options):
         value = getattr(options, option.name)
@@ -147,7 +146,6 @@ def with_values(options: Any, values: dict[str, Any]) -> Any:
 
 
 def require(**values: Any) -> None:
-    """Check a run with these values."""
     options = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"))
     option_table.require_valid(with_values(options, values))
 
@@ -386,7 +384,6 @@ guard: false
 
 @pytest.fixture
 def here(here: Path) -> Path:
-    """A copy of it with a recipe, to work in."""
     Path("recipe.yaml").write_text(RECIPE)
     return here
 

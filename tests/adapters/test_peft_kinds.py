@@ -53,8 +53,6 @@ pytestmark = [
 
 
 class Kind(NamedTuple):
-    """A row of the table."""
-
     config: Callable[..., Any]  # of the model's type and of changes
     insert: Callable[[nn.Module, Any], nn.Module]  # peft's own model around a whole one
     other: Mapping[str, Any]  # a change that makes it another adapter

@@ -137,7 +137,6 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file_and_the_earlier_one
 
 
 def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change each row of a run's metrics."""
     rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         change(row)

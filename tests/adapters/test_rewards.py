@@ -118,7 +118,6 @@ def rewards(*names: str, seconds: float = 5.0, start_seconds: float = 1.0) -> Re
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base, rows and functions."""
     folder = tmp_path_factory.mktemp("rewards")
     base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=32))
     save_tokenizer(base)
@@ -390,7 +389,6 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
 
 
 def asked(reward: str, *more: object, output: str = "run", steps: int = 6) -> list[object]:
-    """The command of a run."""
     given = ["train", "--model", "base", "--data", "rows.jsonl", "--output", output, "--reward", reward, "--seed", 3]
     given += ["--estimator", "es", "--queries", 3, "--rank", 2, "--lr", 0.02, "--zo-eps", 0.1, "--steps", steps]
     return [*given, "--batch-size", 3, "--reward-options", "max_new_tokens=5,temperature=0.8", *more]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import ROWS, done, make_place, refusal, run_here, write_rows
-from models import WORDS, make_batch, save_model, save_tokenizer, small_config
+from models import WORDS, make_batch, save_tokenizer
 from runs import STEPS, data_sha256, finish, interrupt_after, outcome, resumable_run, small_run
 from safetensors.torch import load_file, save_file
 
@@ -308,7 +308,6 @@ def best_of(values: dict[int, float]) -> int:
 
 
 def with_another_best(rows: str) -> str:
-    """The last evaluation's loss becomes the smallest."""
     *others, last = rows.splitlines()
     return "\n".join([*others, json.dumps({**json.loads(last), "evaluation_loss": 0.5}), ""])
 
@@ -452,13 +451,7 @@ BATCH = make_batch(40, [9, 5])
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base of its own", small_config("opt"))
-
-
-@pytest.fixture
 def parent(base: Path, tmp_path: Path) -> Path:
-    """A journal of five steps."""
     with Engine(
         open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), journal=tmp_path / "parent.jsonl"
     ) as engine:

@@ -61,7 +61,6 @@ def options(tmp_path: Path) -> TrainOptions:
 
 
 def planned(options: TrainOptions, *given: str, data: bool = True) -> dict[str, Any]:
-    """What the command prints."""
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation)] if data else []
     scratch = ["--output", str(options.output), "--batch-size", "3", "--json"]
     plan: dict[str, Any] = json.loads(done("plan", "--model", options.model, *rows, *scratch, *given).out)
@@ -237,7 +236,6 @@ def test_forwards_are_counted_as_they_run(
 
 
 def planned_with(options: TrainOptions, optimization: Optimization, output: Path) -> RunPlan:
-    """The plan of steps of four rows of seven tokens."""
     batching = Batching(batch_size=4)
     options = replace(options, evaluation=None, optimization=optimization, batching=batching, output=output)
     model = open_checkpoint(options.model, precision="exact")

@@ -67,7 +67,6 @@ def results(run: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def alone(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    """What each run comes to by itself."""
     folder = tmp_path_factory.mktemp("alone")
     for name, values in RUNS.items():
         assert run_here(*arguments(options, "--output", folder / name, *flags(values))).status == 0
@@ -245,7 +244,6 @@ def refusal_of_plan(options: TrainOptions, *more: object) -> str:
 
 @pytest.fixture(scope="module")
 def trained(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three runs of one base, and an exported adapter."""
     folder = tmp_path_factory.mktemp("trained")
     runs = {name: RUNS[name] for name in ("low-rank", "lora", "zo-lora")}
     ran = run_here(*arguments(options, "--output", folder / "all", "--runs", written(folder, runs)))

@@ -362,11 +362,6 @@ ANSWERS = [0, 1, 1, 0, 1, 0]
 CHOICES = choice_batch(PROMPTS, CANDIDATES, ANSWERS)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("objectives") / "base", small_config("llama"))
-
-
 def test_an_evaluation_joins_the_prompts_of_all_batches(base: Path) -> None:
     model = open_checkpoint(base)
     halves = [choice_batch(PROMPTS[part], CANDIDATES[part], ANSWERS[part]) for part in (slice(0, 2), slice(2, 6))]

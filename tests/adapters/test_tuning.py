@@ -204,7 +204,6 @@ def outcome(run: str) -> dict[str, Any]:
 
 
 def trials(run: str) -> list[dict[str, Any]]:
-    """The trials of a run, without their times."""
     return [{**trial, "seconds": None} for trial in read_trials(Path(run))]
 
 

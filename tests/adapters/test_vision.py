@@ -95,7 +95,6 @@ WHOLE = ("qwen2_5_vl",)  # whose images are patches one after the other
 
 
 def saved(directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
-    """A checkpoint with every parameter random."""
     random_model(config, dtype, auto_class=AutoModelForImageTextToText).save_pretrained(directory)
     return directory
 

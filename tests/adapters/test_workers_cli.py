@@ -32,14 +32,12 @@ from zo2core.planning.memory import free_memory, resident_memory
 
 
 def told_by(crew: Crew, *arguments: object, succeeds: bool = True) -> str:
-    """What the workers print, all of them together."""
     ended = crew.run(*arguments)
     assert all((own.status == 0) == succeeds for own in ended), ended
     return "".join(own.out + own.err for own in ended)
 
 
 def asked(options: TrainOptions, **changes: Any) -> list[object]:
-    """The command line of a small run."""
     rows = options.data
     given: dict[str, Any] = {"model": options.model, "data": rows, "evaluation": rows, "output": options.output}
     given |= {"steps": 4, "lr": 1e-3, "batch_size": 4, "evaluate_every": 2, **changes}
@@ -208,7 +206,6 @@ TAKEN = 6
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base, rows, and the config of an adapter."""
     folder = make_place(tmp_path_factory.mktemp("workers"))
     peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"]).save_pretrained(folder / "lora")
     return folder

@@ -47,8 +47,6 @@ BATCH = make_batch(40, [9, 5])
 
 
 class Watched(Proxy):
-    """A part that says whether it was closed."""
-
     closed = False
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 
 
 def raw(header: object, data: bytes = b"\0" * 8) -> bytes:
-    """A file of safetensors."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(encoded)) + encoded + data
 

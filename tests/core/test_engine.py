@@ -50,11 +50,6 @@ MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("opt"))
-
-
-@pytest.fixture
 def engine(base: Path) -> Iterator[Engine]:
     with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as made:
         yield made
@@ -319,8 +314,9 @@ def test_the_engine_is_used_once_at_a_time(engine: Engine) -> None:
 def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Path) -> None:
     engine.step(BATCH)
     before = weights(engine)
+    (tmp_path / "mine").touch()
     with pytest.raises(OutputError):
-        engine.export(tmp_path)  # where something is
+        engine.export(tmp_path)
     with patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")), pytest.raises(OutputError):
         engine.export(tmp_path / "out")
     assert_equal(weights(engine), before)

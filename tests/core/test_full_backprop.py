@@ -64,8 +64,6 @@ def delayed_loop(whole: WholeModel, make: Any, *clips: float | None) -> Callable
 
 
 class Case(NamedTuple):
-    """An optimizer, and the loop that it has the bits of."""
-
     update: Callable[[], BlockUpdate]
     loop: Callable[..., Any]  # of the whole model, the names of each turn, and the two limits of gradients
     lr: float = 1e-2
@@ -104,7 +102,6 @@ ON_DEVICES = list(CASES)[:6]
 
 
 def cases(*short: str, among: Iterable[str] = CASES) -> pytest.MarkDecorator:
-    """Every optimizer; these in the default profile."""
     return pytest.mark.parametrize("case", short_first(short, [name for name in among if name not in short]))
 
 

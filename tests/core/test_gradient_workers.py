@@ -206,8 +206,6 @@ def test_an_objective_is_split_as_it_says(base: Path, size: int) -> None:
 
 
 def raised(base: Path, size: int, step: Callable[[Engine, Workers], Any], **options: Any) -> list[BaseException]:
-    """What every worker raises."""
-
     def work(workers: Workers) -> None:
         with Engine(opened(base), FirstOrder(ADAMW), workers=workers) as engine:
             step(engine, workers)

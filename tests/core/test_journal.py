@@ -77,7 +77,6 @@ STEPS = [update_of(step) for step in range(5)]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A journal of three steps."""
     written(tmp_path / "journal.jsonl")
     return tmp_path / "journal.jsonl"
 

@@ -39,8 +39,6 @@ FIRST, SECOND = Use(-1, 0), Use(-2, 0)
 
 
 class Departed:
-    """A transfer that happens when its result is asked for."""
-
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
 

@@ -432,8 +432,6 @@ STEPS, PERIOD = 8, 3  # two periods have ended at step 6, which the sweep of ste
 
 
 class Counting:
-    """Counts directions that are drawn to replay updates."""
-
     def __init__(self) -> None:
         self.drawn = 0
 
@@ -488,7 +486,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
 
 @pytest.fixture
 def run(stopped: Stopped, tmp_path: Path) -> Path:
-    """A copy of the stopped run."""
     return stopped.copy(tmp_path / "run")
 
 

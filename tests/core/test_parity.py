@@ -54,7 +54,6 @@ def load_whole(directory: Path, dtype: torch.dtype | str = "auto") -> PreTrained
 def test_trajectory_is_the_monolithic_loops(
     model_type: str, kind: str, data: st.DataObject, dtype: torch.dtype, storage: Storage, threads_from: int
 ) -> None:
-    """Of MeZO, of MeZO in float32 under autocast, and of FZOO as its paper has it."""
     config = data.draw(CONFIGS[model_type])
     batch, plan = data.draw(batches(config.vocab_size)), data.draw(fzoo_plans() if kind == "fzoo" else plans())
     autocast = data.draw(st.sampled_from([torch.bfloat16, torch.float16])) if kind == "mixed" else None

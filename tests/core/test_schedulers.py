@@ -46,8 +46,6 @@ every_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHED
 
 
 class RecordingSource(Proxy):
-    """A source that notes what is out."""
-
     def __init__(self, inner: BlockSource) -> None:
         super().__init__(inner)
         self.inner = inner
@@ -105,8 +103,6 @@ def contents(source: RecordingSource, scheduler: Scheduler) -> list[torch.Tensor
 
 
 class Bench(NamedTuple):
-    """A scheduler, and the source that it schedules."""
-
     source: Any  # a RecordingSource
     scheduler: Scheduler
 

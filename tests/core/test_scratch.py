@@ -70,7 +70,6 @@ def engine(run: Path, buckets: int | None) -> Engine:
 
 
 def train(run: Path, buckets: int | None, steps: int) -> dict[str, bytes]:
-    """Take steps; return the final weights."""
     with engine(run, buckets) as training:
         for _ in range(steps):
             training.step(BATCH)
@@ -475,7 +474,6 @@ def committed(folder: Path, steps: int = COMMITS) -> None:
 
 
 def numbers_in(files: Generations) -> set[int]:
-    """The numbers that all segments are full of."""
     numbers: set[int] = set()
     for segment, layout in enumerate(LAYOUTS):
         pages = HostDevice().host_memory(whole_pages(layout.nbytes))

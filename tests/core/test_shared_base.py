@@ -166,7 +166,6 @@ def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(bases: Mapping
 
 @pytest.fixture
 def four(bases: Mapping[str, Path]) -> Iterator[tuple[SharedBase, dict[str, Any]]]:
-    """A streamed base and a run of each method."""
     base = bases["llama-nf4"]
     with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(1).host)) as shared, ExitStack() as opened:
         makers = METHODS.items()

@@ -467,7 +467,6 @@ def model_of(base: Path) -> Any:
 
 
 def engine_of(base: Path, run: Path, kind: str = "adapter", **options: Any) -> Engine:
-    """Of forwards, of an adapter, or of all parameters."""
     if kind == "forwards":
         return Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), run=run)
     told = {"lr": lambda step: 1e-2 / (step + 1), "memory": "4GiB", **options}

@@ -31,8 +31,6 @@ DELAY = 0.002  # seconds a copy
 
 
 class Recording(NamedTuple):
-    """What a trace holds."""
-
     spans: tuple[Span, ...]
     sweeps: tuple[Sweep, ...]  # in the order in which they ended
 
@@ -79,8 +77,6 @@ def _seconds(microseconds: float) -> float:
 
 
 class Order(NamedTuple):
-    """How an engine is told to go about a sweep."""
-
     overlap: bool
     kept: int = 0  # blocks that stay on a device with memory of its own
 

@@ -155,7 +155,6 @@ def run(
     order: Sequence[int] = range(BLOCKS + 2),
     capacity: int = BLOCKS,
 ) -> list[str]:
-    """Two sweeps and what is left; return what was found to be wrong."""
     sweeps = Weights(case, without, kept, capacity)
     for _ in range(2):
         sweeps.sweep(order)
@@ -163,7 +162,6 @@ def run(
 
 
 def at_random(seed: int) -> Callable[[], float]:
-    """Durations of which each is another one."""
     rng = random.Random(seed)
     return lambda: rng.choice([0.0, 0.0, 0.001, 0.004])
 

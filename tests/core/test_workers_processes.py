@@ -18,7 +18,7 @@ import worker_program
 from command_lines import run_here, torchrun_command
 from crews import SECONDS, all_equal, distributed, free_port, group_of
 from engines import memory, outcome
-from models import make_batch, save_model, small_config
+from models import make_batch
 from runs import small_run
 
 from zo2adapters import open_checkpoint
@@ -86,11 +86,6 @@ def machines() -> Iterator[Machines]:
             made[kind] = opened.enter_context(ProcessPoolExecutor(1, **options, initargs=(kind,)))
             made[kind].submit(int).result()  # starts the process
         yield made
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama"))
 
 
 @several_kinds

@@ -59,8 +59,6 @@ STORAGES = {
 
 
 class Call(IntFlag):
-    """As in faults.c."""
-
     READ = 1
     WRITE = 2
     SYNC = 4
@@ -85,12 +83,10 @@ class Rule:
 
     @property
     def seen(self) -> int:
-        """Matching calls so far."""
         return int(library().faults_seen(self._number))
 
     @property
     def hits(self) -> int:
-        """Calls that were hit."""
         return int(library().faults_hits(self._number))
 
 
@@ -110,8 +106,6 @@ def clear() -> None:
 
 
 class Trajectory(NamedTuple):
-    """All that must not depend on faults."""
-
     losses: list[tuple[float, ...]]
     weights: dict[str, bytes]
     journal: bytes
@@ -574,7 +568,6 @@ RUNNING: dict[str, Callable[[], Rule]] = {
 
 
 def scenarios() -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """To add one: a line here."""
     for name, storage in STORAGES.items():
         is_written = storage.write_back_every is not None
         for mode in MODES:

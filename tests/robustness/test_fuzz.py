@@ -182,7 +182,6 @@ class Reader(NamedTuple):
 
     @property
     def whole(self) -> bytes:
-        """The good file."""
         return self.packed([to_json(part) for part in self.parts])
 
 

@@ -99,8 +99,6 @@ REWARD_PLACES: Mapping[str, Place] = {
 
 
 class Kind(NamedTuple):
-    """Runs of one command."""
-
     options: tuple[object, ...]
     places: Mapping[str, Place] = {}
     reference: str | None = None  # the kind of run that has the same journal and weights
@@ -228,8 +226,6 @@ def reward_processes() -> list[psutil.Process]:
 
 
 class Undisturbed(NamedTuple):
-    """A run that nothing happened to."""
-
     outcome: dict[str, object]
     calls: int  # that change files
     seconds: float  # from the beginning of its first step to the end of its last step or evaluation
@@ -248,7 +244,6 @@ class Runs:
         self.expected = undisturbed[name]
 
     def start(self, patch: str = "") -> None:
-        """Begin the run, or resume it."""
         run = Path("run")
         is_begun = (run / "options.json").exists()
         if not is_begun and run.exists():
@@ -259,7 +254,6 @@ class Runs:
         self._apart.start(*command, patch=self.kind.patch + patch)
 
     def finish(self) -> bool:
-        """Wait for its end; returns whether it was killed."""
         status = self._apart.finish()
         assert status.status in (0, -signal.SIGKILL), status
         return status.status != 0
@@ -324,7 +318,6 @@ def _recorded() -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Undisturbed]:
-    """By kind: those that were made."""
     return {}
 
 
@@ -334,7 +327,6 @@ def runs(kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed
 
 
 def kinds(*short: str) -> pytest.MarkDecorator:
-    """Every kind; these in the default profile."""
     return pytest.mark.parametrize("kind", short_first(short, [name for name in KINDS if name not in short]))
 
 

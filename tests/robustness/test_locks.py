@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import memory, zeroth_order
-from models import make_batch, save_model, small_config
+from models import make_batch
 from parity import assert_same_weights
 from toy import ToyBlockModel
 
@@ -55,19 +55,13 @@ def engine(run: Path, *, journal: Journal | Path | None = None, every: int = 1, 
 
 
 def beside(base: Path, run: Path, journal: Path) -> Engine:
-    return Engine(
-        open_checkpoint(base),
-        ZerothOrder(
-            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2, period=2)
-        ),
-        journal=journal,
-        write_back=WriteBackPolicy(directory=run),
-    )
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
+    method = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, period=2))
+    return Engine(open_checkpoint(base), method, journal=journal, write_back=WriteBackPolicy(directory=run))
 
 
 @contextlib.contextmanager
 def held_by_another_process(path: Path) -> Iterator[None]:
-    """Another process has the file open for writing."""
     code = "import sys; from pathlib import Path; from zo2core.io.durable import open_locked\n"
     code += "open_locked(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(path)]
@@ -102,22 +96,30 @@ def test_a_second_engine_on_the_directory_of_a_live_one_is_refused_and_changes_n
         pass  # the lock ended with the engine
 
 
-def test_a_directory_that_another_process_uses_is_refused_until_that_process_is_killed(tmp_path: Path) -> None:
-    run, path = tmp_path / "run", tmp_path / "journal.jsonl"
-    with engine(run, journal=path) as first:
-        first.step(BATCH)
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with engine(tmp_path / "run", journal=tmp_path / "journal.jsonl") as first:
+        for _ in range(2):
+            first.step(BATCH)
+    return tmp_path / "run"
+
+
+def resume(run: Path, version: int = 3) -> None:
+    with engine(run, journal=run.parent / "journal.jsonl") as again:
+        again.step(BATCH)
+        assert again.version == version
+
+
+def test_a_directory_that_another_process_uses_is_refused_until_that_process_is_killed(run: Path) -> None:
     before = contents(run)
     with held_by_another_process(run / DATA), pytest.raises(ScratchError, match="another engine"):
-        engine(run, journal=path)
+        resume(run)
     assert contents(run) == before
-    with engine(run, journal=path) as again:
-        again.step(BATCH)
+    resume(run)
 
 
-def test_a_training_engine_locks_its_journal_when_it_opens(tmp_path: Path) -> None:
-    run, journal = tmp_path / "run", tmp_path / "journal.jsonl"
-    with engine(run, journal=journal) as first:
-        first.step(BATCH)
+def test_a_training_engine_locks_its_journal_when_it_opens(run: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
     with engine(run, journal=journal):  # takes no step
         before = journal.read_bytes()
         with pytest.raises(JournalError, match=r"journal\.jsonl: found a file that another engine writes.*close that"):
@@ -125,16 +127,14 @@ def test_a_training_engine_locks_its_journal_when_it_opens(tmp_path: Path) -> No
         assert journal.read_bytes() == before
         assert not (tmp_path / "other").exists()
     with held_by_another_process(journal), pytest.raises(JournalError, match="another engine"):
-        engine(run, journal=journal)
-    with engine(run, journal=journal) as again:
-        again.step(BATCH)
+        resume(run)
+    resume(run)
 
 
-def test_a_run_is_read_while_it_trains(tmp_path: Path) -> None:
-    run, path = tmp_path / "run", tmp_path / "journal.jsonl"
+def test_a_run_is_read_while_it_trains(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
     with engine(run, journal=path) as training:
-        for _ in range(3):
-            training.step(BATCH)
+        training.step(BATCH)
         loss = training.evaluate([BATCH]).loss
         with Engine(toy(run), journal=path) as replayer:
             assert replayer.version == 3
@@ -144,19 +144,15 @@ def test_a_run_is_read_while_it_trains(tmp_path: Path) -> None:
             assert len(reading.updates) == 4
 
 
-def test_a_refused_engine_leaves_no_lock_and_no_file(tmp_path: Path) -> None:
-    run, path = tmp_path / "run", tmp_path / "journal.jsonl"
+def test_a_refused_engine_leaves_no_lock_and_no_file(run: Path, tmp_path: Path) -> None:
     (tmp_path / "in the way").write_bytes(b"")
     with pytest.raises(ScratchError):
-        engine(tmp_path / "in the way", journal=path)
-    assert not path.exists()
-    with engine(run, journal=path) as first:
-        first.step(BATCH)
-    journal = Journal(path)
+        engine(tmp_path / "in the way", journal=tmp_path / "none.jsonl")
+    assert not (tmp_path / "none.jsonl").exists()
+    journal = Journal(tmp_path / "journal.jsonl")
     with pytest.raises(JournalError, match=r"estimator\.lr"):
         engine(run, journal=journal, lr=1e-3)
-    with engine(run, journal=path) as again:  # though the refused one's journal was not closed by its owner
-        again.step(BATCH)
+    resume(run)  # though the refused one's journal was not closed by its owner
     journal.close()
 
 
@@ -204,11 +200,6 @@ else:
     assert path.read_bytes() == b""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("locks") / "base", small_config("llama"), torch.bfloat16)
-
-
 def test_ended_periods_have_one_writer(base: Path, tmp_path: Path) -> None:
     batch = make_batch(40, [7, 4])
     run = tmp_path / "run"
@@ -243,21 +234,6 @@ def victim(tmp_path: Path) -> Path:
     path = tmp_path / "victim"
     path.write_bytes(SECRET)
     return path
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A directory with written-back blocks."""
-    with engine(tmp_path / "run", journal=tmp_path / "journal.jsonl") as first:
-        for _ in range(2):
-            first.step(BATCH)
-    return tmp_path / "run"
-
-
-def resume(run: Path, version: int = 3) -> None:
-    with engine(run, journal=run.parent / "journal.jsonl") as again:
-        again.step(BATCH)
-        assert again.version == version
 
 
 @pytest.mark.parametrize("name", ["scratch.bin", "scratch.jsonl"])

@@ -46,7 +46,6 @@ def place(prepared: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(prepared: Path, place: Path) -> Path:
-    """A finished run in a folder of one's own."""
     shutil.copytree(prepared / "run", place / "run")
     path = place / "run" / "options.json"
     path.write_text(path.read_text().replace(str(prepared), str(place)))
@@ -64,7 +63,6 @@ def unfinish(run: Path) -> None:
 
 
 def spoil(place: Path, name: str, at: int, value: float) -> None:
-    """Another number in the base."""
     path = place / "base/model.safetensors"
     weights = {key: tensor.clone() for key, tensor in load_file(path).items()}
     weights[name].view(-1)[at] = value

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_lines import Apart, Ended, Forker, command, environment, make_place, run_here, wait_until
@@ -45,14 +46,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The weights and the journal of a run without signals."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert run_here(*train(prepared, run)).status == 0
     return kept_of(run)
 
 
 def kept_of(run: Path) -> dict[str, object]:
-    """What of a run does not depend on signals."""
     return {key: value for key, value in outcome(run).items() if key != "metrics"}
 
 
@@ -109,13 +108,8 @@ def test_many_signals_are_as_one(prepared: Path, tmp_path: Path, apart: Apart, n
     ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)]
 )
 def test_a_signal_at_the_start_leaves_nothing(prepared: Path, tmp_path: Path, number: signal.Signals, after: float) -> None:
-    process = subprocess.Popen(
-        command(*train(prepared, tmp_path / "run")),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
+    process = subprocess.Popen(command(*train(prepared, tmp_path / "run")), **pipes)
     wait_until_handled(process.pid)
     time.sleep(after)
     process.send_signal(number)

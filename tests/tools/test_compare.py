@@ -22,7 +22,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(model: object, sides: list[str], *more: str) -> dict[str, Any]:
-    """The rows of the sides."""
     with pytest.MonkeyPatch.context() as patch:
         out = Path(f"{model}-compared.json")
         given = ["bench.py", "compare", str(model), "--tokens", "6", "--steps", "1", "--output", str(out), "--sides"]
