@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,14 +30,15 @@ from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.probes import measured_forward_seconds
 from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
-from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, Transfers, duration, plan_of, plan_run
+from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, duration, plan_of, plan_run
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DevicePlan, HostPlan
+from zo2core import HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.planning.memory import MemoryPart
 from zo2core.ranges import LARGEST, EstimatorName, OptimizerName, parse_size
 from zo2core.types import shown_bytes
 
+NAMED: dict[str, Any] = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run")}
 CONFIGURATIONS = {
     "default": [],
     "rank": ["--rank", "2"],
@@ -69,21 +71,12 @@ def planned(options: TrainOptions, *given: str, data: bool = True) -> dict[str, 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("given", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
-    given: list[str], options: TrainOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plans: list[Any] = []
+def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(given: list[str], options: TrainOptions) -> None:
     plan = planned(options, *given)
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation), "--steps", "1", "--batch-size", "3"]
-    train = Trainer.train
-
-    def noting(trainer: Trainer) -> None:
-        plans.append(trainer.host_plan)
-        train(trainer)
-
-    monkeypatch.setattr(Trainer, "train", noting)
-    main(["train", "--model", options.model, "--output", str(options.output), "--lr", "1e-4", *rows, *given])
-    [arranged] = plans
+    with patch.object(Trainer, "train", autospec=True, side_effect=Trainer.train) as train:
+        main(["train", "--model", options.model, "--output", str(options.output), "--lr", "1e-4", *rows, *given])
+    arranged = train.call_args.args[0].host_plan
     parts = {part["name"]: part["nbytes"] for part in plan["host_plan"]["parts"]}
     del parts["this process at present"]
     assert {part.name: part.nbytes for part in arranged.parts[1:]} == parts
@@ -181,7 +174,7 @@ def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions) -
 @pytest.mark.parametrize(("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)])
 def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: int | None) -> None:
     due = [at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)]
-    run: Any = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run"), "steps": steps, "evaluate_every": every}
+    run: Any = {**NAMED, "steps": steps, "evaluate_every": every}
     options = TrainOptions(**run, evaluation=Path("rows.jsonl"))
     assert [at for at in range(steps + 1) if options.is_evaluated_after(at)] == due
     for version in range(steps + 2):
@@ -291,23 +284,11 @@ BLOCKS = 4
 MEZO = Optimization(exact_mezo=True)
 
 
-class PlannedForGpu(NamedTuple):
-    device_plan: DevicePlan
-    read_bytes: int
-    transfers: Transfers
-
-
-def planned_for_gpu(
-    model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **limits: Any
-) -> PlannedForGpu:
+def planned_for_gpu(model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **limits: Any) -> Any:
     batching = Batching(batch_size=rows)
     sizes: dict[str, Any] = {"device_memory": "1GB", **{name: str(value) for name, value in limits.items()}}
     given: Any = {"optimization": optimization, "batching": batching, "storage": Storage(device="cuda", **sizes)}
-    options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
-    plan = plan_run(options, model, RowShapes.of_length(batching, 8))
-    assert plan.device_plan is not None
-    assert plan.transfers is not None
-    return PlannedForGpu(plan.device_plan, plan.read_bytes, plan.transfers)
+    return plan_run(TrainOptions(**NAMED, **given), model, RowShapes.of_length(batching, 8))
 
 
 @pytest.fixture(scope="module")
@@ -391,8 +372,8 @@ def test_unplannable_runs_are_refused(options: dict[str, Any], error: type[Excep
 
 def reserved(model: HFBlockModel, optimization: Optimization) -> StepMemory:
     """What a run of four rows of eight tokens reserves."""
-    options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), optimization=optimization)
-    return method_of(options).reserved_bytes(model, RowShapes.of_length(Batching(batch_size=4), 8).longest)
+    longest = RowShapes.of_length(Batching(batch_size=4), 8).longest
+    return method_of(TrainOptions(**NAMED, optimization=optimization)).reserved_bytes(model, longest)
 
 
 def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chunks(base: Path, tmp_path: Path) -> None:
@@ -432,23 +413,15 @@ def lines(*more: object) -> list[str]:
     ],
     ids=str,
 )
-def test_the_first_line_has_time_memory_disk(
-    here: Path, more: list[object], begins: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[HostPlan] = []
-    storage = GradientRun.storage
-
-    def noted(self: GradientRun, model: Any, host: HostPlan, *rest: Any) -> str:
-        told.append(host)
-        return storage(self, model, host, *rest)
-
-    monkeypatch.setattr(GradientRun, "storage", noted)
-    [first, *_] = lines(*more)
+def test_the_first_line_has_time_memory_disk(here: Path, more: list[object], begins: str) -> None:
+    with patch.object(GradientRun, "storage", autospec=True, side_effect=GradientRun.storage) as storage:
+        [first, *_] = lines(*more)
     assert first.startswith(begins)
     writes = f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute" if "--method" in more else "negligible"
     kind = "allowed" if "--memory" in more else "free"
     assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} {kind}[.] Disk writes: {writes}", first)
-    assert all(any(part.name.startswith("graphs of") for part in plan.parts) for plan in told)
+    for call in storage.mock_calls:
+        assert any(part.name.startswith("graphs of") for part in call.args[2].parts)
 
 
 LEFT = "about 60 s left; peak memory"
@@ -497,17 +470,10 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
 
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:
     written = []
+    options = TrainOptions(**NAMED, steps=4, optimization=Optimization(lr=1e-3), batching=Batching(batch_size=3))
     for turn in (3, 6):
-        options = TrainOptions(
-            model="base",
-            data=Path("rows.jsonl"),
-            output=Path("run"),
-            steps=4,
-            first_order=FirstOrder(method="badam", stream_blocks=True, switch_every=turn),
-            optimization=Optimization(lr=1e-3),
-            batching=Batching(batch_size=3),
-        )
-        inputs = RunInputs.read(options)
+        method = FirstOrder(method="badam", stream_blocks=True, switch_every=turn)
+        inputs = RunInputs.read(replace(options, first_order=method))
         plan = plan_of(inputs)
         inputs.model.weights.close()
         assert plan.host_plan.buckets is not None
@@ -517,7 +483,7 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
 
 
 def test_a_step_that_measures_gradients_first_sweeps_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), steps=4, batching=Batching(batch_size=2))
+    given = TrainOptions(**NAMED, steps=4, batching=Batching(batch_size=2))
     monkeypatch.setattr("zo2adapters.trainers.probes.measured_forward_seconds", lambda *_, **__: 1.0)
     monkeypatch.setattr("zo2adapters.trainers.probes.measured_backward", lambda *_: 3.0)
     seconds = []

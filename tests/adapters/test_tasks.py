@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -249,17 +250,10 @@ def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(here: Path, tran
     assert run_here("evaluate", *opening, "--data", "pairs.jsonl").status == 0
 
 
-def test_references_take_no_more_rows_at_a_time_than_steps(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    embed = HFBlockModel.embed
-
-    def counted(model: HFBlockModel, batch: Any) -> Any:
-        rows.append(len(batch["input_ids"]))
-        return embed(model, batch)
-
-    monkeypatch.setattr(HFBlockModel, "embed", counted)
-    train("preferences", "dpo", "--micro-batch-size", "2", "--evaluation", "preferences.jsonl")
-    assert set(rows) == {2}
+def test_references_take_no_more_rows_at_a_time_than_steps(here: Path) -> None:
+    with patch.object(HFBlockModel, "embed", autospec=True, side_effect=HFBlockModel.embed) as embed:
+        train("preferences", "dpo", "--micro-batch-size", "2", "--evaluation", "preferences.jsonl")
+    assert {len(call.args[1]["input_ids"]) for call in embed.mock_calls} == {2}
 
 
 def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

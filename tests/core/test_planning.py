@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -59,7 +60,7 @@ from zo2core.protocols import BlockSource, NoiseGenerator
 from zo2core.ranges import parse_size
 from zo2core.sources.segment_store import READERS
 from zo2core.sweep.perturbers import WorkBuffer
-from zo2core.types import Lane, Program, shown_bytes
+from zo2core.types import Lane, shown_bytes
 
 MiB = 2**20
 
@@ -178,18 +179,13 @@ def test_what_does_not_fit_is_added_up_part_by_part_and_auto_takes_what_is_free(
     assert (found.buckets, found.keep_noise) == (None, True)
 
 
-def test_a_first_evaluation_draws_the_updates_direction_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes: set[int] = set()
-
-    def recorded(theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
-        moves = (*program.instructions, *([program.then] if program.then else []))
-        passes.add(len({program.seeds[move.direction] for move in moves}))
-        apply(theta, program, *arguments, **options)
-
-    monkeypatch.setattr(zo2core.planning.speeds, "apply", recorded)
-    first, other = evaluation_seconds(PhiloxNoise(), layouts())
-    assert min(first, other) > 0
-    assert passes == {1, 2}
+def test_a_first_evaluation_draws_the_updates_direction_and_its_own() -> None:
+    with patch.object(zo2core.planning.speeds, "apply", side_effect=apply) as applied:
+        assert min(evaluation_seconds(PhiloxNoise(), layouts())) > 0
+    programs = [call.args[1] for call in applied.mock_calls]
+    moves = [(*program.instructions, *filter(None, [program.then])) for program in programs]
+    drawn = zip(programs, moves, strict=True)
+    assert {len({program.seeds[move.direction] for move in own}) for program, own in drawn} == {1, 2}
 
 
 GB = 10**9
