@@ -10,9 +10,10 @@ import pytest
 import torch
 from command_lines import done, refusal, run_here, write_rows
 from engines import zeroth_order
-from models import LONGEST, WORDS, make_batch, random_model, save_tokenizer, small_config
+from models import LONGEST, WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import assert_same_bits, assert_steps_alike
 from profiles import each_choice
+from trainers import trainer_options
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -67,11 +68,9 @@ CASES = [
 
 
 def saved(directory: Path, family: str, head: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    config = type(CONFIGS[family])(
-        **{**CONFIGS[family].to_dict(), "num_labels": 2 if head == "question-answering" else 3, **changes}
-    )
-    random_model(config, dtype, auto_class=HEADS[head].auto_class).save_pretrained(directory)
-    return directory
+    given = {"num_labels": 2 if head == "question-answering" else 3, **changes}
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **given})
+    return save_model(directory, config, dtype, auto_class=HEADS[head].auto_class)
 
 
 def labelled(head: str, lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -181,9 +180,7 @@ def test_a_stock_trainer_trains_a_classifier(tmp_path: Path, bf16: bool) -> None
     base = saved(tmp_path / "base", "roberta", head)
     batch = labelled(head, [6] * 6)
     rows: Any = [{key: value[row] for key, value in batch.items()} for row in range(6)]
-    options: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "bf16": bf16}
-    common: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-    args = TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=3, learning_rate=1e-2, **options, **common)
+    args = TrainingArguments(**trainer_options(tmp_path / "run", max_steps=3, per_device_eval_batch_size=4, bf16=bf16))
 
     def metrics(prediction: Any) -> dict[str, float]:
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
@@ -196,19 +193,16 @@ def test_a_stock_trainer_trains_a_classifier(tmp_path: Path, bf16: bool) -> None
     assert trainer.engine.version == 3
     ours = trainer.evaluate()
     trainer.save_model(tmp_path / "saved")
-    stock = Trainer(
-        model=whole_model(tmp_path / "saved", head, torch.float32), args=args, eval_dataset=rows, compute_metrics=metrics
-    )
-    if not bf16:
-        assert {key: stock.evaluate()[key] for key in ("eval_loss", "eval_accuracy")} == {
-            key: ours[key] for key in ("eval_loss", "eval_accuracy")
-        }
+    whole: Any = whole_model(tmp_path / "saved", head, torch.float32)
+    theirs = Trainer(model=whole, args=args, eval_dataset=rows, compute_metrics=metrics).evaluate()
+    for key in () if bf16 else ("eval_loss", "eval_accuracy"):
+        assert ours[key] == theirs[key]
 
 
 def test_what_does_not_fit_is_refused_and_a_batch_without_a_label_that_counts_left_out(tmp_path: Path) -> None:
-    good, model = (
-        labelled("masked-lm", [6, 4]),
+    model, good = (
         open_checkpoint(saved(tmp_path / "mlm", "bert", "masked-lm"), head="masked-lm"),
+        labelled("masked-lm", [6, 4]),
     )
     silent, losses = {**good, "labels": torch.full_like(good["labels"], -100)}, []
     for batch in ([good, silent], good):
@@ -286,15 +280,9 @@ def made(folder: Path, family: str, rows: list[Any], **changes: Any) -> Any:
     """A checkpoint with a tokenizer, and a file of rows, in a folder; its config."""
     given = {"num_labels": 3, **changes}
     config: PretrainedConfig = type(SIZES[family])(**{**SIZES[family].to_dict(), **given})
-    with torch.random.fork_rng(devices=[]):
-        model: Any = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3, generator=generator)
-    model.save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return model.config
+    save_tokenizer(save_model(folder / "model", config, auto_class=AutoModelForSequenceClassification))
+    write_rows(folder / "rows.jsonl", rows)
+    return config
 
 
 def classes(count: int = 12) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from command_lines import ROWS, run_here
 from engines import zeroth_order
 from footprints import really_held
-from models import random_model, save_tokenizer
+from models import save_model, save_tokenizer
 from parity import assert_same_bits, assert_steps_alike
 from peft import LoraConfig, PrefixTuningConfig, inject_adapter_in_model
 from transformers import (
@@ -95,8 +95,7 @@ WHOLE = ("qwen2_5_vl",)  # whose images are patches one after the other
 
 
 def saved(directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
-    random_model(config, dtype, auto_class=AutoModelForImageTextToText).save_pretrained(directory)
-    return directory
+    return save_model(directory, config, dtype, auto_class=AutoModelForImageTextToText)
 
 
 def whole_model(base: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -123,18 +123,22 @@ def random_model(
 
 
 def save_model(
-    directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32, *, max_shard_size: str = "5GB"
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    *,
+    max_shard_size: str = "5GB",
+    auto_class: Any = AutoModelForCausalLM,
 ) -> Path:
     """A checkpoint of a random model in the Hugging Face layout."""
-    random_model(config, dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    random_model(config, dtype, auto_class=auto_class).save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 
 
 def save_classifier(directory: Path, *, labels: int = 2, **changes: Any) -> Path:
     """A Llama that tells so many classes apart, with its tokenizer."""
     config = small_config("llama", **{"vocab_size": len(WORDS), "pad_token_id": 0, "num_labels": labels, **changes})
-    random_model(config, auto_class=AutoModelForSequenceClassification).save_pretrained(directory)
-    save_tokenizer(directory)
+    save_tokenizer(save_model(directory, config, auto_class=AutoModelForSequenceClassification))
     return directory
 
 
