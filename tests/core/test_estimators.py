@@ -1,18 +1,36 @@
-"""What every estimator promises: scalars in, a replayable update out."""
+"""Estimators: lists and formulas, and what guards and clipping make of a past. Nothing is done to a run that learns."""
 
 import itertools
 import math
+import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from toy import ToyBlockModel
 
-from zo2core import FZOO, Clipped, Distribution, Guarded, MeZOSGD, MultiQueryRGE, Update
-from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core import (
+    FZOO,
+    Clipped,
+    Distribution,
+    Engine,
+    Evaluation,
+    Guarded,
+    GuardPolicy,
+    MeZOSGD,
+    MultiQueryRGE,
+    Update,
+    ZerothOrder,
+    ZOEstimator,
+)
+from zo2core.errors import DivergenceError, NonFiniteLossError, OptionError, ZO2Warning
 from zo2core.estimators import ESTIMATORS as REGISTRY
-from zo2core.estimators import EvolutionStrategies
-from zo2core.protocols import ZOEstimator
+from zo2core.estimators import EvolutionStrategies, best_step
+from zo2core.journal import decode, encode
 from zo2core.ranges import EstimatorName, Fitness
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
@@ -202,3 +220,275 @@ def test_fzoo_gives_no_infinity_that_is_not_refused() -> None:
     assert update.projected_grads[0] == -math.inf
     with pytest.raises(NonFiniteLossError, match="step 0"):
         update.validated()
+
+
+EPS = 1e-3
+PLAIN = MeZOSGD(lr=1e-5, zo_eps=EPS, weight_decay=0.1)
+
+Process = Callable[[random.Random, float], tuple[float, float]]  # from progress in [0, 1) to loss and projected gradient
+
+
+def rare_rows(share: float, rows: int) -> Process:
+    """Batches of rows that are easy but for a share of them, whose loss and gradient are hundreds of times larger."""
+
+    def process(rng: random.Random, progress: float) -> tuple[float, float]:
+        hard = sum(rng.random() < share for _ in range(rows)) / rows
+        return 0.05 + 4 * hard * rng.lognormvariate(0, 0.3) + 0.05 * rng.random(), rng.gauss(0, 0.3 + 100 * hard)
+
+    return process
+
+
+def learning(rng: random.Random, progress: float) -> tuple[float, float]:
+    left = math.exp(-6 * progress)
+    return 0.3 + 5 * left + rng.gauss(0, 0.1 + 0.3 * left), rng.gauss(0, 3 + 20 * left)
+
+
+def memorising(rng: random.Random, progress: float) -> tuple[float, float]:
+    return 4 * math.exp(-20 * progress) * rng.lognormvariate(0, 1), rng.gauss(0, 10) * math.exp(-15 * progress)
+
+
+LEARNING: dict[str, Process] = {  # and the share of its steps that may be taken for outliers
+    "noise": lambda rng, _: (2 + rng.gauss(0, 0.05), rng.gauss(0, 3)),
+    "learning": learning,
+    "memorising": memorising,
+    "wandering": lambda rng, progress: (3 + 0.3 * math.sin(20 * progress) + rng.gauss(0, 0.15), rng.gauss(0, 5)),
+    "exponential": lambda rng, _: (rng.expovariate(1), rng.gauss(0, 1) * rng.expovariate(1)),
+    "most rows hard": rare_rows(0.6, 1),
+    "one row in three hard": rare_rows(0.3, 1),
+    "one row in ten hard": rare_rows(0.1, 1),
+    "one row in thirty hard, four rows": rare_rows(0.03, 4),
+}
+
+
+def step_of(estimator: ZOEstimator, past: list[Update], loss: float, grad: float = 1.0, *, lr: float = 1e-5) -> Update:
+    """One more step, whose losses are around a level, and whose two-point estimate comes to this."""
+    step = len(past)
+    evaluations = estimator.evaluations(step, iter(range(2 * step, 2 * step + 9)))
+    pair = [torch.tensor(loss + side * grad * EPS, dtype=torch.float64) for side in (1, -1)]
+    return estimator.update(step, evaluations, pair * (len(evaluations) // 2), lr, past)
+
+
+def run_process(estimator: ZOEstimator, process: Process, steps: int, seed: int = 0) -> list[Update]:
+    rng, past = random.Random(seed), list[Update]()
+    for step in range(steps):
+        past.append(step_of(estimator, past, *process(rng, step / steps)))
+    return past
+
+
+@pytest.mark.parametrize("process", LEARNING.values(), ids=LEARNING)
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
+def test_a_run_that_learns_is_the_unguarded_one_and_in_the_long_run_hardly_a_step_is_left_out(
+    process: Process, request: pytest.FixtureRequest
+) -> None:
+    for seed in range(2):
+        assert run_process(Guarded(estimator=PLAIN), process, 600, seed) == run_process(PLAIN, process, 600, seed)
+    seeds, steps = (30, 3000) if request.config.getoption("--long") else (1, 1000)
+    updates = [update for seed in range(seeds) for update in run_process(Guarded(estimator=PLAIN), process, steps, seed)]
+    assert sum(not any(update.projected_grads) for update in updates) <= len(updates) / 5000
+
+
+@pytest.mark.parametrize("share", [0.01, 0.003])
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
+def test_rows_too_rare_to_be_known_do_not_stop_a_run(share: float) -> None:
+    guarded = run_process(Guarded(estimator=PLAIN), rare_rows(share, 1), 1000)
+    assert sum(not any(update.projected_grads) for update in guarded) <= 0.005 * len(guarded)
+
+
+def noisy(steps: int, loss: float = 2.0) -> list[Update]:
+    return run_process(PLAIN, lambda rng, _: (loss + rng.gauss(0, 0.05), rng.gauss(0, 3)), steps)
+
+
+@pytest.mark.parametrize(("loss", "grad", "word"), [(9.0, 1.0, "loss 9"), (2.0, 500.0, "zo_eps apart")])
+def test_a_step_far_outside_the_range_is_not_applied_and_keeps_its_losses(loss: float, grad: float, word: str) -> None:
+    past = noisy(40)
+    with pytest.warns(ZO2Warning, match=f"step 40 is not applied: .*{word}"):
+        update = step_of(Guarded(estimator=PLAIN), past, loss, grad)
+    plain = step_of(PLAIN, past, loss, grad)
+    assert any(plain.projected_grads)
+    assert update == replace(plain, projected_grads=(0.0,), weight_decay=0.0, perturb_in_place=False)
+    assert update.losses == plain.losses
+
+
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
+def test_a_run_that_stops_at_once_counts_the_steps_that_it_took() -> None:
+    """Of five steps, none can be applied: their updates are larger than weights are."""
+    past: list[Update] = []
+    for _ in range(4):
+        past.append(step_of(Guarded(estimator=PLAIN), past, 2.0, lr=10.0))
+    with pytest.raises(DivergenceError, match=r"step 4: found 5 of the last 5 steps cannot .*expected fewer than 5"):
+        step_of(Guarded(estimator=PLAIN), past, 2.0, lr=10.0)
+
+
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
+def test_what_is_far_outside_the_range_is_left_out_in_each_direction_once_there_is_a_range() -> None:
+    estimator = Guarded(estimator=PLAIN)
+    assert any(step_of(estimator, noisy(19), 9.0).projected_grads)
+    both = Guarded(estimator=MultiQueryRGE(lr=1e-5, zo_eps=EPS, q=2))
+    assert step_of(both, noisy(40), 9.0).projected_grads == (0.0, 0.0)
+    past = noisy(30)
+    for _ in range(9):  # in 16 bits many losses are equal, which is no refusal
+        past.append(step_of(PLAIN, past, 2.0, grad=0.0))
+    assert step_of(estimator, past, 9.0).projected_grads == (0.0,)
+
+
+def test_a_jump_that_lasts_stops_the_run_at_its_fifth_step() -> None:
+    estimator, past = Guarded(estimator=PLAIN), noisy(43)
+    for _ in range(4):
+        with pytest.warns(ZO2Warning, match="not applied"):
+            past.append(step_of(estimator, past, 9.0))
+    with pytest.raises(DivergenceError, match="step 47: found 5 of the last 10 steps cannot be applied") as info:
+        step_of(estimator, past, 9.0)
+    assert info.value.best_step == best_step(past) < 43
+
+
+def test_a_run_that_lost_what_it_had_learned_stops_and_names_its_best_step() -> None:
+    estimator, past, rng = Guarded(estimator=PLAIN), run_process(PLAIN, learning, 400), random.Random(1)
+
+    def forget() -> None:
+        for step in range(300):  # back to a coin, too slowly for a single step to be an outlier
+            past.append(step_of(estimator, past, 0.3 + 4 * min(step / 200, 1) + rng.gauss(0, 0.1), rng.gauss(0, 3)))
+
+    with pytest.raises(DivergenceError, match=r"median loss of .*the best ten steps had 0\.") as info:
+        forget()
+    assert 2.0 < past[-1].losses[0] < 3.5
+    assert 300 < info.value.best_step < 410
+    assert past[info.value.best_step].losses[0] < 0.5
+
+
+def test_a_run_that_was_ruined_at_once_stops_within_twenty_steps_and_names_the_base() -> None:
+    estimator, past, rng = Guarded(estimator=PLAIN), list[Update](), random.Random(0)
+
+    def go_on() -> None:
+        past.append(step_of(estimator, past, 4.0, 30.0, lr=1e-3))
+        while len(past) < 21:
+            past.append(step_of(estimator, past, 40 + 5 * rng.random(), rng.gauss(0, 90), lr=1e-3))
+
+    with pytest.raises(DivergenceError, match="since the run began with 4") as info:
+        go_on()
+    assert info.value.best_step == 0
+
+
+def test_an_update_larger_than_weights_are_is_not_applied() -> None:
+    for queries, lands in ((1, True), (4, False)):  # 0.6 each, and together 1.2 for each weight
+        estimator = Guarded(estimator=MultiQueryRGE(lr=1e-5, zo_eps=EPS, q=queries))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            update = step_of(estimator, [], 4.0, 60.0, lr=1e-2 * queries)
+        assert any(update.projected_grads) == lands
+        assert [str(each.message) for each in warned] == (
+            [] if lands else ["step 0 is not applied: an update that moves each weight by 1.2, and most weights are below 1"]
+        )
+
+
+def test_a_model_that_each_step_moved_a_little_too_far_is_ruined_whatever_its_loss() -> None:
+    """The loss of a coin can be lower than that of a model that is wrong: the best step is none of the coin's."""
+    estimator, past = Guarded(estimator=PLAIN), list[Update]()
+
+    def go_on() -> None:
+        while len(past) < 50:
+            past.append(step_of(estimator, past, 4.0 if len(past) < 5 else 2.4, 40.0, lr=1e-2))
+
+    with pytest.raises(DivergenceError, match=r"step 10: found each weight moved by 1\.3 in all") as info:
+        go_on()
+    assert past[info.value.best_step].losses[0] > 3.9
+
+
+def test_the_best_step_is_neither_a_lucky_batch_nor_behind_a_leap() -> None:
+    losses = [4.0] * 20 + [0.5] + [4.0] * 10 + [2.0 - step / 100 for step in range(13)] + [50.0] * 8
+    past = list[Update]()
+    for loss in losses:
+        past.append(step_of(PLAIN, past, loss))
+    assert best_step(past) == losses.index(1.88)
+
+
+@pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
+def test_what_a_guard_does_follows_from_the_journal() -> None:
+    """An estimator made anew, with the journal read back, goes on with the same bits."""
+
+    def process(rng: random.Random, progress: float) -> tuple[float, float]:
+        leap = 60.0 if progress > 0.2 and rng.random() < 0.02 else 0.0
+        return learning(rng, progress)[0] + leap, rng.gauss(0, 3)
+
+    whole = run_process(Guarded(estimator=Clipped(estimator=PLAIN, medians=1.5)), process, 200)
+    assert any(not any(update.projected_grads) for update in whole)
+    rng, past = random.Random(0), list[Update]()
+    for step in range(200):
+        estimator = Guarded(estimator=Clipped(estimator=PLAIN, medians=1.5))
+        read_back = [step for step in map(decode, map(encode, past)) if isinstance(step, Update)]
+        past.append(step_of(estimator, read_back, *process(rng, step / 200)))
+    assert past == whole
+
+
+def test_an_estimator_that_has_seen_another_run_judges_this_one_alone() -> None:
+    shared = Guarded(estimator=PLAIN)
+    calm, wild = noisy(40), [replace(update, lr=0.3) for update in noisy(40)]
+    with pytest.raises(DivergenceError, match="in all"):
+        step_of(shared, wild, 2.0)
+    assert step_of(shared, calm, 2.0) == step_of(PLAIN, calm, 2.0)
+
+
+def test_a_step_that_was_not_applied_leaves_every_bit_as_it_was(tmp_path: Path) -> None:
+    """Whatever the wrapped estimator would have done: decay, or walk and round."""
+    model = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.bfloat16, file=tmp_path / "toy.safetensors")
+    inner = MeZOSGD(lr=1e-4, zo_eps=1e-2, weight_decay=0.5, perturb_in_place=True)
+    usual, strange = ({"input_ids": ids, "labels": ids} for ids in (torch.tensor([[19, 10, 6]]), torch.tensor([[13, 5, 0]])))
+    with Engine(model, ZerothOrder(Guarded(estimator=inner, policy=GuardPolicy(factor=1.0)))) as engine:
+
+        def weights() -> dict[str, torch.Tensor]:
+            return {name: tensor.clone() for name, tensor in engine.parameters_now()}
+
+        def step_changes_weights(batch: dict[str, torch.Tensor]) -> bool:
+            before = weights()
+            engine.step(batch)
+            return any(not torch.equal(before[name], tensor) for name, tensor in weights().items())
+
+        assert all(step_changes_weights(usual) for _ in range(20))
+        with pytest.warns(ZO2Warning, match="step 20 is not applied"):
+            assert not step_changes_weights(strange)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: GuardPolicy(window=9), "guard.window"),
+        (lambda: GuardPolicy(factor=0.5), "guard.factor"),
+        (lambda: GuardPolicy(refusals=11), "guard.refusals"),
+        (lambda: Clipped(estimator=PLAIN, value=0.0), "clip_grad"),
+        (lambda: Clipped(estimator=PLAIN, value=math.nan), "clip_grad"),
+        (lambda: Clipped(estimator=PLAIN, medians=0.5), "clip_median"),
+        (lambda: Clipped(estimator=PLAIN), "clipping"),
+    ],
+)
+def test_numbers_of_guards_and_clipping_are_refused_out_of_range(make: Callable[[], object], word: str) -> None:
+    with pytest.raises(OptionError, match=word):
+        make()
+
+
+def test_projected_gradients_are_cut_by_value_and_by_their_running_median() -> None:
+    by_value = Clipped(estimator=PLAIN, value=2.0)
+    assert [step_of(by_value, [], 3.0, grad).projected_grads for grad in (9.0, -9.0)] == [(2.0,), (-2.0,)]
+    assert step_of(by_value, [], 3.0, 1.0) == step_of(PLAIN, [], 3.0, 1.0)
+    clipped, past = Clipped(estimator=PLAIN, medians=3.0), list[Update]()
+    for step in range(60):
+        past.append(step_of(PLAIN, past, 3.0, 100.0 if step < 10 else 2.0))
+    assert step_of(clipped, past[:9], 3.0, 1e6) == step_of(PLAIN, past[:9], 3.0, 1e6)  # no median yet
+    assert step_of(clipped, past, 3.0, -90.0).projected_grads == pytest.approx((-6.0,))
+    assert step_of(clipped, past, 3.0, 5.0) == step_of(PLAIN, past, 3.0, 5.0)
+    both = Clipped(estimator=PLAIN, medians=3.0, value=4.0)
+    assert step_of(both, past, 3.0, -90.0).projected_grads == (-4.0,)
+    past = [replace(update, projected_grads=(0.0,)) if update.step % 2 else update for update in noisy(20)]
+    applied = sorted(abs(update.projected_grads[0]) for update in past[::2])  # those that were not have no part in it
+    median = (applied[4] + applied[5]) / 2
+    assert step_of(Clipped(estimator=PLAIN, medians=1.0), past, 2.0, 1e3).projected_grads == pytest.approx((median,))
+
+
+def test_options_say_what_wraps_an_estimator() -> None:
+    wrapped = Guarded(estimator=Clipped(estimator=PLAIN, value=2, medians=3))
+    assert wrapped.options == {
+        **PLAIN.options,
+        "clip_grad": 2.0,
+        "clip_median": 3.0,
+        "guard": {"window": 50, "factor": 5.0, "refusals": 5},
+    }
+    assert (wrapped.lr, wrapped.zo_eps, wrapped.perturb_in_place) == (PLAIN.lr, PLAIN.zo_eps, PLAIN.perturb_in_place)
+    assert wrapped.evaluations(0, iter([7])) == (Evaluation(7, 1.0), Evaluation(7, -1.0))
