@@ -1,10 +1,12 @@
-"""GGUF files: models in them have the bits of transformers' own reading, and exports are what others read."""
+"""GGUF files: models in them have the bits of transformers' own reading, and exports are what others and llama.cpp read."""
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -624,3 +626,96 @@ def test_chats_that_no_fixed_texts_make_have_no_template_and_prompts_of_one_colu
     assert template_of_rows(RowOptions(prompt_template=r"Tweet: {text}\nMood:")) == "Tweet: {{ .Prompt }}\nMood:"
     for other in (None, "{a} and {b}", "{a} and {a}", "{{{{ {a} }}}}"):
         assert template_of_rows(RowOptions(prompt_template=other)) is None
+
+
+TEXT = "the cat is that cat<|endoftext|> 12"
+LLAMA_F32 = 0  # ggml's number, for keys and values in float32
+
+
+def by_llama_cpp(test: Any) -> Any:
+    """A test of what llama.cpp itself makes of an export: with --long, where it is installed."""
+    is_missing = importlib.util.find_spec("llama_cpp") is None
+    ignored = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+    skipped = pytest.mark.skipif(is_missing, reason="llama-cpp-python is not installed")
+    return pytest.mark.long_profile(skipped(ignored(test)))
+
+
+def opened(path: Path, adapter: Path | None = None) -> Any:
+    llama_cpp: Any = importlib.import_module("llama_cpp")
+    options = {"n_ctx": 64, "n_threads": 1, "logits_all": True, "verbose": False, "flash_attn": False}
+    lora = None if adapter is None else str(adapter)
+    return llama_cpp.Llama(str(path), lora_path=lora, type_k=LLAMA_F32, type_v=LLAMA_F32, **options)
+
+
+def log_probabilities(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """llama.cpp's, (tokens, vocabulary)."""
+    model.reset()
+    model.eval(ids)
+    return torch.log_softmax(torch.tensor(model.scores[: len(ids)]), dim=-1)
+
+
+def transformers_log_probabilities(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([list(ids)])).logits[0], dim=-1)
+
+
+def greedy(step: Any, ids: Sequence[int], count: int) -> list[int]:
+    grown = list(ids)
+    for _ in range(count):
+        grown.append(int(step(grown)[-1].argmax()))
+    return grown
+
+
+def assert_same_text(ours: Any, theirs: Any, ids: Sequence[int]) -> None:
+    """The same probabilities of the tokens, and the same 20 behind them."""
+    torch.testing.assert_close(log_probabilities(ours, ids), transformers_log_probabilities(theirs, ids), atol=1e-3, rtol=0)
+    by_transformers = greedy(lambda grown: transformers_log_probabilities(theirs, grown), ids, 20)
+    assert greedy(lambda grown: log_probabilities(ours, grown), ids, 20) == by_transformers
+
+
+@by_llama_cpp
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_an_exported_directory_gives_the_text_of_transformers(architecture: str, tmp_path: Path) -> None:
+    base = save_directory(tmp_path / "base", architecture)
+    theirs, ids = AutoModelForCausalLM.from_pretrained(base), load_tokenizer(base)(TEXT).input_ids
+    ours = opened(export(base, tmp_path / "out", kind="F32"))
+    assert ours.tokenize(TEXT.encode(), add_bos=False, special=True) == ids
+    assert_same_text(ours, theirs, ids)
+
+
+@by_llama_cpp
+def test_a_trained_gguf_base_gives_the_text_of_transformers(tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "llama", K_TYPES, **LARGER)
+    model = open_checkpoint(base)
+    estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
+    with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))) as engine:
+        engine.step(make_batch(model.config.vocab_size, [9, 9]), seed=0)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, kind="F32")
+        engine.export(tmp_path / "directory")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "directory")
+    assert_same_text(opened(tmp_path / "out" / "model.gguf"), theirs, load_tokenizer(base)(TEXT).input_ids)
+
+
+@by_llama_cpp
+def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
+    base = save_gguf(tmp_path / "base.gguf", "llama", "F32")
+    targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=targets, alpha_pattern={"v_proj": 3})
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    batch = make_batch(model.config.vocab_size, [9, 9])
+    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=3e-2))) as engine:
+        for _ in range(10):
+            engine.step(batch)
+        engine.export(tmp_path / "peft")
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
+        export_gguf(engine, model, tmp_path / "merged", base=base, tokenizer=load_tokenizer)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
+    ids = batch["input_ids"][0].tolist()
+    before = transformers_log_probabilities(whole, ids)
+    after = transformers_log_probabilities(PeftModel.from_pretrained(whole, str(tmp_path / "peft")), ids)
+    ours_before = log_probabilities(opened(base), ids)
+    ours_after = log_probabilities(opened(base, tmp_path / "out" / "adapter.gguf"), ids)
+    assert (after - before).abs().max() > 0.5
+    torch.testing.assert_close(ours_after - ours_before, after - before, atol=1e-3, rtol=0)
+    merged = log_probabilities(opened(tmp_path / "merged" / "model.gguf"), ids)
+    torch.testing.assert_close(merged, after, atol=1e-3, rtol=0)
