@@ -158,3 +158,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A place of the test's own for what datasets keeps."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def no_power_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk need not be waited for."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda descriptor: None)

@@ -13,6 +13,7 @@ import tomllib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -57,10 +58,6 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-def save_rows(path: Path, *rows: object) -> None:
-    write_rows(path, rows)
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the models and files that the pages speak of, and a finished run."""
@@ -69,45 +66,34 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = folder / "model" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
     save_gguf(folder / "model.gguf", "llama", {"token_embd": "Q8_0", "": "Q4_0"})
-    mistral = MistralConfig(
-        vocab_size=17,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-    )
-    save_model(folder / "mistral", mistral)
+    sizes: Any = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4}
+    save_model(folder / "mistral", MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
     (folder / "pickled").mkdir()
     shutil.copy(folder / "model" / "config.json", folder / "pickled")
     torch.save(load_file(folder / "model" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
     for name in ("train.jsonl", "eval.jsonl"):
-        save_rows(folder / name, *({"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]))
-    save_rows(folder / "texts.jsonl", {"text": "the cat sat"}, {"text": "the dog ran"})
-    save_rows(
-        folder / "messages.jsonl",
-        {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]},
-    )
-    save_rows(folder / "answers.jsonl", {"prompt": "the cat", "answers": ["sat", "ran"]})
+        write_rows(folder / name, [{"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]])
+    write_rows(folder / "texts.jsonl", [{"text": "the cat sat"}, {"text": "the dog ran"}])
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    write_rows(folder / "messages.jsonl", [{"messages": messages}])
+    write_rows(folder / "answers.jsonl", [{"prompt": "the cat", "answers": ["sat", "ran"]}])
     [runs, *_] = [text for language, text in fences(ROOT / "docs" / "runs.md") if language == "text"]
     (folder / "runs.yaml").write_text(runs)
     (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
     for name in ("reviews", "held-out"):
-        rows = (f"the {word},{'good' if number % 2 else 'bad'}\n" for number, word in enumerate(WORDS[2:] * 3))
-        (folder / f"{name}.csv").write_text("text,sentiment\n" + "".join(rows))
+        lines = (f"the {word},{'good' if number % 2 else 'bad'}\n" for number, word in enumerate(WORDS[2:] * 3))
+        (folder / f"{name}.csv").write_text("text,sentiment\n" + "".join(lines))
     datasets = importlib.import_module("datasets")
     tweets = datasets.Dataset.from_csv(str(folder / "tweets.csv"), cache_dir=str(folder / "cache"))
     tweets.to_parquet(folder / "tweets.parquet")
     datasets.DatasetDict({"train": tweets}).save_to_disk(folder / "saved")
     (folder / "sst2").mkdir()
     for name in ("train", "validation"):
-        save_rows(
-            folder / "sst2" / f"{name}.jsonl", *({"sentence": f"the {word}", "label": i % 2} for i, word in enumerate(WORDS))
-        )
+        rows = [{"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)]
+        write_rows(folder / "sst2" / f"{name}.jsonl", rows)
     [reward] = [text for language, text in fences(ROOT / "docs" / "tasks.md") if "def short_and_right" in text]
     (folder / "rewards.py").write_text(reward)
-    save_rows(folder / "choices.jsonl", {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"})
+    write_rows(folder / "choices.jsonl", [{"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"}])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(shlex.split("train --model model --data train.jsonl --output run --steps 20 --lr 1e-6"))

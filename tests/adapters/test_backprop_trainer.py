@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from engines import memory
-from full_loops import adalomo_loop, lomo_loop
 from models import WORDS, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, values_of
 from profiles import each_choice
 from trainers import OF_TRL, ROWS, Smoothed, trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from whole_loops import adalomo_loop, lomo_loop
 
 from zo2adapters import Adapter, BackpropGRPOMixin, BackpropTrainerMixin, FullBackpropTrainerMixin, open_checkpoint
 from zo2adapters.tasks.generation import Generation, Sampling

@@ -1,15 +1,17 @@
 """MeZO's tasks and P-RGE's: rows of each format become the prompts that the papers print."""
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from command_lines import done, refusal, run_here
+from command_lines import done, refusal, run_here, write_rows
+from engines import assert_equal
 from models import WORDS, save_model, save_tokenizer, small_config
+from runs import rows_of, weights_of
 
-from zo2adapters.cli import main
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.tasks.benchmarks import BENCHMARKS, benchmark_of, benchmark_rows
 from zo2core.errors import DataError, MissingPackageError, OptionError
@@ -37,6 +39,7 @@ TWO = {"passage": "Two cats.", "question": "How many?", "answers_spans": {"spans
 PAIR = {"sentence1": "A.", "sentence2": "B.", "label": 1}
 SENTENCES = "Yes or No?\nSentence 1: A.\nSentence 2: B.\n"
 Asked = tuple[str, list[str], Any]
+PARTS = ("train", "dev", "test", "in-context")
 
 # Rows as the benchmark's own files have them, or as ``datasets`` gives them, and what becomes of them.
 CASES: list[tuple[str, dict[str, Any], list[Asked]]] = [
@@ -117,21 +120,15 @@ def sst2(tmp_path: Path) -> Path:
     directory.mkdir()
     for name, count in (("train", 40), ("validation", 12)):
         rows = [{"sentence": f"{name} {number}", "label": number % 2, "idx": number} for number in range(count)]
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(directory / f"{name}.jsonl", rows)
     return directory
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_parts_are_sampled_once_and_do_not_overlap(sst2: Path, tmp_path: Path) -> None:
-    command = ["rows", "--task", "sst2", "--data", str(sst2), "--train-rows", "20", "--test-rows", "5", "--shots", "2"]
+    command = ("rows", "--task", "sst2", "--data", sst2, "--train-rows", 20, "--test-rows", 5, "--shots", 2)
     said = done(*command, "--output", tmp_path / "rows").out
     assert "20 rows in train.jsonl, 20 rows in dev.jsonl, 5 rows in test.jsonl, 5 rows in in-context.jsonl" in said
-    train, dev, test, shown = (
-        rows_of(tmp_path / "rows" / f"{name}.jsonl") for name in ("train", "dev", "test", "in-context")
-    )
+    train, dev, test, shown = (rows_of(tmp_path / "rows" / f"{name}.jsonl") for name in PARTS)
     prompts = [row["prompt"] for row in (*train, *dev)]
     assert len(set(prompts)) == 40
     assert all(prompt.startswith("train") for prompt in prompts)
@@ -155,97 +152,80 @@ def test_what_is_wrong_is_one_line(sst2: Path, tmp_path: Path) -> None:
     (sst2 / "validation.jsonl").write_text('{"sentence": "hidden", "label": -1}\n')
     with pytest.raises(DataError, match=r"validation.jsonl, line 1: found -1; expected one of negative, positive"):
         benchmark_rows(BENCHMARKS["sst2"], sst2, seed=0)
-    with pytest.raises(SystemExit) as ended:
-        main(["rows", "--task", "sst2", "--data", str(sst2), "--output", str(tmp_path / "new" / "rows")])
-    assert ended.value.code == 2
+    refusal("rows", "--task", "sst2", "--data", sst2, "--output", tmp_path / "new" / "rows")
     assert not (tmp_path / "new").exists()
 
 
 def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets: Any = pytest.importorskip("datasets")
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("no route to host\nand more")
-
+    unreachable = MagicMock(side_effect=ConnectionError("no route to host\nand more"))
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        DataError, match="nyu-mll/glue:sst2:train: found ConnectionError: no route to host; expected rows of text"
-    ):
+    told = "nyu-mll/glue:sst2:train: found ConnectionError: no route to host; expected rows of text"
+    with pytest.raises(DataError, match=told):
         benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
-    features = datasets.Features(
-        sentence=datasets.Value("string"), label=datasets.ClassLabel(names=["negative", "positive"])
-    )
+    label = datasets.ClassLabel(names=["negative", "positive"])
+    features = datasets.Features(sentence=datasets.Value("string"), label=label)
     rows = {"sentence": ["a"] * 8, "label": [0, 1] * 4}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_dict(rows, features))
     parts = benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
     assert [len(rows) for rows in parts.values()] == [6, 2, 8]
     assert [row["answer"] for row in parts["test"]] == [0, 1] * 4
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[data\]'; in a clone: pip install '\.\[data\]'"):
         benchmark_rows(BENCHMARKS["sst2"], None, seed=0)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64)
     save_tokenizer(save_model(tmp_path / "base", config, torch.float32))
     (tmp_path / "sst2").mkdir()
     for name in ("train", "validation"):
         rows = [{"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)]
-        (tmp_path / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "sst2" / f"{name}.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+ON_TASK = ("--task", "sst2", "--data", "sst2")
+OPTIONS = ("--model", "base", "--lr", 1e-3, "--batch-size", 2)
+ONE_STEP = ("train", *ON_TASK, "--output", "run", *OPTIONS, "--steps", 1)
+
+
 def test_one_command_does_what_its_parts_do(folder: Path) -> None:
-    options = ["--model", folder / "base", "--steps", 6, "--lr", 1e-3, "--evaluate-every", 2, "--batch-size", 2]
-    ended = run_here(
-        "train", "--task", "sst2", "--data", folder / "sst2", "--shots", 2, "--output", folder / "run", *options
-    )
-    assert ended.status == 0, ended.err
-    scores = [line for line in ended.out.splitlines() if "accuracy" in line]
+    options = (*OPTIONS, "--steps", 6, "--evaluate-every", 2)
+    out = done("train", *ON_TASK, "--shots", 2, "--output", "run", *options).out
+    scores = [line for line in out.splitlines() if "accuracy" in line]
     assert [line.partition(":")[0] for line in scores] == ["zero-shot", "with 2 demonstrations", "fine-tuned"]
-    assert (
-        run_here("rows", "--task", "sst2", "--data", folder / "sst2", "--shots", 2, "--output", folder / "rows").status == 0
-    )
-    for name in ("train", "dev", "test", "in-context"):
-        ours, theirs = (folder / where / f"{name}.jsonl" for where in ("run.rows", "rows"))
-        assert ours.read_bytes() == theirs.read_bytes()
-    rows = ["--data", folder / "rows" / "train.jsonl", "--evaluation", folder / "rows" / "dev.jsonl"]
-    assert run_here("train", *rows, "--keep-best", "--output", folder / "parts", *options).status == 0
-    ours, theirs = (folder / run / "model" / "model.safetensors" for run in ("run", "parts"))
-    assert ours.read_bytes() == theirs.read_bytes()
-    for model, line in ((folder / "base", scores[0]), (folder / "parts" / "model", scores[2])):
-        evaluating = ["evaluate", "--model", model, "--data", folder / "rows" / "test.jsonl", "--batch-size", 2]
-        assert run_here(*evaluating).out.strip() == line.partition(": ")[2]
+    done("rows", *ON_TASK, "--shots", 2, "--output", "rows")
+    for name in PARTS:
+        assert (folder / "run.rows" / f"{name}.jsonl").read_bytes() == (folder / "rows" / f"{name}.jsonl").read_bytes()
+    rows = ("--data", "rows/train.jsonl", "--evaluation", "rows/dev.jsonl")
+    done("train", *rows, "--keep-best", "--output", "parts", *options)
+    assert_equal(weights_of("run/model"), weights_of("parts/model"))
+    for model, line in (("base", scores[0]), ("parts/model", scores[2])):
+        evaluated = done("evaluate", "--model", model, "--data", "rows/test.jsonl", "--batch-size", 2)
+        assert evaluated.out.strip() == line.partition(": ")[2]
 
 
 def test_rows_that_a_killed_process_left_are_used_again_and_others_are_refused(folder: Path) -> None:
-    options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
-    given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
-    assert run_here("rows", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run.rows").status == 0
-    whole = (folder / "run.rows" / "test.jsonl").read_bytes()
-    (folder / "run.rows" / "test.jsonl").write_bytes(whole + b"\n")
-    assert "run.rows: found something at this path" in refusal(*given)
-    assert (folder / "run.rows").exists()
-    (folder / "run.rows" / "test.jsonl").write_bytes(whole)
-    ended = run_here(*given)
-    assert ended.status == 0, ended
-    assert f"{folder / 'run.rows'}: " in ended.out
+    done("rows", *ON_TASK, "--output", "run.rows")
+    test = folder / "run.rows" / "test.jsonl"
+    whole = test.read_bytes()
+    test.write_bytes(whole + b"\n")
+    assert "run.rows: found something at this path" in refusal(*ONE_STEP)
+    assert test.exists()
+    test.write_bytes(whole)
+    assert "run.rows: " in done(*ONE_STEP).out
 
 
 def test_an_interruption_before_the_run_leaves_no_rows_and_later_one_resumes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
 ) -> None:
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
-    given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
-    with monkeypatch.context() as patch:
-        patch.setattr(Evaluate, "run", interrupted)
-        assert run_here(*given).status == 130
+    with patch.object(Evaluate, "run", side_effect=KeyboardInterrupt):
+        assert run_here(*ONE_STEP).status == 130
     assert not (folder / "run.rows").exists()
-    assert run_here(*given).status == 0
-    assert f"continue the run with zo2 train --resume {folder / 'run'}" in refusal(*given)
-    assert "leave --task out" in refusal("train", "--task", "sst2", "--resume", folder / "run")
-    assert run_here("train", "--resume", folder / "run").status == 0
+    done(*ONE_STEP)
+    assert "continue the run with zo2 train --resume run" in refusal(*ONE_STEP)
+    assert "leave --task out" in refusal("train", "--task", "sst2", "--resume", "run")
+    done("train", "--resume", "run")

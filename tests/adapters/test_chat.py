@@ -11,15 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from command_lines import SECONDS, Ended, command, environment, run_here
-from models import WORDS, save_model, save_tokenizer, small_config
+from command_lines import SECONDS, Ended, command, done, environment, run_here, write_rows
+from models import WORDS, mean_log_likelihood, save_model, save_tokenizer, small_config
 from runs import finish, small_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.commands.generate import _Stop, _TextStream
+from zo2adapters.trainers.options import TrainOptions
 from zo2core import Engine
 
 peft: Any = pytest.importorskip("peft")
@@ -55,8 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(*arguments: object, lines: str) -> Ended:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", io.StringIO(lines))
+    with patch.object(sys, "stdin", io.StringIO(lines)):
         return run_here("chat", *arguments)
 
 
@@ -181,28 +182,28 @@ def test_a_terminal_shows_a_mark_and_ends_with_the_input(place: Path) -> None:
     assert expected(place, "the cat ", 4) in text
 
 
-def test_an_engine_is_closed_before_the_next_one_opens(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[Engine] = []
-    real = Engine.close
+def test_an_engine_is_closed_before_the_next_one_opens(place: Path) -> None:
+    with patch.object(Engine, "close", autospec=True, side_effect=Engine.close) as close:
+        chat("--model", place / "base", "--adapter", place / "first", lines="/adapter none\n/adapter first\n")
+    assert len({id(call.args[0]) for call in close.call_args_list}) == 3
 
-    def close(runner: Engine) -> None:
-        closed.append(runner)
-        real(runner)
 
-    monkeypatch.setattr(Engine, "close", close)
-    chat("--model", place / "base", "--adapter", place / "first", lines="/adapter none\n/adapter first\n")
-    assert len({id(engine) for engine in closed}) == 3
+def run_on_moods(folder: Path, row: dict[str, str], *given: object, template: bool = False) -> TrainOptions:
+    """A run of one step on two rows that differ in their mood."""
+    options = small_run(folder, steps=1)
+    if template:
+        give_template(folder / "base")
+    write_rows(options.data, [{**row, "mood": mood} for mood in WORDS[8:10]])
+    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
+    done(*command, "--lr", 0.1, *given)
+    return options
 
 
 @pytest.mark.parametrize("by", ["template", "columns"])
 def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) -> None:
-    options = small_run(tmp_path, steps=1)
-    rows = [{"subject": "the cat", "prompt": "the cat is", "mood": mood} for mood in WORDS[8:10]]
-    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = ("--prompt-template", "{subject} is", "--columns", "label=mood")
     columns = template if by == "template" else ("--columns", "prompt=prompt,label=mood")
-    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
-    assert run_here(*command, *columns, "--lr", 0.1).status == 0
+    options = run_on_moods(tmp_path, {"subject": "the cat", "prompt": "the cat is"}, *columns)
     line, typed = ("the dog is", "the dog") if by == "template" else ("the dog is", "the dog is")
     ended = chat(options.output, lines=f"{typed}\n/adapter none\n{typed}\n/reset\n{'the ' * 70}\n")
     first, switched, unknown, long = ended.err.splitlines()
@@ -226,12 +227,8 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
 
 
 def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path) -> None:
-    options = small_run(tmp_path, steps=1)
-    rows = [{"subject": "the cat", "mood": mood} for mood in WORDS[8:10]]
-    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
     columns = ("--prompt-template", "{subject} is", "--columns", "completion=mood", "--lora-rank", 2)
-    assert run_here(*command, *columns, "--method", "adamw", "--lr", 0.1).status == 0
+    options = run_on_moods(tmp_path, {"subject": "the cat"}, *columns, "--method", "adamw")
     ended = chat(options.output, "--max-new-tokens", 1, lines="the dog\n/help\n/adapter none\nthe dog\n")
     first, repeated, _ = ended.err.splitlines()
     assert first == repeated
@@ -247,20 +244,7 @@ def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path)
     assert AutoTokenizer.from_pretrained(adapter)("the dog is").input_ids == tokenizer("the dog is").input_ids
 
 
-def mean_log_likelihood(directory: Path, prompt: str, completion: str) -> float:
-    """The mean log-probability of the completion's tokens, by transformers."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    ids, start = tokenizer(prompt + completion).input_ids, len(tokenizer(prompt).input_ids)
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return float(logits[range(start - 1, len(ids) - 1), ids[start:]].mean())
-
-
 def test_a_run_on_labels_with_two_columns_is_a_conversation(tmp_path: Path) -> None:
-    options = small_run(tmp_path, steps=1)
-    give_template(tmp_path / "base")
-    rows = [{"subject": "the cat", "verb": "is", "mood": mood} for mood in WORDS[8:10]]
-    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
-    assert run_here(*command, "--prompt-template", "{subject} {verb}", "--columns", "label=mood").status == 0
+    columns = ("--prompt-template", "{subject} {verb}", "--columns", "label=mood")
+    options = run_on_moods(tmp_path, {"subject": "the cat", "verb": "is"}, *columns, template=True)
     assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith("run answers; ")

@@ -4,17 +4,20 @@ import io
 import itertools
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 from command_lines import done, leaves, refusal, run_here
-from models import WORDS, save_model, save_tokenizer, small_config
+from engines import assert_equal
 from profiles import each_choice
+from runs import rows_of, weights_of
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,54 +29,32 @@ from zo2core import Journal
 from zo2core.ranges import OptimizerName
 from zo2core.types import Descend, Program
 
-ROWS = [
-    {"text": "the cat sat"},
-    {"prompt": "the dog ran is", "completion": " yes"},
-    {"prompt": "the cat ran is", "completion": " no"},
-]
+pytestmark = pytest.mark.usefixtures("here")  # a base and its rows
+ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl")
+TRAIN = (*ON_ROWS, "--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3)
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    directory = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
-    save_tokenizer(directory)
-    return directory
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
-TRAIN = ["--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3]
-
-
-def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path) -> None:
-    out, on_rows = tmp_path / "out", ("--data", rows, "--batch-size", 2)
-    evaluated = ("--evaluation", rows, "--evaluate-every", 3)
-    assert str(out / "model") in done("train", "--model", base, "--data", rows, "--output", out, *evaluated, *TRAIN).out
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def test_train_evaluate_and_export_agree() -> None:
+    evaluated = ("--evaluation", "rows.jsonl", "--evaluate-every", 3)
+    assert "out/model" in done(*TRAIN, "--output", "out", *evaluated).out
+    records = rows_of("out/metrics.jsonl")
     steps = [record for record in records if "loss" in record]
     evaluations = {record["step"]: record["evaluation_loss"] for record in records if "evaluation_loss" in record}
     assert [record["step"] for record in steps] == list(range(6))
     assert all(record["tokens_per_second"] > 0 and record["rss_bytes"] > 0 for record in steps)
     assert list(evaluations) == [0, 3, 6]
-    of_journal = ("--model", base, "--journal", out / "journal.jsonl")
-    for model in (("--model", out / "model"), (*of_journal, "--no-base")):
-        assert f"loss {evaluations[6]:.6f}" in done("evaluate", *model, *on_rows).out
-    done("export", *of_journal, "--output", tmp_path / "exported")
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", out / "model"))
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    assert AutoTokenizer.from_pretrained(out / "model")("the cat")["input_ids"] == [3, 4]
+    of_journal = ("--model", "base", "--journal", "out/journal.jsonl")
+    for model in (("--model", "out/model"), (*of_journal, "--no-base")):
+        assert f"loss {evaluations[6]:.6f}" in done("evaluate", *model, "--data", "rows.jsonl", "--batch-size", 2).out
+    done("export", *of_journal, "--output", "exported")
+    assert_equal(weights_of("exported"), weights_of("out/model"))
+    assert AutoTokenizer.from_pretrained("out/model")("the cat")["input_ids"] == [3, 4]
 
 
 @pytest.mark.parametrize(("estimator", "name", "losses"), [("mezo", "multi-query-rge", 6), ("fzoo", "fzoo", 4)])
-def test_estimators_reach_updates(estimator: str, name: str, losses: int, base: Path, rows: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done("train", "--model", base, "--data", rows, "--output", run, *TRAIN, "--estimator", estimator, "--queries", 3)
-    journal = Journal(run / "journal.jsonl")
+def test_estimators_reach_updates(estimator: str, name: str, losses: int) -> None:
+    done(*TRAIN, "--output", "run", "--estimator", estimator, "--queries", 3)
+    journal = Journal("run/journal.jsonl")
     assert journal.header is not None
     assert journal.header["estimator"]["name"] == name
     for update in journal.updates:
@@ -99,46 +80,36 @@ SAVED = """
 """
 
 
-def test_options_of_a_run_are_kept_and_none_may_be_missing(base: Path, rows: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    done("train", "--model", base, "--data", rows, "--output", whole, *TRAIN)
-    record = json.loads((whole / "options.json").read_text())
+def test_options_of_a_run_are_kept_and_none_may_be_missing() -> None:
+    done(*TRAIN, "--output", "whole")
+    record = json.loads(Path("whole/options.json").read_text())
     saved = leaves(record["options"])
-    assert (saved.pop("model"), saved.pop("data")) == (str(base), str(rows))
+    assert [saved.pop("model"), saved.pop("data")] == [str(Path(name).resolve()) for name in ("base", "rows.jsonl")]
     del saved["rendered_at"]
     assert {f"{name}={json.dumps(value)}" for name, value in saved.items()} == set(SAVED.split())
     del record["options"]["batching"]  # a format that is not this version's
-    (whole / "options.json").write_text(json.dumps(record))
-    assert "options.json: found no value for the key 'batch_size'" in refusal("train", "--resume", whole)
+    Path("whole/options.json").write_text(json.dumps(record))
+    assert "options.json: found no value for the key 'batch_size'" in refusal("train", "--resume", "whole")
 
 
-def test_a_device_of_its_own_memory_gives_the_model(
-    base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-
-    def behind_a_bus(name: object) -> ThreadedDevice:
-        asked.append(name)
-        return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-
-    here, there, resumed = tmp_path / "here", tmp_path / "there", tmp_path / "resumed"
-    done("train", "--model", base, "--data", rows, "--output", here, *TRAIN)
+def test_a_device_of_its_own_memory_gives_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind_a_bus = MagicMock(side_effect=lambda _: ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0)))
+    done(*TRAIN, "--output", "here")
     monkeypatch.setattr(zo2core.build, "choose_device", behind_a_bus)
-    done("train", "--model", base, "--data", rows, "--output", there, *TRAIN, "--device", "cuda:1", "--device-memory", "1GB")
-    resumed.mkdir()
-    (resumed / "options.json").write_bytes((there / "options.json").read_bytes())
-    done("train", "--resume", resumed)
-    assert asked == ["cuda:1", "cuda:1"]
-    for other in (there, resumed):
-        assert list(Journal(other / "journal.jsonl").updates) == list(Journal(here / "journal.jsonl").updates)
-        assert (other / "model/model.safetensors").read_bytes() == (here / "model/model.safetensors").read_bytes()
+    done(*TRAIN, "--output", "there", "--device", "cuda:1", "--device-memory", "1GB")
+    Path("resumed").mkdir()
+    shutil.copy("there/options.json", "resumed")
+    done("train", "--resume", "resumed")
+    assert behind_a_bus.call_args_list == [call("cuda:1")] * 2
+    for other in ("there", "resumed"):
+        assert list(Journal(f"{other}/journal.jsonl").updates) == list(Journal("here/journal.jsonl").updates)
+        assert_equal(weights_of(f"{other}/model"), weights_of("here/model"))
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
-def test_schedules_reach_the_updates(base: Path, rows: Path, tmp_path: Path, decay: str) -> None:
-    out = tmp_path / "out"
-    done("train", "--model", base, "--data", rows, "--output", out, *TRAIN, "--decay", decay, "--warmup-steps", 2)
-    rates = [json.loads(line)["lr"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+def test_schedules_reach_the_updates(decay: str) -> None:
+    done(*TRAIN, "--output", "out", "--decay", decay, "--warmup-steps", 2)
+    rates = [row["lr"] for row in rows_of("out/metrics.jsonl")]
     expected = LearningRate(peak=1e-2, decay=Decay(decay), warmup_steps=2, steps=6)
     assert rates == [expected(step) for step in range(6)]
     assert rates[:3] == [0.005, 0.01, 0.01]
@@ -154,8 +125,8 @@ VERIFIED += [f"--method {method}" for method in get_args(OptimizerName)]
     ("method", "precision"),
     [*each_choice(VERIFIED, ["--precision exact", "--precision mixed --dtype bfloat16"]), ("", "--dtype float16")],
 )
-def test_verify_tells_equal_from_different(base: Path, method: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ("verify", "--model", base, "--tokens", 9, *method.split(), *precision.split())
+def test_verify_tells_equal_from_different(method: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("verify", "--model", "base", "--tokens", 9, *method.split(), *precision.split())
     told = done(*command).out
     assert told.startswith("EQUAL over 3 steps")
     assert not method or "bit for bit" in told
@@ -176,7 +147,7 @@ def test_verify_tells_equal_from_different(base: Path, method: str, precision: s
     assert ended.out.startswith("DIFFERENT: ")
 
 
-def test_verify_names_the_first_difference(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_names_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     import zo2core.sweep.perturbers
     from zo2core.kernels import apply
 
@@ -186,7 +157,7 @@ def test_verify_names_the_first_difference(base: Path, monkeypatch: pytest.Monke
             theta[7] += 1e-3
 
     monkeypatch.setattr(zo2core.sweep.perturbers, "apply", wrong)
-    ended = run_here("verify", "--model", base, "--tokens", 9, "--steps", 1)
+    ended = run_here("verify", "--model", "base", "--tokens", 9, "--steps", 1)
     assert ended.status == 1
     assert "mlp.gate_proj.weight, element 7 of 240 (1 differ)" in ended.out
 
@@ -280,30 +251,32 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch
     assert bars == f"\r 50%\n\x1b[A\r{shown}", "a progress bar moves the cursor"
 
 
-ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl", "--steps", 1)
+# What a newcomer types
+
+
 REWARD = ("--reward", "rewards.py:short", "--estimator", "es", "--rank", 2, "--reward-options", "max_new_tokens=2")
 
 
 @pytest.mark.parametrize("text", ["from math import sqrt as short\n", "short = 3\n", "if True:\n    short = len\n"])
-def test_a_name_may_be_defined_in_any_way(text: str, here: Path) -> None:
+def test_a_name_may_be_defined_in_any_way(text: str) -> None:
     Path("rewards.py").write_text(text)
-    assert "without short" not in run_here(*ON_ROWS, "--output", "run", *REWARD).err
+    assert "without short" not in run_here(*ON_ROWS, "--steps", 1, "--output", "run", *REWARD).err
 
 
-def test_columns_that_a_run_on_texts_does_not_use_are_told(here: Path) -> None:
+def test_columns_that_a_run_on_texts_does_not_use_are_told() -> None:
     Path("tweets.csv").write_text("text,mood,id\nthe cat,good,1\nthe dog,bad,2\n")
     tweets = ("train", "--model", "base", "--data", "tweets.csv", "--steps", 1)
     told = done(*tweets, "--output", "run").err
     assert "trained on: the column text; not used: mood, id. --prompt-template" in told
     template = ("--prompt-template", "{text} is", "--columns", "label=mood")
     assert "not used" not in done(*tweets, "--output", "labels", *template).err
-    assert "not used" not in done(*ON_ROWS, "--output", "rows").err
+    assert "not used" not in done(*ON_ROWS, "--steps", 1, "--output", "rows").err
 
 
-def test_a_report_of_a_directory_of_runs_is_one_of_each_and_generations_of_several_have_a_name_each(here: Path) -> None:
+def test_a_report_of_a_directory_of_runs_is_one_of_each_and_generations_of_several_have_a_name_each() -> None:
     pytest.importorskip("matplotlib")
     for name in ("one", "two"):
-        done(*ON_ROWS, "--output", f"many/{name}", "--rank", 2)
+        done(*ON_ROWS, "--steps", 1, "--output", f"many/{name}", "--rank", 2)
     for directory, title in (("many", "one, two"), ("many/one", "one")):
         done("report", directory, "-o", "page.html")
         assert f"<title>{title}</title>" in Path("page.html").read_text()
@@ -315,7 +288,7 @@ def test_a_report_of_a_directory_of_runs_is_one_of_each_and_generations_of_sever
     assert not done(*generate).out.startswith("one:")
 
 
-def test_an_evaluation_of_one_row_counts_one_row_and_a_model_without_steps_counts_none(here: Path) -> None:
+def test_an_evaluation_of_one_row_counts_one_row_and_a_model_without_steps_counts_none() -> None:
     Path("one.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
     assert "1 row, 1 sweep" in done("evaluate", "--model", "base", "--data", "one.jsonl").out
     assert done("export", "--model", "base", "--output", "copy").out == "copy: the model\n"

@@ -1,16 +1,19 @@
 """Checkpoints whose tensors transformers renames and joins as it loads them, and what else they keep beside parameters."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import memory
+from engines import assert_equal, memory
 from families import compare, small_config, small_model
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import assert_same_bits, assert_same_weights
+from profiles import short_first
+from runs import weights_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,35 +27,30 @@ from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, par
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
 from zo2core.types import SavedForm, SavedPart
 
+BIAS = "e_score_correction_bias"  # a buffer
 CONVERTED = ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "olmo_hybrid", "apertus", "minimax_m2"]
-
-
 STREAMED = memory(2)
+
+
+def tiny(model_type: str) -> Any:
+    model: Any = small_model(small_config(model_type))
+    for name, buffer in model.named_buffers():
+        if name.endswith(BIAS):
+            buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()))
+    return model
 
 
 def saved(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
     """A tiny checkpoint as transformers writes it: in the form that the hub has."""
-    model: torch.nn.Module = small_model(small_config(model_type))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()))
-    model.to(dtype).save_pretrained(directory)  # type: ignore[operator]
+    tiny(model_type).to(dtype).save_pretrained(directory)
     return directory
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("model_type", CONVERTED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_converted_checkpoints_are_monolithic_mezo(
-    model_type: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if dtype is torch.float32 and not request.config.getoption("--long"):
-        pytest.skip("in bfloat16 more can differ; float32 is for the long profile")
-    model: Any = small_model(small_config(model_type))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()))
-    compared = compare(model, dtype, tmp_path / "model")
+@pytest.mark.parametrize("dtype", short_first([torch.bfloat16], [torch.float32]))  # in bfloat16 more can differ
+def test_converted_checkpoints_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    compared = compare(tiny(model_type), dtype, tmp_path / "model")
     assert compared["outcome"] == "equal", compared
 
 
@@ -61,7 +59,7 @@ def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) 
     base = saved(model_type, tmp_path / "base", torch.bfloat16)
     with Engine(open_checkpoint(base)) as replayer:
         replayer.export(tmp_path / "out")
-    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before, after = weights_of(base), weights_of(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert_same_bits(name, after[name].float(), tensor.float())  # transformers loads some in float32 all the same
@@ -91,11 +89,13 @@ def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(t
 
 
 def changed(base: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    tensors = {**load_file(base / "model.safetensors"), **changes}
+    """Replace tensors of a checkpoint, or leave them out."""
+    tensors = {**weights_of(base), **changes}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
 
 
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
 
 
@@ -107,10 +107,7 @@ EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
         ({EXPERT: torch.zeros(32, 16, dtype=torch.float64)}, "dtype F64"),
         ({EXPERT.replace("w1", "w9"): torch.zeros(32, 16)}, "w9.*that the model of config.json does not have"),
         ({"model.layers.0.mlp.gate.weight": torch.zeros(4, 16)}, "a second tensor for"),
-        (
-            {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 16)},
-            r"a second tensor for model\.layers\.0\.mlp\.experts\.gate_up_proj",
-        ),
+        ({GATE_UP: torch.zeros(4, 64, 16)}, f"a second tensor for {re.escape(GATE_UP)}"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -142,8 +139,8 @@ def test_buffers_decide_the_result_and_so_the_journal_knows_them(tmp_path: Path)
     batch, estimator = random_batch(40, 2, 6, seed=0), MeZOSGD(lr=1e-2, zo_eps=1e-2)
     with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
         engine.step(batch)
-    name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
-    changed(base, {name: load_file(base / "model.safetensors")[name] + 1})
+    [name] = [name for name in weights_of(base) if name.endswith(BIAS)]
+    changed(base, {name: weights_of(base)[name] + 1})
     with pytest.raises(JournalError, match="buffers"):
         Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl")
     changed(base, {name: None})
@@ -155,13 +152,13 @@ def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     base = saved("llama", tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    table = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    table = weights_of(base)["model.embed_tokens.weight"]
     changed(base, {"model.embed_tokens.weight": None, "lm_head.weight": table})
     with Engine(open_checkpoint(base)) as replayer:
         values = dict(replayer.parameters_now())
         replayer.export(tmp_path / "out")
     assert_same_bits("table", values["model.embed_tokens.weight"], table)
-    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" in weights_of(tmp_path / "out")
 
 
 @given(data=st.data())
@@ -188,13 +185,8 @@ def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_pat
 def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) -> None:
     specs = [ParameterSpec(name, (4, 3), torch.float32, index, decays=True) for index, name in enumerate("ab")]
     values = {name: torch.arange(12.0).view(4, 3) + 100 * index for index, name in enumerate("ab")}
-    form = SavedForm(
-        parts={
-            "a": [SavedPart("x", (8, 3), 12, 12)],  # the second half
-            "b": [SavedPart("x", (8, 3), 0, 12)],
-        },
-        constants={"count": torch.tensor([1, 2, 3])},
-    )
+    halves = {"a": [SavedPart("x", (8, 3), 12, 12)], "b": [SavedPart("x", (8, 3), 0, 12)]}  # a is the second one
+    form = SavedForm(parts=halves, constants={"count": torch.tensor([1, 2, 3])})
     for max_shard in (1, 1 << 20):
         out = tmp_path / str(max_shard)
         write_checkpoint(out, specs, values.items(), {}, dtype=torch.bfloat16, form=form, max_shard=max_shard)
@@ -224,26 +216,21 @@ def test_a_range_beyond_a_parameter_and_a_tensor_that_does_not_come_leave_no_hol
 
 def test_buffers_of_a_checkpoint_without_the_models_prefix_are_read_and_exported(tmp_path: Path) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
-    whole = load_file(base / "model.safetensors")
-    save_file(
-        {name.removeprefix("model."): tensor for name, tensor in whole.items()},
-        base / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights_of(base).items()}
+    save_file(bare, base / "model.safetensors", metadata={"format": "pt"})
     with Engine(open_checkpoint(base)) as replayer:
         replayer.export(tmp_path / "out")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(base).state_dict().items():
-        assert_same_bits(name, stock[name], tensor)
-    assert any(bool(tensor.any()) for name, tensor in stock.items() if name.endswith("e_score_correction_bias"))
+    stock, expected = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "out", base))
+    assert_equal(stock, expected)
+    assert any(bool(tensor.any()) for name, tensor in stock.items() if name.endswith(BIAS))
 
 
 def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
     rules = get_model_conversion_mapping(small_model(small_config("deepseek_v3")))
     joined = WeightConverter(["half_a", "half_b"], "e_score_correction_bias", [Concatenate(dim=0)])
-    name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
-    halves = {name.replace("e_score_correction_bias", half): torch.zeros(2) for half in ("half_a", "half_b")}
+    [name] = [name for name in weights_of(base) if name.endswith(BIAS)]
+    halves = {name.replace(BIAS, half): torch.zeros(2) for half in ("half_a", "half_b")}
     changed(base, {name: None, **halves})
     monkeypatch.setattr(stored_tensors, "get_model_conversion_mapping", lambda model: [*rules, joined])
     with pytest.raises(UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"):

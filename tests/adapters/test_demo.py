@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from models import mean_log_likelihood
+from transformers import AutoTokenizer
 
 from zo2adapters.commands.demo import (
     LABELS,
@@ -105,16 +106,13 @@ def test_pretraining_reads_neither_a_line_of_the_task_nor_its_question(task: Dem
 
 
 def test_lines_are_docstrings_and_statements_by_syntax() -> None:
-    source = (
-        '"""First line.\n\n>>> 1\n  Second: line.\n"""\nx = "é"; y = 2  # why\n\x0cif x:\n    z = "Not prose."\n    f(\n)\n'
-    )
-    prose, code = docstrings_and_code(source)
+    text = '"""First line.\n\n>>> 1\n  Second: line.\n"""\n'
+    prose, code = docstrings_and_code(f'{text}x = "é"; y = 2  # why\n\x0cif x:\n    z = "Not prose."\n    f(\n)\n')
     assert prose == ["First line.", "Second: line."]
     assert sorted(code) == sorted(['x = "é"', "y = 2", 'z = "Not prose."'])
     assert docstrings_and_code("def (") == ([], [])
-    source = (
-        '"""Explain the whole of it.\nSay nothing more of it."""\nvalue = compute(1, 2, 3, 4)\nother = compute(1, 2, 3)\n'
-    )
+    text = '"""Explain the whole of it.\nSay nothing more of it."""\n'
+    source = f"{text}value = compute(1, 2, 3, 4)\nother = compute(1, 2, 3)\n"
     known = "if value = compute(1, 2, 3, 4): Explain the whole of it."
     rows = question_rows(iter([source]), 2, pairs_per_file=3, known=known)
     assert [row["prompt"] for row in rows] == ["Say nothing more of it." + QUESTION, "other = compute(1, 2, 3)" + QUESTION]
@@ -130,17 +128,10 @@ def test_same_seed_gives_the_same_files_and_another_seed_others(task: DemoTask, 
 
 
 def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoTask) -> None:
-    tokenizer, rows = AutoTokenizer.from_pretrained(task.model), read_rows(task.train)
-    model = AutoModelForCausalLM.from_pretrained(task.model)
-    right = 0
+    rows, right = read_rows(task.train), 0
     for row in rows:
-        losses = {}
-        for label in LABELS:
-            prompt = len(tokenizer(row["prompt"])["input_ids"])
-            ids = torch.tensor([tokenizer(row["prompt"] + label)["input_ids"]])
-            logprobs = torch.log_softmax(model(ids).logits[0, :-1].detach(), -1)
-            losses[label] = -logprobs.gather(1, ids[0, 1:, None])[prompt - 1 :].mean().item()
-        right += min(losses, key=lambda label: losses[label]) == row["completion"]
+        likelihoods = {label: mean_log_likelihood(task.model, row["prompt"], label) for label in LABELS}
+        right += max(likelihoods, key=likelihoods.__getitem__) == row["completion"]
     assert accuracy(task.model, task.train, LABELS) == right / len(rows)
 
 
@@ -173,9 +164,8 @@ def test_used_directory_and_missing_sources_are_refused(monkeypatch: pytest.Monk
     assert not (tmp_path / "new").exists()
 
 
-def test_full_demo_learns_the_task(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if not request.config.getoption("--long"):
-        pytest.skip("takes two minutes; --long runs it")
+@pytest.mark.long_profile
+def test_full_demo_learns_the_task(tmp_path: Path) -> None:
     before, after = run_demo(tmp_path / "demo", seed=0, quiet=True)
     assert after.accuracy > max(0.8, before.accuracy + 0.1)
     assert after.loss < 0.5 < before.loss

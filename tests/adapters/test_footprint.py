@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from command_lines import done
-from footprints import check, really_held
+from engines import check_held_bytes, really_held
 from hypothesis import given
 from hypothesis import strategies as st
 from models import BLOOM, BLOOM_CONFIG, CONFIGS, batches, make_batch, save_model, save_tokenizer, small_config
@@ -58,10 +58,10 @@ def test_what_a_batch_holds_is_known_before_it_runs(config: PretrainedConfig, dt
         for lengths in ([12], [2], [9, 9], [9, 4], [12, 3, 5, 2]):
             for left in (False, True):
                 batch = make_batch(model.config.vocab_size, lengths, left=left)
-                check(model, model, batch)
-                check(model, LogLikelihood(model), batch)
+                check_held_bytes(model, model, batch)
+                check_held_bytes(model, LogLikelihood(model), batch)
         unmasked = {key: value for key, value in batch.items() if key != "attention_mask"}
-        check(model, model, {**unmasked, "labels": unmasked["input_ids"]})
+        check_held_bytes(model, model, {**unmasked, "labels": unmasked["input_ids"]})
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
@@ -81,9 +81,9 @@ def test_what_the_newest_tokens_hold_is_known_without_running_them(config: Pretr
                 "position_ids": positions[:, -1:] + 1,
                 **stream,
             }
-            check(model, forward, first)
+            check_held_bytes(model, forward, first)
             list(engine.forwards([first], forward))  # fills the cache
-            check(model, forward, second)
+            check_held_bytes(model, forward, second)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "deepseek_v4", "gemma3_text"])
@@ -92,7 +92,7 @@ def test_several_vectors_a_token_and_several_tables_of_rotations_are_counted(mod
     model = open_checkpoint(tmp_path)
     with Engine(model):
         for lengths in ([12], [9, 4]):
-            check(model, model, make_batch(40, lengths))
+            check_held_bytes(model, model, make_batch(40, lengths))
 
 
 def test_masks_that_are_added_to_the_scores_are_counted_as_such(tmp_path: Path) -> None:

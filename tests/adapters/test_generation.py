@@ -11,13 +11,12 @@ import families
 import pytest
 import torch
 from command_lines import done, run_here
-from continuations import by_hugging_face
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, WORDS, save_model, save_tokenizer, small_config
+from models import CONFIGS, WORDS, continuations, save_model, save_tokenizer, small_config
 from runs import finish, small_run
-from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM
+from whole_loops import StackedLoop
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import end_token_ids
@@ -41,7 +40,7 @@ def columns(steps: Iterable[tuple[int | None, ...]]) -> list[list[int]]:
 
 
 def stock_tokens(base: Path, prompts: list[list[int]], new: int, eos: int | None = None) -> list[list[int]]:
-    return by_hugging_face(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), prompts, new, eos)
+    return continuations(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), prompts, new, eos)
 
 
 @pytest.mark.few(4)
@@ -236,7 +235,7 @@ def test_tokens_are_transformers_own_with_the_perturbed_weights_written_out(
             engine, model, max_new_tokens=5, evaluations=evaluations, eos_token_ids=() if eos is None else [eos]
         ).continuations(prompts)
     for at, tokens in zip(evaluations, made, strict=True):
-        assert tokens == by_hugging_face(with_perturbed_weights(base, loop, at), prompts, 5, eos)
+        assert tokens == continuations(with_perturbed_weights(base, loop, at), prompts, 5, eos)
 
 
 @pytest.mark.few(1)

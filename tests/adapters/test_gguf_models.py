@@ -17,14 +17,15 @@ import torch
 from command_lines import done, refusal
 from damages import damaged
 from engines import assert_same_outcome, memory, outcome
-from gguf_files import Tensor, gguf_bytes
 from gguf_models import (
     BOS,
     EOS,
     MERGES,
     SPLITTERS,
     TOKENS,
+    Tensor,
     export,
+    gguf_bytes,
     metadata,
     save_directory,
     save_gguf,

@@ -1,7 +1,6 @@
 """What every kind of run holds on the command line: resumed, repeated by its recipe, exported and evaluated at its steps."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -9,11 +8,11 @@ import pytest
 import torch
 import yaml
 from command_lines import done, make_place, refusal
+from engines import assert_equal
 from models import save_tokenizer
 from peft_models import KIND_CONFIGS
 from profiles import short_first
-from runs import outcome
-from safetensors.torch import load_file
+from runs import outcome, rows_of, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.models.conversion import quantize
@@ -79,17 +78,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights_of(directory: str) -> dict[str, torch.Tensor]:
-    [path] = Path(directory).glob("*.safetensors")
-    return load_file(path)
-
-
-def assert_same(one: str, other: str) -> None:
-    values, expected = weights_of(one), weights_of(other)
-    assert values.keys() == expected.keys()
-    assert [name for name, value in values.items() if not torch.equal(value, expected[name])] == []
-
-
 SHORT = ["mezo", "a direction a row", "low rank on codes", "lora by adamw", "adamw", "badam, streamed"]
 SHORT += ["adapter of kind prefix"]
 
@@ -100,30 +88,17 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str
     if "state_bits" in kind.options and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is an extra")
     is_first_order = "--method" in kind.options
-    command = [
-        "--model",
-        kind.model,
-        "--data",
-        "rows.jsonl",
-        "--lr",
-        1e-2,
-        "--batch-size",
-        3,
-        "--seed",
-        3,
-        *kind.options.split(),
-    ]
-    command += ["--snapshot-every", 2] if is_first_order and name != "badam, streamed" else []
+    command = f"--model {kind.model} --data rows.jsonl --lr 1e-2 --batch-size 3 --seed 3 {kind.options}".split()
+    command += ["--snapshot-every", "2"] if is_first_order and name != "badam, streamed" else []
     done("train", *command, "--output", "whole", "--steps", STEPS)
     done("train", *command, "--output", "run", "--steps", 4)
     done("train", "--resume", "run", "--steps", STEPS)
-    assert_same("run/model", "whole/model")
+    assert_equal(weights_of("run/model"), weights_of("whole/model"))
     ours, theirs = (Journal(f"{run}/journal.jsonl") for run in ("run", "whole"))
     assert list(ours.updates) == list(theirs.updates)
     assert list(ours.commits) == list(theirs.commits)
     if "--samples" in kind.options:
-        samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
-        assert [sample["step"] for sample in samples] == [0, 4, STEPS]
+        assert [sample["step"] for sample in rows_of("run/samples.jsonl")] == [0, 4, STEPS]
     assert "already started" in refusal("train", "run/recipe.yaml"), "it names the directory that it was written to"
     done("train", "run/recipe.yaml", "--output", "again")
     assert outcome("again") == outcome("whole")
@@ -137,17 +112,17 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str
         assert not Path("none").exists()
     if not kind.has_snapshots:
         done("train", *command, "--output", "resident", "--steps", STEPS, "--method", "stream_blocks=false")
-        assert_same("resident/model", "run/model")
+        assert_equal(weights_of("resident/model"), weights_of("run/model"))
         return
     for at, expected in ((6, "run/model"), (4, "run/model-4"), (0, "base")):
         done("export", "--run", "run", "--at", at, "--output", f"at-{at}")
         if expected != "base" or (kind.model == "base" and not kind.trains_adapter):
-            assert_same(f"at-{at}", expected)
+            assert_equal(weights_of(f"at-{at}"), weights_of(expected))
     prompted = ("--prompt", "the cat", "--max-new-tokens", 3)
     assert done("generate", "--run", "run", *prompted).out.startswith("the cat")
     if kind.options.startswith("--adapter") and "frozen" not in kind.options:
         done("train", *command, "--adapter", "at-0", "--output", "from-0", "--steps", STEPS)
-        assert_same("from-0/model", "whole/model")
+        assert_equal(weights_of("from-0/model"), weights_of("whole/model"))
     if "--reward" in kind.options:
         return
     evaluate = ("--data", "rows.jsonl", "--no-base", "--batch-size", 99)

@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from engines import assert_equal, weights
 from models import make_batch, small_config
 from peft_models import monolithic
 from transformers import AutoModelForCausalLM
+from whole_loops import WholeModel, torch_loop
 
 from zo2adapters import Adapter, BackpropLightningModule, FullBackpropLightningModule, ZOLightningModule, open_checkpoint
 from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, TorchOptimizer, ZerothOrder
@@ -84,9 +87,8 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> N
         assert fitted.callback_metrics["train_loss"] == torch.tensor(result.loss)
         assert fitted.global_step == 6
         ours.export(tmp_path / "out")
-        weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-        for name, value in engine.parameters_now():
-            assert torch.equal(value, weights[name])
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert_equal(weights(engine), dict(exported.named_parameters()))
 
 
 def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(base: Path, tmp_path: Path) -> None:
@@ -189,34 +191,17 @@ def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_pa
     peft: Any = pytest.importorskip("peft")
     ours = first_order(base)
     first = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
-    whole: Any = monolithic(base, peft.LoraConfig(**LORA), first)
-    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
-    optimizer = ADAMW(list(trained.values()))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
-    losses = []
-    for batch in BATCHES[:6]:
-        loss = whole(**batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), 0.5)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    logged: list[float] = []
-    log = ours.log
-
-    def note(name: str, value: float, **how: Any) -> None:
-        logged.extend([value] if name == "train_loss" else [])
-        log(name, value, **how)
-
-    ours.log = note
-    trainer(tmp_path, 6, val_check_interval=2, gradient_clip_val=0.5).fit(ours, ResumableLoader(), HELD_OUT)
-    assert logged == losses
-    for name, value in ours.engine.parameters.items():
-        assert torch.equal(value, trained[name]), name
-    with torch.inference_mode():
-        expected = [whole(**batch, use_cache=False).loss.item() for batch in BATCHES[6:]]
-    assert ours.engine.evaluate(BATCHES[6:]).losses == tuple(expected)
+    whole = WholeModel(monolithic(base, peft.LoraConfig(**LORA), first))
+    losses, take = [], torch_loop(whole, ADAMW, None, 0.5)
+    for step, batch in enumerate(BATCHES[:6]):
+        losses.append(whole.backward([batch]))
+        take(1e-2 * halving(step))
+    with patch.object(ours, "log", wraps=ours.log) as log:
+        trainer(tmp_path, 6, val_check_interval=2, gradient_clip_val=0.5).fit(ours, ResumableLoader(), HELD_OUT)
+    assert [call.args[1] for call in log.call_args_list if call.args[0] == "train_loss"] == losses
+    assert_equal(ours.engine.parameters, {name: whole.parameters[name] for name in first})
+    expected = tuple(whole.backward([batch]) for batch in BATCHES[6:])
+    assert ours.engine.evaluate(BATCHES[6:]).losses == expected
     ours.export(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
 
@@ -238,8 +223,7 @@ def test_a_list_of_batches_is_one_step_and_one_pass(base: Path, tmp_path: Path) 
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        for name, value in engine.parameters.items():
-            assert torch.equal(value, ours.engine.parameters[name]), name
+        assert_equal(engine.parameters, ours.engine.parameters)
 
 
 def full_module(base: Path) -> FullBackpropLightningModule:
@@ -248,24 +232,17 @@ def full_module(base: Path) -> FullBackpropLightningModule:
 
 
 def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
-    ours, model = full_module(base), AutoModelForCausalLM.from_pretrained(base)
+    ours, whole = full_module(base), WholeModel(base)
     fitted = trainer(tmp_path, 6, val_check_interval=2)
     fitted.fit(ours, ResumableLoader(), HELD_OUT)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
+    take = torch_loop(whole, partial(torch.optim.AdamW, weight_decay=0.1), None, 0.5)
     for step, batch in enumerate(BATCHES[:6]):
-        optimizer.zero_grad()
-        model(**batch, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.param_groups[0]["lr"] = 1e-2 * halving(step)
-        optimizer.step()
-    trained = dict(model.named_parameters())
-    assert all(torch.equal(value, trained[name].detach()) for name, value in ours.engine.parameters_now())
+        whole.backward([batch])
+        take(1e-2 * halving(step))
+    assert_equal(weights(ours.engine), whole.parameters)
     assert fitted.callback_metrics["val_loss"] == torch.tensor(ours.engine.evaluate(BATCHES[6:]).loss)
     ours.export(tmp_path / "out")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(value, saved[name]) for name, value in trained.items())
+    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters()), whole.parameters)
 
 
 @pytest.mark.parametrize("make", [module, first_order, full_module])
@@ -275,8 +252,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(make: Callable[[Path]
     [middle] = (tmp_path / "kept").glob("*step=3.ckpt")
     own: dict[str, Any] = {"weights_only": False} if make is first_order else {}  # the checkpoint is Lightning's own
     trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle, **own)
-    expected = {name: value.clone() for name, value in whole.engine.parameters_now()}
-    assert all(torch.equal(value, expected[name]) for name, value in resumed.engine.parameters_now())
+    assert_equal(weights(resumed.engine), weights(whole.engine))
     if make is first_order:
         return
     assert resumed.engine.version == 6

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from command_lines import done, make_place, refusal
+from engines import assert_equal
 from models import save_model, small_config
-from safetensors.torch import load_file
+from runs import weights_of
 from transformers import AutoModelForCausalLM
 
 from zo2core.planning.memory import HostPlan, plan_host
@@ -33,15 +34,7 @@ def merged_by_peft(base: Path, adapter: Path, directory: Path) -> dict[str, torc
     """What peft makes of the whole model."""
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     peft.PeftModel.from_pretrained(whole, adapter).merge_and_unload().save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
-
-
-def assert_equal(merged: Path, expected: dict[str, torch.Tensor]) -> None:
-    own = load_file(merged / "model.safetensors")
-    assert own.keys() == expected.keys()
-    for name, value in expected.items():
-        assert own[name].dtype == value.dtype, name
-        assert torch.equal(own[name], value), name
+    return weights_of(directory)
 
 
 def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
@@ -49,7 +42,7 @@ def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> No
     save_adapter(base, peft.LoraConfig(r=3, target_modules="all-linear", fan_in_fan_out=True), tmp_path / "adapter")
     expected = merged_by_peft(base, tmp_path / "adapter", tmp_path / "peft")
     done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")
-    assert_equal(tmp_path / "merged", expected)
+    assert_equal(weights_of(tmp_path / "merged"), expected)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +66,7 @@ def test_a_run_is_merged_at_any_of_its_steps(run: str, here: Path) -> None:
         expected = merged_by_peft(here / "base", here / f"adapter-{step}", here / f"peft-{step}")
         told = done("merge", "--run", run, "--at", step, "--output", f"merged-{step}").out
         assert told == f"merged-{step}: the model after {step} steps\n"
-        assert_equal(here / f"merged-{step}", expected)
+        assert_equal(weights_of(f"merged-{step}"), expected)
     of_run = done("evaluate", "--run", run, "--data", "rows.jsonl", "--no-base").out.split(",")[0]
     merged = done("evaluate", "--model", "merged-4", "--data", "rows.jsonl").out.split(",")[0]
     assert float(merged.split()[1]) == pytest.approx(float(of_run.split()[1]), abs=1e-4)
@@ -87,12 +80,12 @@ def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch:
 
     monkeypatch.setattr("zo2core.planning.memory.plan_host", planned)
     done("merge", "--run", "first", "--output", "streamed")
-    assert_equal(here / "streamed", load_file("resident/model.safetensors"))
+    assert_equal(weights_of("streamed"), weights_of("resident"))
 
 
 def test_the_directory_has_the_tokenizer_and_a_card_and_the_base_may_be_the_one_that_the_adapter_names(here: Path) -> None:
     done("merge", "--run", "all", "--output", "all-merged")
-    assert_equal(here / "all-merged", load_file("all/model/model.safetensors"))
+    assert_equal(weights_of("all-merged"), weights_of("all/model"))
     done("merge", "--model", "base", "--adapter", "first/model", "--output", "merged")
     names = {path.name for path in Path("merged").iterdir()}
     assert {"config.json", "tokenizer.json", "README.md", "model.safetensors"} <= names
@@ -104,7 +97,7 @@ def test_the_directory_has_the_tokenizer_and_a_card_and_the_base_may_be_the_one_
     assert "an adapter, which is merged into these weights" in card
     assert "library_name: transformers" in card
     done("merge", "--adapter", "first/model", "--output", "named")
-    assert_equal(here / "named", load_file("merged/model.safetensors"))
+    assert_equal(weights_of("named"), weights_of("merged"))
     config = Path("first/model/adapter_config.json")
     config.write_text(json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": None}))
     assert "--model" in refusal("merge", "--adapter", "first/model", "--output", "other")
@@ -114,14 +107,14 @@ def test_a_quantised_base_is_merged_into_the_weights_that_it_decodes_to(here: Pa
     done("convert", "--model", "base", "--output", "nf4", "--quantize", "nf4")
     done("export", "--model", "nf4", "--output", "decoded")
     done("merge", "--model", "nf4", "--adapter", "first/model", "--output", "merged")
-    assert_equal(here / "merged", merged_by_peft(here / "decoded", here / "first" / "model", here / "peft"))
+    assert_equal(weights_of("merged"), merged_by_peft(here / "decoded", here / "first" / "model", here / "peft"))
 
 
 def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     save_adapter(here / "base", config, here / "dropped")
     done("merge", "--model", "base", "--adapter", "dropped", "--output", "merged")
-    assert_equal(here / "merged", merged_by_peft(here / "base", here / "dropped", here / "peft"))
+    assert_equal(weights_of("merged"), merged_by_peft(here / "base", here / "dropped", here / "peft"))
     losses = [
         done("evaluate", *model, "--data", "rows.jsonl", "--no-base").out.split()[1]
         for model in (("--model", "base", "--adapter", "dropped"), ("--model", "merged"))

@@ -1,7 +1,8 @@
-"""The files beside a model's weights, from a stranger: what is read, what is refused, what goes along."""
+"""Directories of a stranger: what beside a model's weights is read, refused and exported, and what code is imported."""
 
 import json
 import os
+import py_compile
 import re
 import shutil
 import socket
@@ -12,20 +13,24 @@ from typing import Any
 
 import pytest
 import torch
+from command_lines import done, refusal
 from families import small_config as family_config
 from families import small_model
 from models import save_model, save_tokenizer, small_config
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import zo2adapters
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import format_warning, show_warning
 from zo2adapters.models import checkpoint
 from zo2adapters.models.checkpoint import refuse_oversized, resolve_directory
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
+from zo2adapters.tasks.task import user_function
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Engine, MeZOSGD, ZerothOrder, ZO2Error
-from zo2core.errors import CheckpointError, ZO2Warning
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2core import Engine, Journal, ZO2Error
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
 
 
 @pytest.fixture
@@ -36,9 +41,13 @@ def base(tmp_path: Path) -> Path:
 
 
 def export(directory: Path, out: Path) -> Path:
-    with Engine(open_checkpoint(directory), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
+    with Engine(open_checkpoint(directory)) as engine:
         engine.export(out)
     return out
+
+
+def change_json(path: Path, changes: dict[str, Any]) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "tokenizer.json", "generation_config.json"])
@@ -148,20 +157,15 @@ def test_a_file_that_is_none_or_absurd_is_refused_at_once(name: str, make: Calla
     if name.endswith("jinja") and (base / name).is_file() and (base / name).stat().st_size < 1 << 30:
         return  # any text may be a template
 
-    def use() -> None:
-        open_checkpoint(base)
-        load_tokenizer(base)
-
     with pytest.raises(ZO2Error) as info:
-        use()
+        open_checkpoint(base) and load_tokenizer(base)
     assert "\n" not in str(info.value)
 
 
 def test_an_export_holds_no_remote_code_and_loads_without(base: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        path = base / name
-        values = {**json.loads(path.read_bytes()), "auto_map": {"AutoConfig": "code.Config"}}
-        path.write_text(json.dumps({**values, "inner": [{"auto_map": {"AutoModel": "code.Model"}, "kept": 1}]}))
+        inner = [{"auto_map": {"AutoModel": "code.Model"}, "kept": 1}]
+        change_json(base / name, {"auto_map": {"AutoConfig": "code.Config"}, "inner": inner})
     (base / "code.py").write_text("raise SystemExit")
     with pytest.warns(ZO2Warning, match="auto_map is left out") as warned:
         out = export(base, tmp_path / "out")
@@ -209,21 +213,16 @@ def test_absurd_sizes_are_refused_under_every_name_and_in_inner_configs(
     refuse_oversized(tmp_path / "config.json")
     place[last] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match=f"config.json: {name}: found {re.escape(str(value))}; expected at most {largest}"
-    ):
+    told = f"config.json: {name}: found {re.escape(str(value))}; expected at most {largest}"
+    with pytest.raises(CheckpointError, match=told):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name", "said"),
-    [("gpt2", "n_inner", "a table of 268435456 numbers"), ("gptj", "n_positions", "a table of 268435456 numbers")],
-)
-def test_what_a_size_under_another_name_asks_for_is_not_made(model_type: str, name: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "name"), [("gpt2", "n_inner"), ("gptj", "n_positions")])
+def test_what_a_size_under_another_name_asks_for_is_not_made(model_type: str, name: str, tmp_path: Path) -> None:
     small_model(family_config(model_type)).save_pretrained(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({**values, name: 1 << 28}))
-    with pytest.raises(CheckpointError, match=f"config.json: found the config of a model with {said}"):
+    change_json(tmp_path / "config.json", {name: 1 << 28})
+    with pytest.raises(CheckpointError, match="a model with a table of 268435456 numbers"):
         open_checkpoint(tmp_path)
 
 
@@ -263,3 +262,100 @@ def test_only_needed_weights_are_downloaded(
     resolve_directory("user/model")
     assert sorted(path.name for path in cache.glob("*.safetensors")) == names
     assert (cache / "config.json").exists()
+
+
+FUNCTION = "def calm(model, batch):\n    return model(**batch).logits.square().mean()\n"
+MARKING = "import pathlib\npathlib.Path({!r}).touch()\n"
+
+
+RESUME = ("train", "--resume", "run", "--steps", 3)
+ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl")
+NAMED = ("--objective", "own.py:calm")
+
+
+@pytest.fixture
+def place(here: Path) -> Path:
+    """A run of two steps on a function in ``own.py``."""
+    (here / "own.py").write_text(FUNCTION)
+    done(*ON_ROWS, "--output", "run", "--steps", 2, "--batch-size", 2, "--lr", 1e-3, *NAMED)
+    return here
+
+
+def steps() -> int:
+    return len(Journal("run/journal.jsonl").updates)
+
+
+def test_a_run_runs_no_function_that_the_command_does_not_name(place: Path) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    assert "own.py:calm if you trust it" in refusal(*RESUME)
+    assert "own.py:calm if you trust it" in refusal("train", "--resume", "run", "--from-step", 1, "--output", "branch")
+    assert not (place / "mark").exists()
+    (place / "own.py").write_text(FUNCTION)
+    done(*RESUME, *NAMED)
+    assert steps() == 3
+    command = RunDirectory.options(Path("run")).resume_command  # names its functions
+    done(*command.split()[1:], "--steps", 4)
+    values = {"model": "base", "data": "rows.jsonl", "output": "other", "steps": 2, "objective": "own.py:calm"}
+    (place / "recipe.yaml").write_text(json.dumps(values))
+    done("train", "recipe.yaml", *NAMED)
+    assert zo2adapters.train({**values, "output": "mapped"}) == Path("mapped"), "who writes a mapping names the function"
+
+
+@pytest.mark.parametrize("line", ["objective: own.py:calm", "reward: own.py:calm", "reward: [length, own.py:calm=2]"])
+def test_a_recipe_runs_no_function_that_the_command_does_not_name(place: Path, line: str) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    option, more = line.partition(":")[0], "estimator: es\nqueries: 2\n" if line.startswith("reward") else ""
+    (place / "recipe.yaml").write_text(f"model: base\ndata: rows.jsonl\noutput: other\nsteps: 2\n{more}{line}\n")
+    told = refusal("train", "recipe.yaml")
+    assert told.startswith(f"zo2: recipe.yaml: {option}: found ")
+    assert "expected the same functions on the command line" in told
+    with pytest.raises(OptionError, match="the same functions on the command line"):
+        zo2adapters.train(place / "recipe.yaml", {"steps": 1})
+    (place / "runs.yaml").write_text(f"one: {{{line}}}\n")
+    told = refusal(*ON_ROWS, "--output", "all", "--rank", 2, "--runs", "runs.yaml")
+    assert f"runs.yaml, one: {option}: found" in told
+    assert not (place / "mark").exists()
+
+
+def test_a_file_that_was_changed_is_not_imported_and_one_that_moved_is_named_at_its_new_place(place: Path) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    line = refusal(*RESUME, *NAMED)
+    assert line.startswith("zo2: --objective: found ")
+    assert not (place / "mark").exists()
+    assert steps() == 2
+    (place / "own.py").unlink()
+    (place / "moved.py").write_text(FUNCTION)
+    assert "--objective: found" in refusal(*RESUME, "--objective", "moved.py:gone")
+    done(*RESUME, "--objective", "moved.py:calm")
+    assert "moved.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 4), "the new path is saved"
+
+
+@pytest.mark.parametrize("function", ["calm", "other"])
+def test_another_file_that_the_options_name_is_not_imported(place: Path, function: str) -> None:
+    (place / "other.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION.replace("calm", function))
+    record = json.loads(Path("run/options.json").read_bytes())
+    record["options"]["objective"] = f"{place / 'other.py'}:{function}"
+    Path("run/options.json").write_text(json.dumps(record))
+    assert f"other.py:{function} if you trust it" in refusal(*RESUME)
+    assert "--objective: found" in refusal(*RESUME, "--objective", f"other.py:{function}")
+    assert not (place / "mark").exists()
+
+
+def test_compiled_code_beside_a_function_is_not_run(tmp_path: Path) -> None:
+    """Python's import takes it if size and time of the source are those that it names, whatever the source says."""
+    source, other = tmp_path / "own.py", tmp_path / "other.py"
+    other.write_text("def one(model, batch):\n    raise OSError\n")
+    source.write_text("def one(model, batch):\n    return 1.0  #\n")
+    assert source.stat().st_size == other.stat().st_size
+    os.utime(other, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))
+    cached = Path(py_compile.compile(str(other), doraise=True) or "")
+    cached.rename(cached.with_name(cached.name.replace("other", "own")))
+    with pytest.raises(OptionError, match="found float from one"):  # what the source says: it returned a number
+        user_function(f"{source}:one")(None, {})
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_model_that_names_code_of_the_hub_is_refused_by_name(base: Path, key: str) -> None:
+    change_json(base / "config.json", {key: "kernels-community/flash-attn2"})
+    with pytest.raises(UnsupportedModelError, match=r"kernels-community/flash-attn2.*remote code is never run"):
+        open_checkpoint(base)

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_lines import done
 from engines import zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_steps_alike
-from runs import small_run
+from runs import finish, rows_of, small_run
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -22,10 +24,8 @@ from transformers import (
 )
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
-from zo2adapters.cli import main
 from zo2adapters.models.batches import is_packed, pack, require_separating_masks
 from zo2adapters.trainers.options import Batching
-from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, MultiQueryRGE, ZerothOrder
 from zo2core.errors import BatchError, UnsupportedModelError
 
@@ -94,9 +94,8 @@ def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_
     losses = []
     for batch in (padded, pack(padded)):
         estimator = MultiQueryRGE(q=2, perturb_in_place=False, **NUMBERS)
-        with Engine(
-            open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2), seed=1)
-        ) as engine:
+        method = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2), seed=1)
+        with Engine(open_checkpoint(base), method) as engine:
             losses.append([loss for _ in range(3) for loss in engine.step(batch).losses])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
@@ -125,12 +124,8 @@ def test_a_mask_is_looked_at_in_all_its_places(dtype: torch.dtype, place: tuple[
     if dtype is torch.float32:
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    calls = [((), {"attention_mask": mask})] * 3
-    if is_hidden:
-        require_separating_masks({"position_ids": positions}, lambda: calls)
-    else:
-        with pytest.raises(UnsupportedModelError, match="layer 0"):
-            require_separating_masks({"position_ids": positions}, lambda: calls)
+    with nullcontext() if is_hidden else pytest.raises(UnsupportedModelError, match="layer 0"):
+        require_separating_masks({"position_ids": positions}, lambda: [((), {"attention_mask": mask})] * 3)
 
 
 def test_masks_that_layers_do_not_share_are_all_looked_at() -> None:
@@ -145,23 +140,18 @@ def test_masks_that_layers_do_not_share_are_all_looked_at() -> None:
         require_separating_masks({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, calls)
 
 
-def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path) -> None:
     losses = {}
     for packed in (False, True):
         folder = tmp_path / str(packed)
         folder.mkdir()
         options = small_run(folder, batching=Batching(batch_size=3, pack=packed), evaluation=folder / "rows.jsonl")
-        with Trainer(options) as trainer:
-            trainer.run()
-        metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        losses[packed] = [line["loss"] for line in metrics if "loss" in line]
+        finish(options)
+        losses[packed] = [row["loss"] for row in rows_of(folder / "run" / "metrics.jsonl") if "loss" in row]
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
-    header = json.loads((tmp_path / "True" / "run" / "journal.jsonl").read_text().splitlines()[0])
-    assert "packed" in json.dumps(header)
-    main(["train", "--resume", str(tmp_path / "True" / "run"), "--steps", "5"])
-    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data), "--pack", "--no-base"])
-    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data), "--no-base"])
-    packed_loss, padded_loss = (
-        float(line.split()[1].strip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")
-    )
-    assert packed_loss == pytest.approx(padded_loss, rel=1e-5)
+    run = tmp_path / "True" / "run"
+    assert "packed" in json.dumps(rows_of(run / "journal.jsonl")[0])
+    done("train", "--resume", run, "--steps", 5)
+    evaluate = ("evaluate", "--run", run, "--data", options.data, "--no-base")
+    told = [float(done(*evaluate, *more).out.split()[1].strip(",")) for more in (["--pack"], [])]
+    assert told[0] == pytest.approx(told[1], rel=1e-5)

@@ -15,7 +15,6 @@ from peft_models import lora, monolithic, steps, values_of
 from profiles import each_choice
 from runs import small_run
 from safetensors.torch import load_file
-from stacked_loop import StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from whole_loops import StackedLoop
 
 from zo2adapters import Adapter, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters import train as train_recipe

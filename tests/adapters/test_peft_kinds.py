@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from command_lines import done
-from engines import memory
-from footprints import check
+from engines import check_held_bytes, memory
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -389,7 +388,7 @@ def test_what_a_batch_with_a_prefix_holds_is_known_ahead(model_type: str, dtype:
     model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
     with Engine(model):
         for lengths in ([9], [2], [9, 9], [9, 4], [9, 3, 5, 2]):
-            check(model, model, make_batch(40, lengths))
+            check_held_bytes(model, model, make_batch(40, lengths))
 
 
 @pytest.mark.parametrize("model_type", TARGETS)

@@ -4,14 +4,14 @@ import io
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tqdm.std
-from command_lines import make_place, run_here
+from command_lines import done, make_place
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import small_run
@@ -29,10 +29,8 @@ from zo2core import Engine
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base, rows, and a run of an adapter."""
     folder = make_place(tmp_path_factory.mktemp("bars"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        common = ("--model", "base", "--data", "rows.jsonl", "--steps", 2, "--lr", 1e-2)
-        assert run_here("train", *common, "--lora-rank", 2, "--output", "run").status == 0
+    given = ("--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run")
+    done("train", *given, "--steps", 2, "--lr", 1e-2, "--lora-rank", 2)
     return folder
 
 
@@ -86,9 +84,9 @@ def test_rows_count_as_far_as_their_sweep_is(sweeps: list[list[int]], visits: in
     for batches in sweeps:
         for rows in batches:
             shared.took(rows)
-        for done in range(1, visits + 1):
-            shared.visited(done, visits)
-            assert bar.n == finished + sum(batches) * done // visits
+        for visited in range(1, visits + 1):
+            shared.visited(visited, visits)
+            assert bar.n == finished + sum(batches) * visited // visits
         finished += sum(batches)
     assert bar.n == sum(map(sum, sweeps))
 
@@ -104,14 +102,15 @@ class StoppedClock:
     perf_counter = __call__
 
 
-def lines_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **changes: Any
-) -> Sequence[str]:
-    """What the bar shows of a run whose steps take 2 s, and whose evaluations take 500 s."""
+def test_evaluations_that_are_to_come_count_in_the_time_that_is_left_and_not_that_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run whose steps take 2 s, and whose evaluations take 500 s."""
     clock = StoppedClock()
     monkeypatch.setattr(tqdm.std, "time", clock)
     monkeypatch.setattr(trainer_module, "time", clock)
-    with Trainer(replace(small_run(folder), **changes)) as trainer:
+    options = replace(small_run(tmp_path), steps=5, evaluation=tmp_path / "rows.jsonl", evaluate_every=2)
+    with Trainer(options) as trainer:
         step, evaluate = trainer.engine.step, trainer._task.evaluate
 
         def slow_step(*arguments: Any) -> object:
@@ -125,23 +124,10 @@ def lines_of(
         monkeypatch.setattr(trainer.engine, "step", slow_step)
         monkeypatch.setattr(trainer._task, "evaluate", slow_evaluation)
         trainer.train()
-    return [line for line in re.split(r"[\r\n]", capsys.readouterr().err) if "step/s" in line or "s/step" in line]
-
-
-def test_evaluations_that_are_to_come_count_in_the_time_that_is_left_and_not_that_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = lines_of(tmp_path, monkeypatch, capsys, steps=5, evaluation=tmp_path / "rows.jsonl", evaluate_every=2)
+    lines = [line for line in re.split(r"[\r\n]", capsys.readouterr().err) if "step/s" in line or "s/step" in line]
     left = {done: next(line for line in lines if f" {done}/5 " in line) for done in (1, 3, 5)}
     assert "2.00s/step" in left[1]
     assert "[08:22<25:08," in left[1]  # after steps 2, 4 and 5
     assert "<16:44," in left[3]
     assert "[33:30<00:00," in lines[-1]
     assert all("2.00s/step" in line for line in lines if " 0/5 " not in line)
-
-
-def test_a_bar_that_is_not_shown_takes_no_note_of_time(tmp_path: Path) -> None:
-    options = replace(small_run(tmp_path), evaluation=tmp_path / "rows.jsonl", steps=1)
-    with Trainer(options, quiet=True) as trainer:
-        trainer.train()
-        assert trainer.engine.version == 1

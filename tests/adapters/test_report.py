@@ -13,8 +13,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from command_lines import done, refusal
+from command_lines import done, refusal, write_rows
 from models import WORDS, save_model, save_tokenizer, small_config
+from runs import rows_of
 
 from zo2adapters.commands.report import HEAD, page, read_run
 from zo2core import Journal
@@ -27,8 +28,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     save_model(folder / "model", small_config("llama", max_position_embeddings=32))
     save_tokenizer(folder / "model")
-    rows = [{"prompt": f"the {word}", "completion": f" {word}"} for word in WORDS[3:8]]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", [{"prompt": f"the {word}", "completion": f" {word}"} for word in WORDS[3:8]])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         common = ["train", "--model", "model", "--data", "rows.jsonl", "--batch-size", "2", "--steps", "6", "--lr", "1e-3"]
@@ -137,16 +137,15 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file_and_the_earlier_one
 
 
 def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
-    rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+    """Change each row of a run's metrics."""
+    rows = rows_of(Path(name, "metrics.jsonl"))
     for row in rows:
         change(row)
-    Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path(name, "metrics.jsonl"), rows)
 
 
 WITHOUT = object()
 NO_NUMBERS: tuple[Any, ...] = ("0.1", None, [1.0], True)
-
-
 NO_LANES: tuple[Any, ...] = ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
 DAMAGED: list[tuple[str, Any]] = [
     *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in NO_NUMBERS),
@@ -210,20 +209,15 @@ def test_a_browser_draws_the_page(here: Path) -> None:
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={here / 'profile'}"]
     address = (here / "page.html").as_uri()
-    drawn = subprocess.run(
-        [*command, "--window-size=1000,1400", f"--screenshot={here / 'page.png'}", address],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    assert drawn.returncode == 0
+    drawing: Any = {"check": True, "capture_output": True, "timeout": 120}
+    subprocess.run([*command, "--window-size=1000,1400", f"--screenshot={here / 'page.png'}", address], **drawing)
     import matplotlib.image
 
     pixels = matplotlib.image.imread(here / "page.png")
     assert pixels.shape[:2] == (1400, 1000)
     colours = {tuple(colour) for colour in (pixels[::3, ::3, :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
     assert {(31, 119, 180), (255, 127, 14)} <= colours, "the curves of both runs"
-    dom = subprocess.run([*command, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=120).stdout
+    dom = subprocess.run([*command, "--dump-dom", address], text=True, **drawing).stdout
     assert dom.count("<svg") == 3
 
 
@@ -233,7 +227,7 @@ def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     common = ["train", "--model", "model", "--data", "rows.jsonl", "--steps", "2", "--lr", "1e-3", "--batch-size", "2"]
     done(*common, "--output", "tb", "--report-to", "tensorboard", "--evaluation", "rows.jsonl")
-    rows = [json.loads(line) for line in Path("tb/metrics.jsonl").read_text().splitlines()]
+    rows = rows_of("tb/metrics.jsonl")
     tensorboard.SummaryWriter.assert_called_once_with(log_dir="tb/tensorboard")
     writer = tensorboard.SummaryWriter.return_value
     writer.close.assert_called_once_with()

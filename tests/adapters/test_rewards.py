@@ -14,13 +14,12 @@ import psutil
 import pytest
 import torch
 from command_lines import done, refusal, write_rows
-from continuations import by_hugging_face
 from crews import Crew
-from models import WORDS, save_model, save_tokenizer, small_config
+from models import WORDS, continuations, save_model, save_tokenizer, small_config
 from parity import assert_same_weights
 from profiles import short_first
-from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_loops import StackedLoop
 
 from zo2adapters import limited_process, open_checkpoint
 from zo2adapters.tasks import reward_program
@@ -332,7 +331,7 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Pa
                     total = 0.0
                     for row in ROWS:
                         prompt = tokenizer(row["prompt"])["input_ids"]
-                        [tokens] = by_hugging_face(member, [prompt], new, tokenizer.eos_token_id)
+                        [tokens] = continuations(member, [prompt], new, tokenizer.eos_token_id)
                         text = tokenizer.decode(tokens, skip_special_tokens=True)
                         total += row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[operator, arg-type, union-attr]
                         total -= 0.5 * len(text) / 100
@@ -378,7 +377,7 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
     sums, count = 0.0, 0
     for row in ROWS:
         prompt = tokenizer(row["prompt"])["input_ids"]
-        [tokens] = by_hugging_face(before, [prompt], 4, tokenizer.eos_token_id)
+        [tokens] = continuations(before, [prompt], 4, tokenizer.eos_token_id)
         ids = torch.tensor([[*prompt, *tokens]])
         for sign, whole in ((1, before), (-1, after)):
             log = whole(ids).logits.detach()[0, len(prompt) - 1 : -1].log_softmax(dim=-1)

@@ -2,16 +2,18 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from command_lines import Apart, refusal, run_here
+from command_lines import Apart, done, refusal, run_here
+from engines import fails_at
 from models import save_tokenizer
-from runs import small_run
+from runs import finish, small_run
 from strikes import strike
 
 from zo2adapters.commands import train
@@ -19,7 +21,6 @@ from zo2adapters.models.conversion import quantize
 from zo2adapters.trainers import tuning
 from zo2adapters.trainers.optimization import FirstOrder, Optimization
 from zo2adapters.trainers.options import RunModelOptions, Storage, TrainOptions
-from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, tune
 from zo2core import Engine, SharedBase
 
@@ -53,11 +54,8 @@ def written(folder: Path, runs: Mapping[str, object] = RUNS) -> Path:
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:
-    return [
-        text
-        for key, value in values.items()
-        for text in (["--" + key.replace("_", "-")] if value is True else ["--" + key.replace("_", "-"), str(value)])
-    ]
+    named = ((f"--{key.replace('_', '-')}", value) for key, value in values.items())
+    return [text for name, value in named for text in ([name] if value is True else [name, str(value)])]
 
 
 def results(run: Path) -> dict[str, bytes]:
@@ -69,7 +67,7 @@ def results(run: Path) -> dict[str, bytes]:
 def alone(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
     folder = tmp_path_factory.mktemp("alone")
     for name, values in RUNS.items():
-        assert run_here(*arguments(options, "--output", folder / name, *flags(values))).status == 0
+        done(*arguments(options, "--output", folder / name, *flags(values)))
     return {name: results(folder / name) for name in RUNS}
 
 
@@ -78,10 +76,8 @@ def results_of(together: Path) -> dict[str, dict[str, bytes]]:
 
 
 def test_runs_together_are_the_runs_apart(options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
-    sweeps, counting = counted_sweeps()
-    with counting:
-        ran = run_here(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
-    assert ran.status == 0, ran.err
+    with counted_sweeps() as sweeps:
+        ran = done(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
     assert all(f"{name}: step 2: evaluation " in ran.err for name in RUNS)
     assert sweeps[:7] == [4] * 7, "three evaluations and four steps of all; then one run goes on alone"
     assert set(sweeps[7:]) <= {1}
@@ -104,7 +100,7 @@ def test_of_two_commands_at_once_the_first_goes_on_and_the_second_is_refused(opt
         return real(*given)
 
     with patch.object(train, "_trained", started_again):
-        assert run_here(*command).status == 0
+        done(*command)
     assert run_here(*command).status == 0, "the lock ends with the command"
 
 
@@ -112,19 +108,11 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
     options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path
 ) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
-    step, taken = Engine.step, 0
-
-    def counted(self: Engine, *given: Any, **more: Any) -> Any:
-        nonlocal taken
-        taken += 1
-        if taken == 6:
-            raise KeyboardInterrupt
-        return step(self, *given, **more)
-
-    with patch.object(Engine, "step", counted):
+    interrupted = fails_at(Engine.step, 6, KeyboardInterrupt())
+    with patch.object(Engine, "step", lambda self, *given, **more: interrupted(self, *given, **more)):
         assert run_here(*command).status != 0
-    assert run_here("train", "--resume", tmp_path / "all" / "zo-lora").status == 0
-    assert run_here(*command).status == 0
+    done("train", "--resume", tmp_path / "all" / "zo-lora")
+    done(*command)
     assert results_of(tmp_path / "all") == alone
 
 
@@ -133,7 +121,7 @@ def test_kills_lose_nothing(options: TrainOptions, alone: dict[str, dict[str, by
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
         struck = apart.run(*command, patch=strike("zo2core.journal", "Journal", "append", at, moment))
         assert struck.status != 0
-    assert run_here(*command).status == 0
+    done(*command)
     assert results_of(tmp_path / "all") == alone
 
 
@@ -161,16 +149,9 @@ METHODS: Mapping[str, Any] = {
 def test_tuning_together_gives_the_trials_of_tuning_one_by_one(options: TrainOptions, tmp_path: Path, method: str) -> None:
     given: Any = {"forwards": 240, "learning_rates": (1e-7, 2e-6, 1e-5, 1e-4)}
     tried = replace(options, steps=1000, **METHODS[method])
-    shared: list[int] = []
-    together = SharedBase.together
-
-    def counted(self: SharedBase, functions: Mapping[Any, Any]) -> Any:
-        shared.append(len(functions))
-        return together(self, functions)
-
-    with patch.object(SharedBase, "together", counted):
+    with patch.object(SharedBase, "together", autospec=True, side_effect=SharedBase.together) as together:
         best = tune(replace(tried, output=tmp_path / "together"), **given)
-    assert shared == [4, 2], "the last round has one trial"
+    assert [len(shared.args[1]) for shared in together.call_args_list] == [4, 2], "the last round has one trial"
     with patch.object(tuning, "can_share", return_value=False):
         alone = tune(replace(tried, output=tmp_path / "apart"), **given)
     assert replace(best, directory=alone.directory) == alone
@@ -193,10 +174,11 @@ def test_trials_that_do_not_fit_run_one_by_one(options: TrainOptions, tmp_path: 
 
 
 def plan_of(options: TrainOptions, *more: object) -> Any:
-    given = ["plan", "--model", options.model, "--data", options.data, "--batch-size", 400, "--json"]
-    planned = run_here(*given, *more)
-    assert planned.status == 0, planned.err
-    return json.loads(planned.out)
+    return json.loads(done(*planning(options), "--json", *more).out)
+
+
+def planning(options: TrainOptions) -> tuple[object, ...]:
+    return ("plan", "--model", options.model, "--data", options.data, "--batch-size", 400)
 
 
 def beside_process(plan: Any) -> Any:
@@ -224,7 +206,7 @@ def test_a_plan_says_how_many_runs_fit_and_costs(
     assert three["nbytes"] <= three["host_plan"]["budget"]
     most = three["most_runs"]
     assert most >= 3
-    told = re.search(r"of which (\d+) fit", refusal_of_plan(options, *method, "--memory", memory, "--runs", 2 * most))
+    told = re.search(r"of which (\d+) fit", refusal(*planning(options), *method, "--memory", memory, "--runs", 2 * most))
     assert told is not None
     assert int(told[1]) == most
 
@@ -238,41 +220,31 @@ def test_a_plan_of_runs_counts_what_they_generate(options: TrainOptions, process
     assert long > short
 
 
-def refusal_of_plan(options: TrainOptions, *more: object) -> str:
-    return refusal("plan", "--model", options.model, "--data", options.data, "--batch-size", 400, *more)
-
-
 @pytest.fixture(scope="module")
 def trained(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("trained")
     runs = {name: RUNS[name] for name in ("low-rank", "lora", "zo-lora")}
-    ran = run_here(*arguments(options, "--output", folder / "all", "--runs", written(folder, runs)))
-    assert ran.status == 0, ran.err
+    done(*arguments(options, "--output", folder / "all", "--runs", written(folder, runs)))
     return {**{name: folder / "all" / name for name in runs}, "model": folder / "all" / "lora" / "model"}
 
 
-def counted_sweeps() -> tuple[list[int], Any]:
+@contextmanager
+def counted_sweeps() -> Iterator[list[int]]:
+    """How many runs each sweep serves, known at the end."""
     sweeps: list[int] = []
-    made = SharedBase._sweep
-
-    def counted(self: SharedBase, requests: Any, order: Any) -> None:
-        sweeps.append(len(requests))
-        made(self, requests, order)
-
-    return sweeps, patch.object(SharedBase, "_sweep", counted)
+    with patch.object(SharedBase, "_sweep", autospec=True, side_effect=SharedBase._sweep) as swept:
+        yield sweeps
+    sweeps += [len(sweep.args[1]) for sweep in swept.call_args_list]
 
 
 def test_several_models_evaluate_and_generate_in_one_pass(options: TrainOptions, trained: Mapping[str, Path]) -> None:
     first, *others = trained.values()
-    sweeps, counting = counted_sweeps()
-    with counting:
-        together = run_here("evaluate", "--run", first, "--data", options.data, "--others", *others)
-    assert together.status == 0, together.err
+    with counted_sweeps() as sweeps:
+        together = done("evaluate", "--run", first, "--data", options.data, "--others", *others)
     assert sweeps == [5], "the base, too"
     header, loss, *_ = together.out.splitlines()
-    assert header.split() == ["base", "step", "4", *list(trained)[1:3], str(trained["model"])], (
-        "the run has its name already"
-    )
+    names = [*list(trained)[1:3], str(trained["model"])]  # the run has its name already
+    assert header.split() == ["base", "step", "4", *names]
     cells = [cell.split()[0] for cell in re.split(r"\s{2,}", loss.strip())[1:]]
     shown = dict(zip(["base", *trained], cells, strict=True))
     for name, path in trained.items():
@@ -280,10 +252,8 @@ def test_several_models_evaluate_and_generate_in_one_pass(options: TrainOptions,
         alone = run_here("evaluate", *given, "--data", options.data, "--no-base")
         assert f"loss {shown[name]}" in alone.out, name
     ask = ("--prompt", "the cat", "--max-new-tokens", 3)
-    sweeps, counting = counted_sweeps()
-    with counting:
-        together = run_here("generate", "--run", first, *ask, "--others", *others)
-    assert together.status == 0, together.err
+    with counted_sweeps() as sweeps:
+        together = done("generate", "--run", first, *ask, "--others", *others)
     assert sweeps[0] == 4
     assert len(sweeps) <= 3, "one pass a token"
     said = [run_here("generate", "--run", path, *ask).out.strip() for path in list(trained.values())[:3]]
@@ -292,13 +262,10 @@ def test_several_models_evaluate_and_generate_in_one_pass(options: TrainOptions,
 
 def test_models_that_cannot_share_passes_run_one_after_the_other(options: TrainOptions, tmp_path: Path) -> None:
     low_rank = tmp_path / "low-rank"
-    assert run_here(*arguments(options, "--output", low_rank, *flags(RUNS["low-rank"]))).status == 0
+    done(*arguments(options, "--output", low_rank, *flags(RUNS["low-rank"])))
     (tmp_path / "dense").mkdir()
     dense = small_run(tmp_path / "dense")
-    with Trainer(dense, quiet=True) as trainer:
-        trainer.train()
-    sweeps, counting = counted_sweeps()
-    with counting:
-        table = run_here("evaluate", "--run", dense.output, "--data", dense.data, "--others", low_rank)
-    assert table.status == 0, table.err
+    finish(dense)
+    with counted_sweeps() as sweeps:
+        done("evaluate", "--run", dense.output, "--data", dense.data, "--others", low_rank)
     assert sweeps == []

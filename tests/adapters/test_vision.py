@@ -1,18 +1,18 @@
 """Models that read images, too: MeZO bit for bit, with images and without, and images that are not the rows' refused."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from command_lines import ROWS, run_here
-from engines import zeroth_order
-from footprints import really_held
+from command_lines import ROWS, done, write_rows
+from engines import assert_equal, really_held, zeroth_order
 from models import save_model, save_tokenizer
-from parity import assert_same_bits, assert_steps_alike
-from peft import LoraConfig, PrefixTuningConfig, inject_adapter_in_model
+from parity import assert_steps_alike
+from peft import LoraConfig, PrefixTuningConfig
+from peft_models import monolithic
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -22,6 +22,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
 )
+from whole_loops import WholeModel, torch_loop
 
 from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
 from zo2adapters.models.footprint import vision_bytes
@@ -193,12 +194,10 @@ def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: 
 def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(tmp_path: Path, family: str) -> None:
     model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]), precision="exact")
     [tower] = [module for name, module in model.skeleton.named_modules() if name in ("model.vision_tower", "model.visual")]
-    calls: list[Any] = []
     with Engine(model) as replayer:
-        hook = tower.register_forward_pre_hook(lambda module, inputs: calls.append(module))
-        replayer.evaluate([batch_of(family, seed) for seed in range(3)])
-        hook.remove()
-        assert len(calls) == 3
+        with patch.object(tower, "forward", wraps=tower.forward) as forward:
+            replayer.evaluate([batch_of(family, seed) for seed in range(3)])
+        assert forward.call_count == 3
         for images in (3, 0):
             with torch.inference_mode():
                 batch = model.prepared(batch_of(family, 0, images=images))
@@ -229,25 +228,16 @@ def test_gradients_of_an_adapter_are_those_of_the_whole_model(tmp_path: Path, fa
     targets = r".*language_model.*\.(q_proj|up_proj)" if family == "gemma3" else r".*\.(q_proj|up_proj|qkv|fc1)"
     config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    whole, optimizer = whole_model(base), partial(torch.optim.SGD, lr=1e-2)
-    inject_adapter_in_model(config, whole)
-    with Engine(model, FirstOrder(optimizer)) as engine:
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-2))) as engine:
         first = {name: value.detach().clone() for name, value in engine.parameters.items()}
-        for name, parameter in whole.named_parameters():
-            parameter.requires_grad = name in first
-            # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
-            parameter.data = first.get(name, parameter.data).clone()
-        trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
-        resident = optimizer(list(trained.values()))
+        whole = WholeModel(monolithic(base, config, first, auto_class=AutoModelForImageTextToText))
+        take = torch_loop(whole, torch.optim.SGD, None, None)
         for seed, images in enumerate([3, 0, 1]):
             batch = batch_of(family, seed, images=images)
-            resident.zero_grad()
-            loss = whole(**batch, use_cache=False).loss
-            loss.backward()
-            resident.step()
-            assert engine.step(batch).loss == loss.item()
-        for name, value in engine.parameters.items():
-            assert_same_bits(name, value.detach(), trained[name].detach())
+            loss = whole.backward([batch])
+            take(1e-2)
+            assert engine.step(batch).loss == loss
+        assert_equal(engine.parameters, {name: whole.parameters[name] for name in first})
 
 
 @pytest.mark.few(1)
@@ -255,10 +245,9 @@ def test_gradients_of_an_adapter_are_those_of_the_whole_model(tmp_path: Path, fa
 def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family])
     save_tokenizer(base)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    common = ("--model", base, "--data", tmp_path / "rows.jsonl")
-    training = run_here("train", *common, "--output", tmp_path / "run", "--steps", 2, "--lr", 1e-3)
-    assert training.status == 0, training.err
-    assert run_here("verify", "--model", base).status == 0
-    assert run_here("plan", "--model", base).status == 0
-    assert run_here("evaluate", "--model", tmp_path / "run" / "model", "--data", tmp_path / "rows.jsonl").status == 0
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    on_rows = ("--data", tmp_path / "rows.jsonl")
+    done("train", "--model", base, *on_rows, "--output", tmp_path / "run", "--steps", 2, "--lr", 1e-3)
+    done("verify", "--model", base)
+    done("plan", "--model", base)
+    done("evaluate", "--model", tmp_path / "run" / "model", *on_rows)

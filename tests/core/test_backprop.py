@@ -15,13 +15,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from engines import Proxy, assert_equal, behind_copies, fails_at, first_order, memory, outcome
-from full_loops import WholeModel
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from peft_models import TARGETS, lora, monolithic, values_of
 from profiles import each_choice, examples
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, DogeConfig, Gemma3nTextConfig
+from whole_loops import WholeModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.trainer_mixins import TrainerLoss

@@ -1,21 +1,21 @@
 """What compute devices promise. The CUDA runtime is a recording stand-in: what is locked, what is queued in which order."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap
 import time
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import count, cycle
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from models import save_model, small_config
 
 import zo2core.devices
 from zo2adapters import open_checkpoint
-from zo2core import CudaDevice, Engine, HostDevice, MeZOSGD, ZerothOrder
+from zo2core import CudaDevice, Engine, HostDevice
 from zo2core.errors import DeviceError
 from zo2core.protocols import Wait
 from zo2core.types import Lane
@@ -27,7 +27,7 @@ class FakeRuntime:
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.locked: dict[int, int] = {}  # address -> bytes
-        self.forgotten = 0  # errors that nobody else is to be told of
+        self.forgotten = MagicMock()  # errors that nobody else is to be told of
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
         if self.code == 0:
@@ -39,30 +39,18 @@ class FakeRuntime:
         return 0
 
 
-class FakeStream:
-    """A stream that writes down what is queued in it."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
-        self.log = log
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(f"{self.name} waits for {event.name}")
-
-
 class FakeEvent:
     """An event that knows where it was recorded."""
 
     log: list[str]
-    recorded = 0
+    numbers: Iterator[int]
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
         self.name = "nothing"
 
-    def record(self, stream: FakeStream | None = None) -> None:
-        FakeEvent.recorded += 1
-        self.name = f"{'compute' if stream is None else stream.name} {FakeEvent.recorded}"
+    def record(self, stream: SimpleNamespace | None = None) -> None:
+        self.name = f"{'compute' if stream is None else stream.name} {next(self.numbers)}"
         self.log.append(f"record {self.name}")
 
     def synchronize(self) -> None:
@@ -71,7 +59,7 @@ class FakeEvent:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: FakeEvent) -> float:
+    def elapsed_time(self, other: object) -> float:
         return 1500.0  # milliseconds
 
 
@@ -80,17 +68,20 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is queued, in order."""
     lines: list[str] = []
     names = cycle(["upload", "offload", "activations in", "activations out"])
-    compute = FakeStream("compute", lines)
+
+    def stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_event=lambda event: lines.append(f"{name} waits for {event.name}"))
+
     monkeypatch.setattr(FakeEvent, "log", lines, raising=False)
-    monkeypatch.setattr(FakeEvent, "recorded", 0)
+    monkeypatch.setattr(FakeEvent, "numbers", count(1), raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names), lines))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: compute)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream(next(names)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream("compute"))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: lines.append("host waits for all"))
 
     @contextlib.contextmanager
-    def entered(stream: FakeStream) -> Iterator[None]:
+    def entered(stream: SimpleNamespace) -> Iterator[None]:
         lines.append(f"into {stream.name}")
         yield
         lines.append(f"out of {stream.name}")
@@ -104,11 +95,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> FakeRuntime:
     fake = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-
-    def forget_error(device: torch.device) -> None:
-        fake.forgotten += 1
-
-    monkeypatch.setattr("zo2core.devices._clear_error", forget_error)
+    monkeypatch.setattr("zo2core.devices._clear_error", fake.forgotten)
     return fake
 
 
@@ -169,10 +156,10 @@ def test_memory_that_cannot_be_locked_is_a_typed_error(runtime: FakeRuntime) -> 
     runtime.code = 2
     with pytest.raises(DeviceError, match=r"code 2 for 4096 bytes.*ulimit -l"):
         device.host_memory(4096)
-    assert runtime.forgotten == 1
+    runtime.forgotten.assert_called_once()
 
 
-def test_a_missing_gpu_is_a_typed_error(runtime: FakeRuntime, tmp_path_factory: pytest.TempPathFactory) -> None:
-    base = save_model(tmp_path_factory.mktemp("base"), small_config("opt"))
+@pytest.mark.usefixtures("runtime")
+def test_a_missing_gpu_is_a_typed_error(base: Path) -> None:
     with pytest.raises(DeviceError, match=r"cuda:1: found 1 CUDA device"):
-        Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda:1")
+        Engine(open_checkpoint(base), device="cuda:1")

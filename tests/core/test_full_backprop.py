@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 from engines import Proxy, assert_equal, assert_same_outcome, behind_copies, first_order, inner, memory, outcome, weights
-from full_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from peft_models import lora
 from profiles import each_choice, examples, short_first
 from torch.utils._python_dispatch import TorchDispatchMode
+from whole_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop, torch_loop
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import Precision

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from damages import damaged
-from gguf_files import Tensor, gguf_bytes, write_gguf
-from gguf_models import SCALES
+from gguf_models import SCALES, Tensor, gguf_bytes
 
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import GGUFFile, read_gguf
@@ -47,6 +46,9 @@ TENSORS = [
     tensor("output_norm.weight", (64,)),
     tensor("experts", (2, 3, 32), "F16"),
 ]
+
+
+LONG = tensor("a", (16,))
 
 
 def read(tmp_path: Path, raw: bytes) -> GGUFFile:
@@ -91,11 +93,8 @@ def split(tmp_path: Path, count: int, *, numbers: list[int] | None = None) -> Pa
     for number in range(count):
         metadata = {"split.no": numbers[number] if numbers else number, "split.count": count, "split.tensors.count": count}
         metadata |= METADATA if number == 0 else {}
-        write_gguf(
-            tmp_path / f"model-{number + 1:05}-of-{count:05}.gguf",
-            metadata,
-            [tensor(f"blk.{number}.ffn_up.weight", (2, 32))],
-        )
+        path = tmp_path / f"model-{number + 1:05}-of-{count:05}.gguf"
+        path.write_bytes(gguf_bytes(metadata, [tensor(f"blk.{number}.ffn_up.weight", (2, 32))]))
     return tmp_path / f"model-00001-of-{count:05}.gguf"
 
 
@@ -137,11 +136,7 @@ def test_other_files_of_a_split_model_are_refused(tmp_path: Path) -> None:
         (gguf_bytes(METADATA, [Tensor("a", (0,), "F32", b"")]), CheckpointError, "sizes of at least 1"),
         (gguf_bytes(METADATA, [Tensor("a", (1,) * 5, "F32", bytes(4))]), CheckpointError, "5 axes"),
         (gguf_bytes(METADATA, [tensor("a", (8,)), tensor("a", (8,))]), CheckpointError, "a name that occurs twice"),
-        (
-            gguf_bytes(METADATA, [tensor("a", (16,)), tensor("b", (8,), offset=32)]),
-            CheckpointError,
-            "where the tensor before",
-        ),
+        (gguf_bytes(METADATA, [LONG, tensor("b", (8,), offset=32)]), CheckpointError, "where the tensor before"),
         (gguf_bytes(METADATA, [tensor("a", (8,), offset=16)]), CheckpointError, "a multiple of 32"),
         (gguf_bytes(METADATA, [tensor("a", (8,), offset=2**40)]), CheckpointError, "data that lie in the file"),
         (gguf_bytes(METADATA, TENSORS)[:-40], CheckpointError, "data that lie in the file"),
@@ -242,11 +237,8 @@ def decoded(
     stored.copy_(torch.from_numpy(codes.reshape(-1)))
     assert spec.nbytes == stored.numel()
     out = torch.empty(shape, dtype=dtype)
-    if workers:
-        with ThreadPoolExecutor(workers) as pool:
-            decode(spec, stored, out, pool)
-    else:
-        decode(spec, stored, out)
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        decode(spec, stored, out, *([pool] if workers else []))
     return out
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from engines import assert_same_outcome, outcome, zeroth_order
-from low_bit_loop import LowBitMeZO
 from models import CONFIGS, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, assert_same_bits, assert_same_weights
 from runs import small_run
-from stacked_loop import StackedLoop
 from transformers import AutoModelForCausalLM
+from whole_loops import LowBitMeZO, StackedLoop
 
 from zo2adapters import MonolithicMeZO, Precision, generate, open_checkpoint
 from zo2adapters.cli import main

@@ -18,12 +18,12 @@ from command_lines import refusal
 from engines import assert_equal, behind_copies, memory, outcome, weights, zeroth_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from low_bit_loop import LowBitMeZO, through
 from models import save_model, small_config
 from parity import BETWEEN, assert_same_bits, go_between
 from runs import small_run
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM
+from whole_loops import LowBitMeZO, through
 
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.cli import main

@@ -22,7 +22,6 @@ from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import BETWEEN, go_between
 from profiles import examples
 from runs import small_run
-from stacked_loop import EPS, LR, StackedLoop
 from toy import ToyBlockModel
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +31,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedModel,
 )
+from whole_loops import EPS, LR, StackedLoop
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main

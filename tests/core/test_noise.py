@@ -1,18 +1,18 @@
 """Noise: z depends on seed and parameter alone, and the compiled generator gives torch's bits or is not used."""
 
-from __future__ import annotations
-
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from command_lines import environment
+from hypothesis import given
 from hypothesis import strategies as st
-from segments import DTYPES, one_parameter, reference, z_of
+from profiles import examples
+from segments import DTYPES, assert_torch_draws, z_of
 
 import zo2core.noise
 from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
@@ -45,30 +45,23 @@ def parameters(segments: Sequence[BlockLayout]) -> list[ParameterSpec]:
     return sorted((spec for layout in segments for spec in layout.parameters), key=lambda spec: spec.index)
 
 
-@every_noise
-@given(order=st.permutations(range(len(SIZES))), seed=st.sampled_from([0, 1, 2**63 - 1]))
-def test_z_does_not_depend_on_the_order_of_visits(make: Make, order: list[int], seed: int) -> None:
-    segments = layouts()
-    specs = parameters(segments)
-    noise, in_order = make(segments), make(segments)
-    expected = [z_of(in_order, spec, seed) for spec in specs]
-    for i in order:
-        assert torch.equal(z_of(noise, specs[i], seed), expected[i])
+VISITS = st.tuples(st.integers(0, len(SIZES) - 1), st.none() | st.integers(0, 5), st.sampled_from([0, 1, 2**63 - 1]))
 
 
 @every_noise
-@given(visits=st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 5), st.sampled_from([3, 4])), max_size=12))
-def test_z_does_not_depend_on_which_chunk_was_drawn_before(make: Make, visits: list[tuple[int, int, int]]) -> None:
+@given(visits=st.lists(VISITS, max_size=24))
+def test_z_does_not_depend_on_what_was_drawn_before(make: Make, visits: list[tuple[int, int | None, int]]) -> None:
+    """Neither on the order of whole parameters nor on that of their chunks."""
     segments = layouts()
-    specs = parameters(segments)
-    noise = make(segments)
-    expected = {seed: [z_of(make(segments), spec, seed) for spec in specs] for seed in (3, 4)}
+    specs, noise = parameters(segments), make(segments)
+    in_order = make(segments)
+    expected = {seed: [z_of(in_order, spec, seed) for spec in specs] for seed in {seed for *_, seed in visits}}
     for i, chunk, seed in visits:
         chunks = noise.chunks(specs[i])
-        start, stop = chunks[chunk % len(chunks)]
-        out = torch.empty(stop - start)
-        noise.fill(out, seed, specs[i], start)
-        assert torch.equal(out, expected[seed][i][start:stop])
+        for start, stop in chunks if chunk is None else [chunks[chunk % len(chunks)]]:
+            out = torch.empty(stop - start)
+            noise.fill(out, seed, specs[i], start)
+            assert torch.equal(out, expected[seed][i][start:stop])
 
 
 @every_noise
@@ -127,17 +120,9 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers each call of a sequential generator goes on by."""
     counts: list[int] = []
 
-    class Counter:
-        def fill(self, out: torch.Tensor) -> None:
-            counts.append(out.numel())
-
-        def skip(self, count: int, _: torch.dtype) -> None:
-            counts.append(count)
-
-        def copy(self) -> Counter:
-            return self
-
-    monkeypatch.setattr(zo2core.noise, "seeded", lambda *_: Counter())
+    counter = SimpleNamespace(fill=lambda out: counts.append(out.numel()), skip=lambda count, _: counts.append(count))
+    counter.copy = lambda: counter
+    monkeypatch.setattr(zo2core.noise, "seeded", lambda *_: counter)
     return counts
 
 
@@ -191,10 +176,6 @@ any_seeds = st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1]) | st.int
 sizes = st.one_of(st.integers(1, 40), st.integers(600, 700), st.integers(1000, 1100), st.sampled_from([2048, 65536 + 9]))
 
 
-PROFILE = settings.default
-assert PROFILE is not None
-
-
 @pytest.fixture(autouse=True)
 def compared_anew() -> Iterator[None]:
     agrees.cache_clear()
@@ -218,7 +199,7 @@ def test_the_compiled_generator_is_used_where_it_agrees(dtype: torch.dtype) -> N
 
 
 @agreeing
-@settings(max_examples=PROFILE.max_examples * 3)
+@examples(short=30, long=300)
 @given(seed=any_seeds, run=st.lists(st.tuples(sizes, st.sampled_from(DTYPES)), min_size=1, max_size=12))
 def test_compiled_numbers_of_several_dtypes_are_torchs(seed: int, run: list[tuple[int, torch.dtype]]) -> None:
     ours, theirs = CompiledGenerator(seed), TorchGenerator(seed, CPU)
@@ -261,31 +242,18 @@ def test_a_library_of_other_numbers_is_not_used(dtype: torch.dtype, size: int, m
 
     monkeypatch.setattr(CompiledGenerator, "fill", lying)
     assert not agrees(dtype)
-    spec, noise = one_parameter(size, dtype)
-    assert torch.equal(z_of(noise, spec, 9), reference(9, size, dtype))
+    assert_torch_draws(size, [dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_the_library_torch_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "library", lambda: None)
     assert isinstance(seeded(3, CPU, {dtype}), TorchGenerator)
-    spec, noise = one_parameter(1000, dtype)
-    assert torch.equal(z_of(noise, spec, 9), reference(9, 1000, dtype))
-
-
-_ELSEWHERE = """
-import torch
-from segments import DTYPES, one_parameter, reference, z_of
-
-assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
-for dtype in DTYPES:
-    spec, noise = one_parameter(70_000, dtype)
-    assert torch.equal(z_of(noise, spec, 9), reference(9, 70_000, dtype)), dtype
-"""
+    assert_torch_draws(1000, [dtype])
 
 
 @pytest.mark.long_profile
 def test_numbers_are_torchs_where_torch_computes_otherwise() -> None:
-    environment = dict(os.environ, ATEN_CPU_CAPABILITY="default")
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    subprocess.run([sys.executable, "-c", _ELSEWHERE], check=True, env=environment, timeout=120)
+    """In a process of its own, without vector instructions."""
+    code = "import segments; segments.assert_torch_draws(70_000, capability='DEFAULT')"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(ATEN_CPU_CAPABILITY="default"), timeout=120)

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from engines import Proxy
-from segments import CountingWeights, checkpoint, layouts, tensors
+from segments import CheckingSource, CountingWeights, TwoStepVisitor, checkpoint, layouts, tensors
 from threaded_device import ThreadedDevice, ThreadedStreams
-from waits import CheckingSource, TwoStepVisitor
 
 from zo2core import HostDevice, OverlappedScheduler, SegmentStore, SerialScheduler
 from zo2core.errors import OptionError

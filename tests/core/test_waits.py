@@ -20,9 +20,9 @@ import pytest
 import torch
 from engines import fails_at
 from profiles import each_choice
+from segments import BLOCKS, SLOW, CheckingSource, TwoStepVisitor, nothing, slow
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch.utils._pytree import register_pytree_node
-from waits import BLOCKS, SLOW, CheckingSource, TwoStepVisitor, nothing, slow
 
 from zo2core import HostDevice, OverlappedScheduler
 from zo2core.io.direct_file import PAGE

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-import worker_program
-from command_lines import run_here, torchrun_command
+from command_lines import environment, run_here, torchrun_command
 from crews import SECONDS, all_equal, distributed, free_port, group_of
-from engines import memory, outcome
+from engines import memory
 from models import make_batch
 from runs import small_run
+from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
 from zo2core import Distribution, Engine, MultiQueryRGE, PhiloxNoise, Workers, ZerothOrder
@@ -37,25 +38,31 @@ def without_kernels(kind: str) -> None:
 
 
 def trained(
-    base: Path, folder: Path, port: int, rank: int, *, size: int, split: str, exact: bool
+    base: Path, folder: Path, rank: int, size: int, port: int, split: str, exact: bool
 ) -> tuple[list[float], bytes] | str:
-    """Losses that this machine computes alone, and the weights that the workers come to; or what it was refused with."""
-    batches = [make_batch(40, [9, 3, 7, 5], seed=step) for step in range(STEPS)]
-    estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1)
-    method = ZerothOrder(estimator, noise=None if exact else PhiloxNoise(Distribution.GAUSSIAN))
-    options: Any = {"journal": folder / "journal.jsonl", "memory": memory(1, budget=2**28)}
+    """Losses that this machine computes alone, and the weights that the workers come to; or what it was refused with.
+
+    The port is of the store; ``exact`` draws MeZO's noise.
+    """
     with Engine(open_checkpoint(base)) as replayer:
-        alone = [replayer.evaluate([batch]).loss for batch in batches]
+        alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    noise = None if exact else PhiloxNoise(Distribution.GAUSSIAN)
+    method = ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1), noise=noise)
+    options: Any = {"journal": folder / "journal.jsonl", "memory": memory(1, budget=2**28)}
     try:
-        with Workers(group_of(store, rank, size), split=split) as workers:
-            _, made = outcome(Engine(open_checkpoint(base), method, workers=workers, **options), batches)
-            return alone, b"".join(tensor.numpy().tobytes() for tensor in made.values())
+        with (
+            Workers(group_of(store, rank, size), split=split) as workers,
+            Engine(open_checkpoint(base), method, workers=workers, **options) as engine,
+        ):
+            for step in range(STEPS):
+                engine.step(make_batch(40, [9, 3, 7, 5], seed=step))
+            return alone, b"".join(tensor.numpy().tobytes() for _, tensor in engine.parameters_now())
     except ZO2Error as error:
         return str(error)
 
 
-Machines = dict[str, ProcessPoolExecutor]  # one of each kind, used by one test after the other: starting takes seconds
+Machines = dict[str, ProcessPoolExecutor]  # one of each kind, for one test after the other: starting them takes seconds
 
 
 def train_on(machines: Machines, base: Path, folder: Path, kinds: Sequence[str], split: str, *, exact: bool) -> list[Any]:
@@ -65,8 +72,7 @@ def train_on(machines: Machines, base: Path, folder: Path, kinds: Sequence[str],
     for rank, kind in enumerate(kinds):
         own = folder / str(rank)
         own.mkdir()
-        told: Any = {"size": len(kinds), "split": split, "exact": exact}
-        futures.append(machines[kind].submit(trained, base, own, store.port, rank, **told))
+        futures.append(machines[kind].submit(trained, base, own, rank, len(kinds), store.port, split, exact))
     return [future.result(SECONDS) for future in futures]
 
 
@@ -133,14 +139,29 @@ def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
 
 SIZE = 3
 KILLED_STEPS = 100
-PROGRAM = Path(worker_program.__file__)
+
+
+def toy_batch(seed: int) -> dict[str, torch.Tensor]:
+    """Rows that depend on the step alone."""
+    ids = torch.randint(0, 11, (4, 7), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def toy_trained(folder: Path, rank: int, steps: int, workers: Workers | None) -> list[bytes]:
+    """Go on until the journal of this rank has so many steps; the bytes of the weights."""
+    model = ToyBlockModel(11, 8, 3, tied=True, dtype=torch.float32, file=folder / f"{rank}.safetensors")
+    estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)
+    with Engine(model, ZerothOrder(estimator), journal=folder / f"{rank}.jsonl", workers=workers) as engine:
+        for step in range(engine.version, steps):
+            engine.step(toy_batch(step))
+        return [tensor.numpy().tobytes() for _, tensor in engine.parameters_now()]
 
 
 def launched(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     """``torchrun`` with workers that it starts again as often as need be."""
-    launcher = torchrun_command(SIZE, "--max-restarts", 1000, PROGRAM, folder, steps)
+    launcher = torchrun_command(SIZE, "--max-restarts", 1000, __file__, folder, steps)
     with (folder / "output").open("ab") as output:
-        return subprocess.Popen(launcher, stdout=output, stderr=output)
+        return subprocess.Popen(launcher, stdout=output, stderr=output, env=environment())
 
 
 def longest_journal(folder: Path) -> bytes:
@@ -183,7 +204,7 @@ def run_with_kills(folder: Path, rng: random.Random, kills: int) -> list[bytes]:
 
 def test_killed_workers_lose_the_step_under_way_and_nothing_else(tmp_path: Path) -> None:
     rng = random.Random(0)
-    alone = b"".join(worker_program.trained(tmp_path, 99, KILLED_STEPS, None))
+    alone = b"".join(toy_trained(tmp_path, 99, KILLED_STEPS, None))
     done = runs = 0
     while done < 200:
         folder = tmp_path / f"run {runs}"
@@ -195,3 +216,11 @@ def test_killed_workers_lose_the_step_under_way_and_nothing_else(tmp_path: Path)
             assert journals[0].startswith(before), "a record that was durable is gone"
         assert [(folder / f"{rank}.weights").read_bytes() for rank in range(SIZE)] == [alone] * SIZE
         done, runs = done + len(seen), runs + 1
+
+
+if __name__ == "__main__":  # what ``torchrun`` starts: a worker that trains the toy until its steps are taken
+    own_folder = Path(sys.argv[1])
+    (own_folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    with Workers.from_torchrun(split="directions", timeout=20.0) as own_workers:
+        trained_to = toy_trained(own_folder, own_workers.rank, int(sys.argv[2]), own_workers)
+        (own_folder / f"{own_workers.rank}.weights").write_bytes(b"".join(trained_to))

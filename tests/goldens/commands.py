@@ -17,25 +17,16 @@ PREFERENCES = [{"prompt": f"the {word}", "chosen": " sat", "rejected": " ran no"
 
 
 def trained(
-    *options: object,
+    options: str = "",
+    *,
     folder: Path,
     dtype: torch.dtype = torch.float32,
-    quantized: str | None = None,
-    rows: Sequence[object] | None = None,
-    resumed_after: int | None = None,
-    read: bool = False,
+    quantized: str | None = None,  # format in which the base is quantised first
+    rows: Sequence[object] | None = None,  # to train on; None: prompts with completions
+    resumed_after: int | None = None,  # steps after which the run ends and is resumed
+    read: bool = False,  # whether an earlier step is exported, where it can be replayed, and prompts are continued, too
 ) -> Trajectory:
-    """Train, and let the run write its model.
-
-    Args:
-        options: Further options of ``zo2 train``.
-        folder: Empty directory.
-        dtype: The base's.
-        quantized: Format in which the base is quantised first; None: it is not.
-        rows: Rows to train on; None: prompts with completions.
-        resumed_after: Steps after which the run ends and is resumed.
-        read: Whether an earlier step is exported, where it can be replayed, and prompts are continued, too.
-    """
+    """Train, and let the run write its model."""
     make_place(folder)
     base, data, run = folder / "base", folder / "rows.jsonl", folder / "run"
     if dtype is not torch.float32:
@@ -49,7 +40,7 @@ def trained(
         done("convert", "--model", wide, "--quantize", quantized, "--output", base)
     if rows is not None:
         write_rows(data, rows)
-    asked = ["--lr", 1e-2, "--batch-size", 3, "--evaluation", data, "--evaluate-every", 2, *options]
+    asked = ["--lr", 1e-2, "--batch-size", 3, "--evaluation", data, "--evaluate-every", 2, *options.split()]
     steps = STEPS if resumed_after is None else resumed_after
     done("train", "--model", base, "--data", data, "--output", run, "--steps", steps, *asked)
     if resumed_after is not None:
@@ -68,50 +59,36 @@ def trained(
     return made
 
 
-ADAPTER = ("--method", "adamw", "--lora-rank", 2)
-MEZO = ("--estimator", "mezo:exact", "--zo-eps", 1e-2, "--weight-decay", 0.1)
-MIXED = ("--precision", "mixed", "--dtype", "bfloat16")
-FULL = ("--weight-decay", 0.1, "--clip", "norm=0.5")
+ADAPTER = "--method adamw --lora-rank 2"
+MEZO = "--estimator mezo:exact --zo-eps 1e-2 --weight-decay 0.1"
+MIXED = "--precision mixed --dtype bfloat16"
+FULL = "--weight-decay 0.1 --clip norm=0.5"
+SCHEDULED = f"{MIXED} --queries 3 --decay linear --warmup-steps 2 --clip median=1.5"
+HALF = torch.bfloat16
 COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
-    "mezo, exact, float32, read": partial(trained, *MEZO, "--write-back-every", 2, read=True),
-    "mezo, exact, float32, resumed": partial(trained, *MEZO, "--write-back-every", 2, resumed_after=3),
-    "mezo, exact, bfloat16": partial(trained, *MEZO, dtype=torch.bfloat16),
-    "mezo, mixed, 3 queries, linear decay, clipped": partial(
-        trained,
-        *MIXED,
-        "--queries",
-        3,
-        "--decay",
-        "linear",
-        "--warmup-steps",
-        2,
-        "--clip",
-        "median=1.5",
-        dtype=torch.bfloat16,
-    ),
-    "mezo, gaussian, micro-batches": partial(trained, "--noise", "gaussian", "--micro-batch-size", 1),
-    "fzoo": partial(trained, "--estimator", "fzoo", "--queries", 3),
-    "evolution strategies, ranks": partial(trained, "--estimator", "es:fitness=ranks", "--queries", 4),
-    "low-rank, read": partial(trained, "--rank", "2:period=3", "--queries", 2, read=True),
-    "low-rank, bfloat16, a direction per row": partial(
-        trained, "--rank", 2, "--per-row", "--zo-eps", 1e-2, dtype=torch.bfloat16
-    ),
-    "low-rank, nf4, resumed": partial(trained, "--rank", "2:period=3", quantized="nf4", resumed_after=2),
-    "mezo, adapter on int8": partial(trained, "--lora-rank", 2, quantized="int8"),
+    "mezo, exact, float32, read": partial(trained, f"{MEZO} --write-back-every 2", read=True),
+    "mezo, exact, float32, resumed": partial(trained, f"{MEZO} --write-back-every 2", resumed_after=3),
+    "mezo, exact, bfloat16": partial(trained, MEZO, dtype=HALF),
+    "mezo, mixed, 3 queries, linear decay, clipped": partial(trained, SCHEDULED, dtype=HALF),
+    "mezo, gaussian, micro-batches": partial(trained, "--noise gaussian --micro-batch-size 1"),
+    "fzoo": partial(trained, "--estimator fzoo --queries 3"),
+    "evolution strategies, ranks": partial(trained, "--estimator es:fitness=ranks --queries 4"),
+    "low-rank, read": partial(trained, "--rank 2:period=3 --queries 2", read=True),
+    "low-rank, bfloat16, a direction per row": partial(trained, "--rank 2 --per-row --zo-eps 1e-2", dtype=HALF),
+    "low-rank, nf4, resumed": partial(trained, "--rank 2:period=3", quantized="nf4", resumed_after=2),
+    "mezo, adapter on int8": partial(trained, "--lora-rank 2", quantized="int8"),
     "mezo, loss over candidates": partial(trained, rows=CANDIDATES),
     "mezo, dpo": partial(trained, rows=PREFERENCES),
     "adapter adamw, clipped, micro-batches, resumed": partial(
-        trained, *ADAPTER, *FULL, "--micro-batch-size", 2, resumed_after=3
+        trained, f"{ADAPTER} {FULL} --micro-batch-size 2", resumed_after=3
     ),
-    "adapter adamw, on nf4, read": partial(trained, *ADAPTER, quantized="nf4", read=True),
-    "adapter sgd with momentum, bfloat16": partial(
-        trained, "--method", "sgd:momentum=0.9", "--lora-rank", 2, dtype=torch.bfloat16
-    ),
-    "full adamw, micro-batches, read": partial(trained, "--method", "adamw", *FULL, "--micro-batch-size", 2, read=True),
-    "full adamw, streamed, resumed": partial(trained, "--method", "adamw:stream_blocks", *FULL, resumed_after=3),
-    "full adamw, one step late, mixed": partial(trained, "--method", "adamw:delayed_update", *MIXED, dtype=torch.bfloat16),
-    "lomo, bfloat16": partial(trained, "--method", "lomo", *FULL, "--clip", "norm=0.5,value=0.1", dtype=torch.bfloat16),
-    "adalomo": partial(trained, "--method", "adalomo", *FULL),
-    "badam, resumed": partial(trained, "--method", "badam:switch_every=2", *FULL, resumed_after=3),
-    "badam, streamed, bfloat16": partial(trained, "--method", "badam:switch_every=2,stream_blocks", dtype=torch.bfloat16),
+    "adapter adamw, on nf4, read": partial(trained, ADAPTER, quantized="nf4", read=True),
+    "adapter sgd with momentum, bfloat16": partial(trained, "--method sgd:momentum=0.9 --lora-rank 2", dtype=HALF),
+    "full adamw, micro-batches, read": partial(trained, f"--method adamw {FULL} --micro-batch-size 2", read=True),
+    "full adamw, streamed, resumed": partial(trained, f"--method adamw:stream_blocks {FULL}", resumed_after=3),
+    "full adamw, one step late, mixed": partial(trained, f"--method adamw:delayed_update {MIXED}", dtype=HALF),
+    "lomo, bfloat16": partial(trained, f"--method lomo {FULL} --clip norm=0.5,value=0.1", dtype=HALF),
+    "adalomo": partial(trained, f"--method adalomo {FULL}"),
+    "badam, resumed": partial(trained, f"--method badam:switch_every=2 {FULL}", resumed_after=3),
+    "badam, streamed, bfloat16": partial(trained, "--method badam:switch_every=2,stream_blocks", dtype=HALF),
 }

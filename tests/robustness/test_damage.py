@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from command_lines import Ended, assert_typed, refusal, run_here
+from command_lines import Ended, assert_typed, done, refusal, run_here
 from damages import IN_LINES, damage_file, flip
 from runs import finish, small_run
 
@@ -54,8 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
         trainer.engine.step = copying
         trainer.run()
-    half = run_here("export", "--run", options.output, "--at", 2, "--output", place / "half")
-    assert half.status == 0, half
+    done("export", "--run", options.output, "--at", 2, "--output", place / "half")
     return Runs(copies, weights(options.output / "model"), weights(place / "half"))
 
 
@@ -94,11 +93,11 @@ def test_damage_ends_in_the_same_bits_or_a_typed_line(runs: Runs, tmp_path: Path
     outcomes = {0: 0, 2: 0}
     for number in range(examples):
         rng, run, out = random.Random(number), tmp_path / "run", tmp_path / "out"
-        done = list(damaged_copy(rng, runs, run))
+        damages = list(damaged_copy(rng, runs, run))
         exported = run_here("export", "--run", run, "--at", 2, "--output", out)
         if exported.status == 0:
             if weights(out) != runs.half:
-                silent.append(f"{number}, exported: {', '.join(done)}")
+                silent.append(f"{number}, exported: {', '.join(damages)}")
             shutil.rmtree(out)
         else:
             assert_typed(exported)
@@ -107,19 +106,18 @@ def test_damage_ends_in_the_same_bits_or_a_typed_line(runs: Runs, tmp_path: Path
         if resumed.status != 0:
             assert_typed(resumed)
         elif weights(run / "model") != runs.model:
-            silent.append(f"{number}, resumed: {', '.join(done)}")
+            silent.append(f"{number}, resumed: {', '.join(damages)}")
         shutil.rmtree(run)
     assert not silent
     assert min(outcomes.values()) > 0, "both ends were seen"
 
 
-SHORT = 3
 COMMANDS = ("export", "evaluate", "generate", "report")
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = small_run(tmp_path_factory.mktemp("end"), steps=SHORT)
+    options = small_run(tmp_path_factory.mktemp("end"))
     finish(options)
     return options.output
 
@@ -176,8 +174,7 @@ def test_a_damaged_end_is_said_without_a_run_and_not_where_an_earlier_step_is_ex
 ) -> None:
     damage(short_run, "damaged")
     base, journal = finished_run.parent / "base", short_run / "journal.jsonl"
-    ended = run_here("export", "--model", base, "--journal", journal, "--output", tmp_path / "whole")
-    assert ended.status == 0, ended
+    ended = done("export", "--model", base, "--journal", journal, "--output", tmp_path / "whole")
     assert "the last record is damaged or incomplete and is ignored; the run has 2 steps" in ended.err
     ended = used("export", short_run, tmp_path, "--at", 2)
     assert (ended.status, "damaged" in ended.err) == (0, False), ended
@@ -188,8 +185,7 @@ def test_a_header_of_a_stranger_cannot_change_a_terminal(tmp_path: Path) -> None
     journal = Journal(tmp_path / "journal.jsonl")
     journal.begin({"base": "0", "seed": 0, **values})
     journal.close()
-    ended = run_here("journal", tmp_path)
-    assert ended.status == 0, ended
+    ended = done("journal", tmp_path)
     assert all(line.isprintable() for line in ended.out.splitlines())
     assert "nothing" not in ended.out
 
@@ -239,7 +235,7 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
     with pytest.raises(OptionError, match="verify_base: found no journal"):
         Export(model=options.model, output=tmp_path / "more", verify_base=True).run()
     shard = Path(options.model) / "model.safetensors"
-    name, entry = max(parse_header(shard).items(), key=lambda item: item[1].nbytes)
+    entry = max(parse_header(shard).values(), key=lambda entry: entry.nbytes)
     data = bytearray(shard.read_bytes())
     data[entry.start + entry.nbytes // 3] ^= 1
     with pytest.MonkeyPatch.context() as patch:  # as if no sample had met it
@@ -248,7 +244,6 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
         for verify in (True, False):
             with pytest.raises(CheckpointError, match=r"model\.safetensors: .*: found content of digest"):
                 Export(run_directory=options.output, output=tmp_path / "more", verify_base=verify).run()
-    assert name
     assert not (tmp_path / "more").exists()
 
 
@@ -262,14 +257,11 @@ def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, t
     Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
 
 
-def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", options.model, "--output", str(options.data.parent), "--batch-size", "1"]
-    main(plan)
-    assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", capsys.readouterr().out)
-    for more in ([], ["--device-memory", "1GB"]):
-        written = []
-        for limit in ([], ["--write-limit-tb", "1e-8"]):
-            main([*plan, *more, *limit, "--json"])
-            written.append(json.loads(capsys.readouterr().out)["terabytes_per_1000_steps"])
-        assert 0 < written[1] <= 1e-8 < written[0]
+def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions) -> None:
+    plan = ("plan", "--model", options.model, "--output", options.data.parent, "--batch-size", 1)
+    assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", done(*plan).out)
+    for more in ((), ("--device-memory", "1GB")):
+        plans = (done(*plan, *more, *limit, "--json").out for limit in ((), ("--write-limit-tb", "1e-8")))
+        unlimited, limited = (json.loads(planned)["terabytes_per_1000_steps"] for planned in plans)
+        assert 0 < limited <= 1e-8 < unlimited
     assert "found 0.0; expected a finite number above 0" in refusal(*plan, "--write-limit-tb", "0")

@@ -4,21 +4,19 @@ import contextlib
 import copy
 import json
 import math
-import os
 import random
 import re
 import resource
-import signal
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
+from command_lines import within
 from damages import damaged
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,27 +43,16 @@ INTEGERS = [-1, 0, 1, 2, 3, 2**31, 2**40, 2**63 - 1, 2**63, 2**64, -(2**63), 10*
 HOSTILE: list[Any] = [None, True, False, *INTEGERS, *FLOATS, *PATHS, [], {}, [[]], [None], {"a": 1}, f"{NESTED}100000"]
 
 
-class Exceeded(BaseException):
-    """Not an Exception: no handler in the code under test may take it for bad input."""
-
-
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
     """End what takes too long; refuse memory far beyond the size of the files."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise Exceeded(f"more than {SECONDS} seconds")
-
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MEMORY, limits[1]))
     try:
-        yield
+        with within(SECONDS):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def used_or_refused(use: Callable[[], object]) -> None:
@@ -243,11 +230,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     **{f"config of {model_type}": partial(config, model_type) for model_type in CONFIGS},
 }
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing loses power here: the disk need not be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_power_loss")
 
 
 @pytest.fixture(scope="module", params=READERS)

@@ -1,7 +1,6 @@
 """An interrupt at any line of writing a record: memory and file agree, and the run goes on."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,12 +26,7 @@ WRITERS = ("journal.py", "io/durable.py", "sources/slot_file.py", "perturbation.
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
 assert all(Path(name).exists() for name in INTERRUPTED), "a file that was renamed would not be interrupted"
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing loses power here: the disk need not be waited for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("no_power_loss")
 
 
 def interrupted(action: Callable[[], Any], at: int) -> bool:
@@ -77,49 +71,6 @@ def state(journal: Journal) -> tuple[object, ...]:
     return journal.header, list(journal.updates), dict(journal.base_digests), journal.checksum, chain
 
 
-class Journals:
-    """A journal on disk, an action on it to interrupt, and what then has to hold."""
-
-    def __init__(self, folder: Path, begun: bool, steps: int, reopens: bool, act: Callable[[Journal], Any]) -> None:
-        self._folder, self._begun, self._steps, self._reopens, self._act = folder, begun, steps, reopens, act
-        self.journal = Journal()
-
-    def make(self, at: int) -> Callable[[], Any]:
-        self.path = self._folder / f"{at}.jsonl"
-        self.journal = Journal(self.path)
-        if self._begun:
-            self.journal.begin(HEADER)
-        for step in range(self._steps):
-            self.journal.append(update_of(step))
-        if self._reopens:
-            self.journal.close()
-            self.journal = Journal(self.path)
-        return lambda: self._act(self.journal)
-
-    def check(self, at: int) -> None:
-        journal = self.journal
-        if journal.header is None:
-            assert not self.path.exists(), f"{at}: a journal that was not begun leaves no file"
-        else:
-            self.require_read(at)
-        journal.begin(HEADER)
-        for _ in range(2):
-            journal.append(update_of(len(journal.updates)))
-        journal.note_base(DIGESTS)
-        journal.close()
-        self.require_read(at)
-
-    def require_read(self, at: int) -> None:
-        """What is read back is what is in memory."""
-        with contextlib.closing(Journal(self.path)) as read:
-            assert not read.torn, at
-            assert state(read) == state(self.journal), at
-
-    def check_withdrawn(self, at: int) -> None:
-        self.journal.begin(HEADER)
-        self.check(at)
-
-
 # Whether the journal was begun, how many steps it has, whether it is opened anew, and what is interrupted.
 ACTIONS: dict[str, tuple[bool, int, bool, Callable[[Journal], Any]]] = {
     "begin": (False, 0, False, lambda journal: journal.begin(HEADER)),
@@ -133,8 +84,45 @@ ACTIONS: dict[str, tuple[bool, int, bool, Callable[[Journal], Any]]] = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_an_interrupt_at_any_line_leaves_file_and_memory_of_a_journal_alike(action: str, tmp_path: Path) -> None:
-    journals = Journals(tmp_path, *ACTIONS[action])
-    every_line(journals.make, journals.check_withdrawn if action == "withdraw" else journals.check)
+    begun, steps, reopens, act = ACTIONS[action]
+    journal = Journal()
+
+    def path(at: int) -> Path:
+        return tmp_path / f"{at}.jsonl"
+
+    def make(at: int) -> Callable[[], Any]:
+        nonlocal journal
+        journal = Journal(path(at))
+        if begun:
+            journal.begin(HEADER)
+        for step in range(steps):
+            journal.append(update_of(step))
+        if reopens:
+            journal.close()
+            journal = Journal(path(at))
+        return lambda: act(journal)
+
+    def check(at: int) -> None:
+        if action == "withdraw":
+            journal.begin(HEADER)
+        if journal.header is None:
+            assert not path(at).exists(), f"{at}: a journal that was not begun leaves no file"
+        else:
+            require_read(at)
+        journal.begin(HEADER)
+        for _ in range(2):
+            journal.append(update_of(len(journal.updates)))
+        journal.note_base(DIGESTS)
+        journal.close()
+        require_read(at)
+
+    def require_read(at: int) -> None:
+        """What is read back is what is in memory."""
+        with contextlib.closing(Journal(path(at))) as read:
+            assert not read.torn, at
+            assert state(read) == state(journal), at
+
+    every_line(make, check)
 
 
 LAYOUTS = segments([1024] * 4)  # a page each

@@ -3,16 +3,14 @@
 import json
 import os
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
-from command_lines import assert_typed, make_place, run_here
+from command_lines import assert_typed, done, make_place, run_here, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import examples
 
 SECONDS = 60  # a command takes a fraction of one
 LONG = settings.get_profile("long").max_examples
@@ -98,25 +96,11 @@ DEFAULTS: dict[str, dict[str, str]] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_place(tmp_path_factory.mktemp("random"))
-    given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run"]
-    assert run_here("train", *given, "--steps", 4, "--batch-size", 3, "--trace", folder / "trace.json").status == 0
+    given = ("--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run")
+    done("train", *given, "--steps", 4, "--batch-size", 3, "--trace", folder / "trace.json")
     os.mkfifo(folder / "pipe")
     shutil.copytree(folder / "run", folder / "kept run")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let what hangs fail. The working directory is one that a relative path may fill."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"it hangs in {frame}")
-
-    monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGALRM, end)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @st.composite
@@ -149,19 +133,20 @@ def restore(place: Path) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_at_random_give_a_result_or_one_typed_line(place: Path, name: str, request: pytest.FixtureRequest) -> None:
-    is_long = request.config.getoption("--long")
+def test_options_at_random_give_a_result_or_one_typed_line(
+    place: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which a relative path may fill
     most = {"train": 20, "demo": 2, "journal": 5, "convert": 4}.get(name, 9)
 
-    @settings(max_examples=LONG // 4 if is_long and name != "demo" else most)
+    @examples(short=most, long=most if name == "demo" else LONG // 4)
     @given(line=command_lines(name))
     def check(line: list[str]) -> None:
         restore(place)
         before = snapshot(place)
         arguments = [word.replace("{place}", str(place)) for word in line]
-        signal.alarm(SECONDS)
-        ended = run_here(*arguments)
-        signal.alarm(0)
+        with within(SECONDS):
+            ended = run_here(*arguments)
         assert ended.status in (0, 2), (json.dumps(arguments), ended)
         if ended.status == 2:
             assert_typed(ended)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import Apart, Ended, Forker, command, environment, make_place, run_here, wait_until
+from command_lines import Apart, Ended, Forker, command, environment, run_here, wait_until
 from profiles import LONG
 from runs import outcome
 
@@ -40,11 +40,6 @@ def number(request: pytest.FixtureRequest) -> signal.Signals:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("signals"))
-
-
-@pytest.fixture(scope="module")
 def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     run = tmp_path_factory.mktemp("whole") / "run"
     assert run_here(*train(prepared, run)).status == 0
@@ -66,6 +61,13 @@ def wait_for_steps(run: Path, steps: int) -> None:
     wait_until(lambda: journal.exists() and journal.read_bytes().count(b"projected_grads") > steps)
 
 
+def under_way(apart: Apart, folder: Path, run: Path, steps: int, patch: str = "") -> Path:
+    """A run that has taken so many steps."""
+    apart.start(*train(folder, run), patch=patch)
+    wait_for_steps(run, steps)
+    return run
+
+
 def assert_interrupted(ended: Ended, number: signal.Signals) -> None:
     assert ended.status == 128 + number, ended
     assert "Traceback" not in ended.err
@@ -77,9 +79,7 @@ def assert_interrupted(ended: Ended, number: signal.Signals) -> None:
 def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     prepared: Path, tmp_path: Path, apart: Apart, whole: dict[str, object], number: signal.Signals
 ) -> None:
-    run = tmp_path / "run"
-    apart.start(*train(prepared, run))
-    wait_for_steps(run, 10)
+    run = under_way(apart, prepared, tmp_path / "run", 10)
     apart.send(number)
     ended = apart.finish()
     assert_interrupted(ended, number)
@@ -93,9 +93,7 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=LONG), 50])
 def test_many_signals_are_as_one(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int) -> None:
-    run = tmp_path / "run"
-    apart.start(*train(prepared, run))
-    wait_for_steps(run, 3)
+    run = under_way(apart, prepared, tmp_path / "run", 3)
     for _ in range(count):
         apart.send(number)
         time.sleep(0.0 if count == 2 else 0.001)
@@ -108,8 +106,8 @@ def test_many_signals_are_as_one(prepared: Path, tmp_path: Path, apart: Apart, n
     ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)]
 )
 def test_a_signal_at_the_start_leaves_nothing(prepared: Path, tmp_path: Path, number: signal.Signals, after: float) -> None:
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment()}
-    process = subprocess.Popen(command(*train(prepared, tmp_path / "run")), **pipes)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command(*train(prepared, tmp_path / "run")), env=environment(), **pipes)
     wait_until_handled(process.pid)
     time.sleep(after)
     process.send_signal(number)
@@ -198,10 +196,8 @@ sys.stderr = open(2, "w", buffering=1, closefd=False)  # as a process has it tha
 
 @pytest.mark.long_profile
 def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, tmp_path: Path, apart: Apart) -> None:
-    run = tmp_path / "run"
     ours, terminal = os.openpty()
-    apart.start(*train(prepared, run), patch=ON_A_TERMINAL.format(os.ttyname(terminal)))
-    wait_for_steps(run, 5)
+    run = under_way(apart, prepared, tmp_path / "run", 5, ON_A_TERMINAL.format(os.ttyname(terminal)))
     os.close(terminal)
     os.close(ours)
     assert apart.finish().status == 128 + signal.SIGHUP
@@ -210,9 +206,7 @@ def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, t
 
 @pytest.mark.long_profile
 def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path, apart: Apart) -> None:
-    run = tmp_path / "run"
-    apart.start(*train(prepared, run), patch="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
-    wait_for_steps(run, 3)
+    under_way(apart, prepared, tmp_path / "run", 3, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
     apart.send(signal.SIGINT)
     assert apart.finish().status == 0
 

@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Self
+from unittest import mock
 
 import psutil
 import torch
@@ -50,15 +52,28 @@ class Ended(NamedTuple):
         return self.err.strip().splitlines()[-1] if self.err.strip() else ""
 
 
-def run_here(*arguments: object) -> Ended:
-    """Run a command in this process; an exception that is none of a command line's own comes through."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
+def ended(program: Callable[[], int | None]) -> Ended:
+    """What becomes of a program in this process; an exception that is none of a command line's own comes through."""
+    out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            main([str(argument) for argument in arguments])
+            status = program() or 0
         except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 0
+            if isinstance(end.code, str):
+                raise
+            status = end.code or 0
     return Ended(status, out.getvalue(), err.getvalue())
+
+
+def run_here(*arguments: object) -> Ended:
+    """Run a command in this process."""
+    return ended(lambda: main([str(argument) for argument in arguments]))
+
+
+def run_tool(program: Callable[[], int | None], *arguments: object) -> Ended:
+    """Run the main function of a program of tools/ in this process."""
+    with mock.patch.object(sys, "argv", ["bench.py", *map(str, arguments)]):
+        return ended(program)
 
 
 def done(*arguments: object) -> Ended:
@@ -107,6 +122,26 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS) -> Non
     while not condition():
         assert time.monotonic() < end, "it has not come"
         time.sleep(0.002)
+
+
+class ExceededError(BaseException):
+    """Not an Exception: no handler in the code under test may take it for bad input."""
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """End what takes longer."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise ExceededError(f"more than {seconds} seconds, in {frame}")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 class Forker:

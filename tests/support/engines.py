@@ -6,11 +6,13 @@ from dataclasses import fields
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from threaded_device import ThreadedDevice, ThreadedStreams
+from torch.utils import _pytree as pytree
 
-from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy, ZerothOrder
+from zo2core import Batch, Engine, FirstOrder, Forward, HostPlan, MemoryPolicy, ZerothOrder
 from zo2core.planning.memory import DevicePlan
 
 
@@ -104,3 +106,20 @@ class Proxy:
         if name in self._changed:
             return partial(self._changed[name], getattr(self._wrapped, name, None))
         return getattr(self._wrapped, name)
+
+
+def really_held(activations: Any) -> int:
+    """Bytes of all storages that tensors in there use, each counted once."""
+    tensors = [leaf for leaf in pytree.tree_leaves(activations) if isinstance(leaf, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def check_held_bytes(model: Any, forward: Forward, batch: Batch) -> None:
+    """What a forward says it holds of a batch, without running the model, is what it holds, or less than twice that."""
+    prepared = forward.prepared(batch)
+    with patch.object(model.skeleton, "forward", side_effect=AssertionError("the model must not run")):
+        planned, of_batch = forward.held_bytes(prepared), forward.held_bytes(batch)
+    assert planned == of_batch
+    with torch.inference_mode():
+        held = really_held(forward.embed(prepared))
+    assert held <= planned <= 2 * held

@@ -1,13 +1,13 @@
-"""Tiny models as GGUF files, written as llama.cpp's converter writes them: names, order of rows, norms, vocabulary."""
+"""GGUF files, written byte by byte so that tests can write wrong ones, and tiny models as llama.cpp's converter has them."""
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
 import torch
-from gguf_files import TYPE_NUMBERS, Tensor, gguf_bytes
 from models import random_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -31,6 +31,52 @@ from zo2adapters.models.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine
 from zo2core.encodings import GGUF_BLOCKS
+
+TYPE_NUMBERS = {kind.name: int(kind) for kind in gguf.GGMLQuantizationType}
+_SCALARS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}
+
+
+class Tensor(NamedTuple):
+    """A tensor to write: sizes in torch's order, and its bytes."""
+
+    name: str
+    shape: Sequence[int]
+    kind: str | int
+    content: bytes
+    offset: int | None = None  # None: behind the tensor before
+
+
+def text(value: str | bytes) -> bytes:
+    """A string as GGUF has it."""
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def scalar(value: Any) -> bytes:
+    """A value's type and the value."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + text(value)
+    if isinstance(value, list):
+        kind, layout = {**_SCALARS, str: (8, ""), int: (5, "i")}[type(value[0])]  # llama.cpp has signed ones in arrays
+        items = (text(item) if kind == 8 else struct.pack(f"<{layout}", item) for item in value)
+        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
+    kind, layout = _SCALARS[type(value)]
+    return struct.pack(f"<I{layout}", kind, value)
+
+
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: int = 3, alignment: int = 32) -> bytes:
+    """A GGUF file."""
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    header += b"".join(text(key) + scalar(value) for key, value in metadata.items())
+    data = b""
+    for tensor in tensors:
+        offset = len(data) if tensor.offset is None else tensor.offset
+        number = tensor.kind if isinstance(tensor.kind, int) else TYPE_NUMBERS[tensor.kind]
+        sizes = struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape))
+        header += text(tensor.name) + struct.pack("<I", len(tensor.shape)) + sizes + struct.pack("<IQ", number, offset)
+        data += tensor.content + bytes(-len(tensor.content) % alignment)
+    return header + bytes(-len(header) % alignment) + data
+
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
 MERGES += [("1", "2"), ("Ġ", "12")]  # which bind where digits are not split
@@ -130,10 +176,8 @@ def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
         "tokenizer.chat_template": TEMPLATE,
     }
     if architecture == "qwen3moe":
-        values["qwen3moe.expert_count"], values["qwen3moe.expert_used_count"] = (
-            config.num_experts,
-            config.num_experts_per_tok,
-        )
+        values["qwen3moe.expert_count"] = config.num_experts
+        values["qwen3moe.expert_used_count"] = config.num_experts_per_tok
         values["qwen3moe.expert_feed_forward_length"] = config.moe_intermediate_size
     if architecture.startswith("gemma"):
         values[f"{architecture}.attention.sliding_window"] = config.sliding_window
@@ -149,34 +193,21 @@ def tensors(
     names, written = gguf.get_tensor_name_map(number, config.num_hidden_layers), []
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
-        if path.endswith(".experts"):
-            written += _stacks(path.split(".")[2], leaf, parameter.detach().float().numpy(), kind_of, rng)
-            continue
-        place, values = f"{names.get_name(path)}.{leaf}", parameter.detach().float().numpy()
-        if architecture == "llama" and (".attn_q." in place or ".attn_k." in place):
-            heads = config.num_attention_heads if ".attn_q." in place else config.num_key_value_heads
-            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture.startswith("gemma") and place.endswith("norm.weight"):
-            values = values + 1
-        kind = "F32" if values.ndim == 1 or "ffn_gate_inp" in place else kind_of(place)
-        content = packed(np.ascontiguousarray(values), kind, rng)
-        written.append(Tensor(place, values.shape, kind, content))
+        values = parameter.detach().float().numpy()
+        if path.endswith(".experts"):  # stacks, of which one parameter may hold two
+            parts = ("gate", "up") if leaf == "gate_up_proj" else ("down",)
+            places = [f"blk.{path.split('.')[2]}.ffn_{part}_exps.weight" for part in parts]
+        else:
+            places = [f"{names.get_name(path)}.{leaf}"]
+        for place, own in zip(places, np.split(values, len(places), axis=1) if len(places) > 1 else [values], strict=True):
+            if architecture == "llama" and (".attn_q." in place or ".attn_k." in place):
+                heads = config.num_attention_heads if ".attn_q." in place else config.num_key_value_heads
+                own = own.reshape(heads, 2, -1, *own.shape[1:]).swapaxes(1, 2).reshape(own.shape)
+            if architecture.startswith("gemma") and place.endswith("norm.weight"):
+                own = own + 1
+            kind = "F32" if own.ndim == 1 or "ffn_gate_inp" in place else kind_of(place)
+            written.append(Tensor(place, own.shape, kind, packed(np.ascontiguousarray(own), kind, rng)))
     return written
-
-
-def _stacks(
-    layer: str, leaf: str, values: np.ndarray, kind_of: Callable[[str], str], rng: np.random.Generator
-) -> list[Tensor]:
-    """A layer's experts: a stack for each of the projections in a parameter."""
-    parts = {"down": values}
-    if leaf == "gate_up_proj":
-        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
-    places = {f"blk.{layer}.ffn_{part}_exps.weight": stack for part, stack in parts.items()}
-    kinds = {place: kind_of(place) for place in places}
-    return [
-        Tensor(place, stack.shape, kinds[place], packed(np.ascontiguousarray(stack), kinds[place], rng))
-        for place, stack in places.items()
-    ]
 
 
 def save_gguf(
@@ -188,22 +219,12 @@ def save_gguf(
     further: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a random model.
+    """Write a random model in one file or several, the first of which is returned.
 
-    Args:
-        path: The file, or of a split model the first one's stem.
-        architecture: llama.cpp's name.
-        kinds: Type of all matrices, or types by part of a tensor's name, the first that fits, with "" for the rest.
-        files: Number of files.
-        further: Further metadata.
-        changes: Values of the config.
-
-    Returns:
-        The file to open.
+    Kinds are the type of all matrices, or types by part of a tensor's name, the first that fits, with "" for the rest.
     """
     config = tiny_config(architecture, **changes)
-    kinds = {"": kinds} if isinstance(kinds, str) else kinds
-    chosen = kinds
+    chosen = {"": kinds} if isinstance(kinds, str) else kinds
 
     def kind_of(name: str) -> str:
         return next(kind for part, kind in chosen.items() if part in name)

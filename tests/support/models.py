@@ -11,6 +11,7 @@ from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BloomConfig,
     GenerationConfig,
     GPT2Config,
@@ -180,3 +181,22 @@ def candidate_scores(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Ten
     values = logits.float().log_softmax(-1).gather(2, labels.masked_fill(~wanted, 0)[:, :, None])[:, :, 0]
     scores: torch.Tensor = (values.double() * wanted).sum(1) / wanted.sum(1)
     return scores.view(-1, 2)
+
+
+def continuations(whole: Any, prompts: Sequence[list[int]], new: int, eos: int | None) -> list[list[int]]:
+    """What transformers' own generate writes after each prompt, by itself and greedily."""
+    continued = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        continued.append(whole.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
+    return continued
+
+
+def mean_log_likelihood(directory: Path, prompt: str, completion: str) -> float:
+    """The mean log-probability of the completion's tokens, by transformers."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    ids, start = tokenizer(prompt + completion).input_ids, len(tokenizer(prompt).input_ids)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return float(logits[range(start - 1, len(ids) - 1), ids[start:]].mean())

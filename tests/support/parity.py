@@ -5,12 +5,12 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engines import assert_equal, weights, zeroth_order
 from engines import assert_same_bits as assert_same_bits
-from engines import zeroth_order
 from hypothesis import strategies as st
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch import nn
@@ -79,10 +79,12 @@ class Plan(NamedTuple):
     def estimator(self) -> ZOEstimator:
         if self.name == "fzoo":
             return FZOO(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
-        plain = MeZOSGD(
-            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
-        )
+        plain = MeZOSGD(**self.numbers)
         return plain if self.queries == 0 else MultiQueryRGE(**vars(plain), q=self.queries)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("lr", "zo_eps", "weight_decay", "perturb_in_place")}
 
     def directions(self, step: int) -> tuple[int, ...]:
         """The seeds that an engine told the step's first one draws."""
@@ -130,12 +132,7 @@ def assert_steps_alike(engine: Engine, whole: MonolithicMeZO, batches: Iterable[
 
 
 def assert_same_parameters(engine: Engine, whole: nn.Module) -> None:
-    reference = dict(whole.named_parameters())
-    seen = set()
-    for name, tensor in engine.parameters_now():
-        assert_same_bits(name, tensor, reference[name].data)
-        seen.add(name)
-    assert seen == set(reference)
+    assert_equal(weights(engine), dict(whole.named_parameters()))
 
 
 class Storage(NamedTuple):
@@ -214,15 +211,8 @@ def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batc
         assert distribution is not None
         fill(out, distribution, seed, place)  # compared with its reference in test_kernels.py, which would take minutes here
 
-    mono = MONOLITHIC[plan.name](
-        whole,
-        lr=plan.lr,
-        zo_eps=plan.zo_eps,
-        weight_decay=plan.weight_decay,
-        perturb_in_place=plan.perturb_in_place,
-        draw=None if distribution is None else draw,
-        autocast=plan.autocast,
-    )
+    draws = None if distribution is None else draw
+    mono = MONOLITHIC[plan.name](whole, **plan.numbers, draw=draws, autocast=plan.autocast)
     for step, (seed, between) in enumerate(zip(plan.seeds, plan.between, strict=True)):
         before = [p.data.clone() for p in whole.parameters()]
         theirs = mono.step(batch, *plan.directions(step))

@@ -22,12 +22,17 @@ def lora(**changes: Any) -> Any:
     return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes})
 
 
-def in_lora(model_type: str, **changes: Any) -> Any:
-    return lora(**{"target_modules": TARGETS[model_type], **changes})
+def on_targets(kind: str, model_type: str, **changes: Any) -> Any:
+    return getattr(peft, kind)(**{"target_modules": TARGETS[model_type], **changes})
 
 
+in_lora = partial(on_targets, "LoraConfig", r=3, lora_alpha=16)
 dora = partial(in_lora, use_dora=True)
 rslora = partial(in_lora, use_rslora=True, init_lora_weights=False)
+loha = partial(on_targets, "LoHaConfig", r=3, alpha=16, init_weights=False)
+lokr = partial(on_targets, "LoKrConfig", r=3, alpha=16, init_weights=False)
+hra = partial(on_targets, "HRAConfig", r=4, init_weights=False)
+miss = partial(on_targets, "MissConfig", r=2, init_weights=False)
 
 
 def prefix(model_type: str, **changes: Any) -> Any:
@@ -35,24 +40,8 @@ def prefix(model_type: str, **changes: Any) -> Any:
 
 
 def ia3(model_type: str, **changes: Any) -> Any:
-    targets = {"target_modules": TARGETS[model_type], "feedforward_modules": TARGETS[model_type][1:]}
-    return peft.IA3Config(**{**targets, "init_ia3_weights": False, **changes})
-
-
-def loha(model_type: str, **changes: Any) -> Any:
-    return peft.LoHaConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def lokr(model_type: str, **changes: Any) -> Any:
-    return peft.LoKrConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def hra(model_type: str, **changes: Any) -> Any:
-    return peft.HRAConfig(**{"r": 4, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
-
-
-def miss(model_type: str, **changes: Any) -> Any:
-    return peft.MissConfig(**{"r": 2, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+    own = {"feedforward_modules": TARGETS[model_type][1:], "init_ia3_weights": False}
+    return on_targets("IA3Config", model_type, **{**own, **changes})
 
 
 def modules_to_save(model_type: str, **changes: Any) -> Any:

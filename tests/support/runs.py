@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_lines import write_rows
 from engines import fails_at
 from models import WORDS, save_model, save_tokenizer, small_config
+from safetensors.torch import load_file
 
 from zo2adapters.tasks.row_source import parsed_rows
 from zo2adapters.trainers.optimization import Decay, Optimization
@@ -25,7 +27,7 @@ def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float
     base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers), dtype)
     save_tokenizer(base)
     rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     options = TrainOptions(
         model=str(base),
         data=folder / "rows.jsonl",
@@ -74,11 +76,22 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
             trainer.run()
 
 
+def rows_of(path: str | Path) -> list[Any]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def weights_of(directory: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved model or adapter in one file."""
+    [path] = Path(directory).glob("*.safetensors")
+    return load_file(path)
+
+
 def outcome(run: str | Path) -> dict[str, Any]:
     """Everything of a run, of a whole model or of an adapter, that does not measure time."""
     run = Path(run)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     [weights] = (run / "model").glob("*.safetensors")
+    rows = rows_of(run / "metrics.jsonl")
     return {
         "journal": (run / "journal.jsonl").read_bytes(),
         "weights": weights.read_bytes(),

@@ -1,8 +1,8 @@
-"""Segments of numbers for tests of sources, schedulers and noise, and weights that count how often they are read."""
+"""Segments of numbers, weights that count how often they are read, and a source that checks the bytes it is given back."""
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from zo2core import BlockLayout, ParameterSpec, SegmentKind, SequentialNoise
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header
-from zo2core.protocols import NoiseGenerator
+from zo2core.protocols import NoiseGenerator, Store
+from zo2core.types import Bucket
 
 
 def segments(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[BlockLayout, ...]:
@@ -75,10 +76,6 @@ class CountingWeights:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def reference(seed: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.normal(0.0, 1.0, (size,), dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
 def z_of(noise: NoiseGenerator, spec: ParameterSpec, seed: int) -> torch.Tensor:
     out = torch.empty(spec.numel, dtype=spec.dtype)
     for start, stop in noise.chunks(spec):
@@ -86,6 +83,78 @@ def z_of(noise: NoiseGenerator, spec: ParameterSpec, seed: int) -> torch.Tensor:
     return out
 
 
-def one_parameter(size: int, dtype: torch.dtype) -> tuple[ParameterSpec, SequentialNoise]:
-    spec = ParameterSpec("p", (size,), dtype, 0, True)
-    return spec, SequentialNoise([BlockLayout("s", SegmentKind.BLOCK, (spec,))])
+def assert_torch_draws(size: int, dtypes: Sequence[torch.dtype] = DTYPES, capability: str | None = None) -> None:
+    """Sequential noise is what torch draws; with a processor's capability, on such a one."""
+    assert capability in (None, torch.backends.cpu.get_cpu_capability())
+    for dtype in dtypes:
+        spec = ParameterSpec("p", (size,), dtype, 0, True)
+        found = z_of(SequentialNoise([BlockLayout("s", SegmentKind.BLOCK, (spec,))]), spec, 9)
+        expected = torch.normal(0.0, 1.0, (size,), dtype=dtype, generator=torch.Generator().manual_seed(9))
+        assert torch.equal(found, expected), dtype
+
+
+NUMBERS = 64  # a segment
+SLOW = 0.02  # seconds
+
+
+class CheckingSource:
+    """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is found out."""
+
+    def __init__(self, capacity: int = BLOCKS) -> None:
+        self.layouts = segments([NUMBERS] * (BLOCKS + 2))
+        self.capacity = capacity
+        self.acquired: set[int] = set()
+        self.write_back_every = None
+        self.versions = [0] * len(self.layouts)
+        self.memory = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in self.layouts]
+        self.errors: list[str] = []
+        self._lock = threading.Lock()
+
+    def expected(self, index: int, version: int) -> float:
+        return 1000.0 * index + version
+
+    def prefetch(self, order: Sequence[int]) -> int:
+        return len(order)
+
+    def acquire(self, index: int) -> Bucket:
+        layout, memory = self.layouts[index], self.memory[index]
+        if index in self.acquired:
+            self.errors.append(f"segment {index} was acquired again before it was released")
+        self.acquired.add(index)
+        views = layout.views(memory)
+        views[0].fill_(self.expected(index, self.versions[index]))
+        return Bucket(index, memory, views, self.versions[index])
+
+    def release(self, bucket: Bucket, version: int | None) -> None:
+        self.acquired.discard(bucket.segment)
+        if version is None:  # lost: what comes next is the version from before
+            return
+        if not bool((bucket.views[0] == self.expected(bucket.segment, version)).all()):
+            self.errors.append(f"segment {bucket.segment} came back with other bytes than version {version}'s")
+        self.versions[bucket.segment] = version
+        bucket.data.fill_(255)  # from here on the memory is the source's
+
+    def close(self) -> None:
+        pass
+
+
+def nothing() -> float:
+    return 0.0
+
+
+def slow() -> float:
+    return SLOW
+
+
+class TwoStepVisitor:
+    """Commits what it replayed, and evaluates then, as a zeroth-order visit does."""
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        commit(self.replay(index, store, version))
+        self.evaluate(index, store)
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        raise NotImplementedError
+
+    def evaluate(self, index: int, store: Store) -> None:
+        raise NotImplementedError

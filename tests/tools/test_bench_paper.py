@@ -1,10 +1,9 @@
 """The bench of the ZO2 paper's tables: what it holds of the paper, and that every kind of row runs."""
 
+import itertools
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from bench import main
+from command_lines import run_tool
 from make_checkpoint import geometries
 from measuring import Usage
-from paper.tables import MISPRINTED, TABLES, Row, Variant
+from paper.tables import MISPRINTED, TABLES, Variant
 from paper.zo2 import AllocatingScheduler
 from synthetic import PatternReader, block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -22,20 +22,12 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2core import Engine, MeZOSGD, SegmentStore, SequentialNoise, ZerothOrder
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "10GB"]
-Run = Callable[..., tuple[str, dict[str, Any]]]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the program; gives what it prints and the JSON of its last line."""
-
-    def runs(*options: str) -> tuple[str, dict[str, Any]]:
-        monkeypatch.setattr(sys, "argv", ["bench.py", "zo2", *SMALL, *options])
-        main()
-        out = capsys.readouterr().out
-        return out, json.loads(out.splitlines()[-1])
-
-    return runs
+def run(*options: object) -> tuple[str, dict[str, Any]]:
+    """What the program prints, and the JSON of its last line."""
+    out = run_tool(main, "zo2", *SMALL, *options).out
+    return out, json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -44,27 +36,20 @@ def test_printed_ratios_are_those_of_the_printed_numbers(name: str) -> None:
     for row in TABLES[name].rows:
         # Both dtypes' ratios of the first table relate to MeZO in FP32.
         base = next(other for other in TABLES[name].rows if other.model == row.model) if name == "main" else row
-        for figures in row.programs.values():
-            for value, ratio, of in (
-                (figures.memory, figures.memory_ratio, base.monolithic.memory),
-                (figures.speed, figures.speed_ratio, base.monolithic.speed),
-            ):
-                if ratio is not None:
-                    assert value is not None
-                    assert of is not None
-                    checked += 1
-                    if abs(value / of - ratio) > 0.01:  # the paper rounds some and cuts others
-                        wrong.append((row.model, row.bits, value, ratio))
+        for figures, what in itertools.product(row.programs.values(), ("memory", "speed")):
+            value, ratio, of = getattr(figures, what), getattr(figures, f"{what}_ratio"), getattr(base.monolithic, what)
+            if ratio is not None:
+                checked += 1
+                if abs(value / of - ratio) > 0.01:  # the paper rounds some and cuts others
+                    wrong.append((row.model, row.bits, value, ratio))
     assert wrong == ([] if name != "main" else MISPRINTED)
     assert checked == {"main": 24, "ablation": 16, "batch": 30, "length": 30, "qwen3": 10}[name]
 
 
 def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
     def settings(name: str) -> dict[tuple[str, int, int, int], list[tuple[float | None, float | None]]]:
-        def figures(row: Row) -> list[tuple[float | None, float | None]]:
-            return [(found.memory, found.speed) for found in (row.monolithic, row.variants[Variant.FULL])]
-
-        return {row[:4]: figures(row) for row in TABLES[name].rows}
+        figures = {row[:4]: (row.monolithic, row.variants[Variant.FULL]) for row in TABLES[name].rows}
+        return {setting: [(found.memory, found.speed) for found in both] for setting, both in figures.items()}
 
     first = settings("main")
     for name in ("batch", "length"):
@@ -76,7 +61,7 @@ def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
 
 
 @pytest.mark.long_profile
-def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run, request: pytest.FixtureRequest) -> None:
+def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(request: pytest.FixtureRequest) -> None:
     every = {"main": 2, "ablation": 1, "batch": 4, "length": 4, "qwen3": 1}
     if not request.config.getoption("--long"):
         every = {name: every[name] for name in ("main", "ablation", "qwen3")}
@@ -100,14 +85,14 @@ def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run, requ
     assert cells["paper's speed"] == pytest.approx(0.8261, abs=1e-4)
 
 
-def test_blocks_beyond_host_memory_are_left_out_with_a_reason(run: Run) -> None:
+def test_blocks_beyond_host_memory_are_left_out_with_a_reason() -> None:
     _, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--host-memory", "500KB")
     (row,) = found["rows"]
     assert "host-memory: found 500000 bytes" in row["variants"][Variant.FULL.value]["reason"]
 
 
 @pytest.mark.long_profile
-def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
+def test_what_does_not_fit_is_left_out_with_a_reason() -> None:
     out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "1500KB")
     (row,) = found["rows"]
     assert "of the device's memory" in row["monolithic"]["reason"]
@@ -120,8 +105,8 @@ def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
 
 
 @pytest.mark.long_profile
-def test_a_disk_can_play_the_host(run: Run, tmp_path: Path) -> None:
-    _, found = run("--on", "disk", "--sizes", "opt-1.3b", "--tables", "ablation", "--folder", str(tmp_path))
+def test_a_disk_can_play_the_host(tmp_path: Path) -> None:
+    _, found = run("--on", "disk", "--sizes", "opt-1.3b", "--tables", "ablation", "--folder", tmp_path)
     (row,) = found["rows"]
     for variant in (Variant.FULL, Variant.SERIAL, Variant.EAGER):
         ours = row["variants"][variant.value]
@@ -133,10 +118,8 @@ def test_a_disk_can_play_the_host(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [("--tables", "mian"), ("--sizes", "opt-1b"), ("--dtype", "float8")])
-def test_an_unknown_name_is_refused(option: tuple[str, str], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run(*option)
-    assert f"{option[1]} is none of" in capsys.readouterr().err
+def test_an_unknown_name_is_refused(option: tuple[str, str]) -> None:
+    assert f"{option[1]} is none of" in run_tool(main, "zo2", *SMALL, *option).err
 
 
 def test_the_pattern_is_the_same_in_whatever_ranges_it_is_read() -> None:

@@ -1,14 +1,12 @@
 """The real task: how its rows are chosen, and that every variant trains, continues and is reported."""
 
 import csv
-import io
 import itertools
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ import pytest
 import task_rows
 from benches import real_task
 from benches.real_task import VARIANTS, read_runs
+from command_lines import run_here, run_tool
 from models import save_model, save_tokenizer, small_config
 from task_rows import LABELS, SIZES, Task, Tweet, package_file, read_tweets, split
 
-from zo2adapters.cli import main
 from zo2core.errors import DataError, MissingPackageError, OptionError
 
 MOODS = {"negative": ("bad", "sad", "slow"), "positive": ("good", "glad", "fast")}
@@ -30,17 +28,12 @@ DIGITS = ["<pad>", "</s>", "<unk>", "\n", "+", "=", *"0123456789"]
 NAMES = [*VARIANTS, "es", "supervised"]
 
 
-def call(*arguments: object) -> None:
-    """Run the program."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench.py", "real-task", *map(str, arguments)])
-        bench.main()
+call = partial(run_tool, bench.main, "real-task")
 
 
 def tweets() -> Iterator[Tweet]:
     """Twelve subjects' worth of texts a label, no two alike."""
-    pairs = itertools.product(SUBJECTS, SUBJECTS)
-    for first, second in pairs:
+    for first, second in itertools.product(SUBJECTS, SUBJECTS):
         for label, moods in MOODS.items():
             for mood in moods:
                 yield Tweet(f"my {first} {second} is {mood}", label, 0.95)
@@ -110,7 +103,7 @@ def test_doubtful_rows_are_left_out_and_rows_depend_on_the_seed(sizes: None) -> 
         split([*odd, *bad, *good[1:]])
 
 
-def test_a_corpus_reads_without_confidence_and_names_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_reads_without_confidence_and_names_gaps(tmp_path: Path) -> None:
     path = tmp_path / "corpus.csv"
     path.write_bytes(b'sentiment,confidence,text\r\npositive,0.9,"a, \xd5b"\r\nneutral,,c\r\n')
     assert list(read_tweets(path)) == [Tweet("a, Õb", "positive", 0.9), Tweet("c", "neutral", None)]
@@ -119,9 +112,7 @@ def test_a_corpus_reads_without_confidence_and_names_gaps(tmp_path: Path, capsys
     assert package_file("torch", "version.py").is_file()
     with pytest.raises(DataError, match=r"run 'bench.py real-task build DIR' first"):
         Task.open(tmp_path)
-    with pytest.raises(SystemExit):
-        call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23")
-    assert "mezo-float32" in capsys.readouterr().err
+    assert "mezo-float32" in call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23").err
 
 
 @pytest.fixture
@@ -129,12 +120,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run in this process."""
 
     def zo2(*arguments: object) -> str:
-        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
-            try:
-                main(list(map(str, arguments)))
-            except SystemExit:
-                raise SystemExit(errors.getvalue()) from None
-        return out.getvalue()
+        ended = run_here(*arguments)
+        if ended.status:
+            raise SystemExit(ended.err)
+        return ended.out
 
     monkeypatch.setattr(real_task, "zo2", zo2)
 
@@ -169,12 +158,11 @@ def test_a_series_that_was_cut_off_ends_as_one_that_was_not(name: str, task: Pat
 
 
 @pytest.mark.usefixtures("here")
-def test_a_series_is_tuned_and_reported(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_series_is_tuned_and_reported(task: Path, tmp_path: Path) -> None:
     folder, compared = tmp_path / "runs", tmp_path / "compared.json"
     trained(task, folder, "rademacher-float32", 3, "--seeds", 0, 1, "--tuning", 96)
     trained(task, folder, "badam-mixed", 2, "--seeds", 0, "--lr", 1e-3)
     shutil.rmtree(task)  # a report needs the runs alone
-    capsys.readouterr()
     call("report", folder, "--output", compared)
     kept = json.loads(compared.read_text())["summary"]
     (tuned,) = (row for name, row in kept.items() if name.startswith("rademacher"))

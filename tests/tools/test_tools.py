@@ -1,22 +1,26 @@
-"""The tools: sparse checkpoints, command lines of benchmarks, accumulations, and the table of families and formats."""
+"""The tools: sparse checkpoints, benchmarks and their command lines, the table of families and formats, and the GPU day."""
 
 import json
 import math
 import re
 import struct
-import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import bench
 import families
 import formats
+import gpu_day
 import make_chats
 import pytest
 import torch
+from benches.compare import sweeps_of
+from command_lines import Ended, run_tool
 from families import small_config as small_mixture
 from make_checkpoint import geometries, main, make_checkpoint, make_sparse_coded, make_sparse_gguf, save_tokenizer
 from models import CONFIGS, make_batch, small_config
+from runs import small_run
 from synthetic import SlowReader
 
 from zo2adapters import open_checkpoint
@@ -30,6 +34,18 @@ def head(path: Path) -> bytes:
     """A shard's header with its length; all of any other file."""
     raw = path.read_bytes()
     return raw[: 8 + struct.unpack("<Q", raw[:8])[0]] if path.suffix == ".safetensors" else raw
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "llama"
+    make_checkpoint(small_config("llama"), path, dtype=torch.float32, sparse=False)
+    return path
+
+
+def measured(*arguments: object) -> Any:
+    """The JSON of a benchmark's last line."""
+    return json.loads(run_tool(bench.main, *arguments).out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("max_shard", [10**9, 2000])
@@ -57,10 +73,8 @@ def test_a_sparse_checkpoint_is_a_dense_one_but_for_the_data(model_type: str, ma
         assert not value.any(), "a hole reads as zeros"
 
 
-def test_opt_175b_is_sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "opt-175b", str(tmp_path / "opt"), "--sparse"])
-    main()
-    assert "349.21 GB of float16" in capsys.readouterr().out
+def test_opt_175b_is_sparse(tmp_path: Path) -> None:
+    assert "349.21 GB of float16" in run_tool(main, "opt-175b", tmp_path / "opt", "--sparse").out
     stats = [path.stat() for path in (tmp_path / "opt").iterdir()]
     assert sum(stat.st_size for stat in stats) > 349e9
     assert max(stat.st_size for stat in stats) < 6e9
@@ -104,20 +118,14 @@ def test_a_sparse_mixture_has_coded_experts_and_routes_tokens(family: str, sizes
 
 
 @pytest.mark.parametrize("name", bench.BENCHMARKS)
-def test_benchmarks_tell_options(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", name, "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        bench.main()
-    assert f"python tools/bench.py {name}" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["bench.py", f"no-{name}"])
-    with pytest.raises(SystemExit, match="2"):
-        bench.main()
-    assert "\ncompare\n" in capsys.readouterr().err
+def test_benchmarks_tell_options(name: str) -> None:
+    assert f"python tools/bench.py {name}" in run_tool(bench.main, name, "--help").out
+    unknown = run_tool(bench.main, f"no-{name}")
+    assert (unknown.status, "\ncompare\n" in unknown.err) == (2, True)
 
 
-def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:
-    make_checkpoint(small_config("opt"), tmp_path / "base", dtype=torch.float32, sparse=False)
-    model = open_checkpoint(tmp_path / "base")
+def test_a_slow_reader_reads_the_same(base: Path) -> None:
+    model = open_checkpoint(base)
     slow = SlowReader(model.weights, 1e9)
     spec = model.layouts[1].parameters[0]
     ours, theirs = (torch.zeros(spec.numel) for _ in range(2))
@@ -136,10 +144,9 @@ def test_encoded_checkpoints_have_p_rges_sizes(encoding: str, tiny: float, large
         assert sum(read) == pytest.approx(nbytes, rel=0.01), "what is read is what was written"
 
 
-def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path) -> None:
     for name in ("first", "again"):
-        monkeypatch.setattr(sys, "argv", ["make_chats.py", str(tmp_path / name), "--rows", "300", "--held-out", "60"])
-        make_chats.main()
+        run_tool(make_chats.main, tmp_path / name, "--rows", 300, "--held-out", 60)
     files = [(tmp_path / "first" / name).read_text() for name in ("train.jsonl", "held-out.jsonl")]
     assert files == [(tmp_path / "again" / name).read_text() for name in ("train.jsonl", "held-out.jsonl")]
     train, held_out = (text.splitlines() for text in files)
@@ -152,22 +159,17 @@ def test_conversations_are_right_and_those_held_out_are_others(tmp_path: Path, m
 
 
 @pytest.mark.long_profile
-def test_runs_are_held_to_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_held_to_plans(tmp_path: Path) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32)
     save_tokenizer(tmp_path / "base", 40)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "train", str(tmp_path / "base"), "--tokens", "6", "--steps", "3"])
-    bench.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["default"]
+    found = measured("train", tmp_path / "base", "--tokens", 6, "--steps", 3)["default"]
     assert len(found["steps"]) == 3
     assert found["planned_bytes"] > 0
     assert found["seconds"]["median"] > 0
 
 
-def test_small_updates_are_lost_in_place_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--sizes", "1e-5", "--steps", "7", "120", "--side", "64", "--rank", "2"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", "accumulation", *arguments])
-    bench.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_small_updates_are_lost_in_place_alone() -> None:
+    found = measured("accumulation", "--sizes", "1e-5", "--steps", 7, 120, "--side", 64, "--rank", 2)
     for look in (found[f"size 1e-05, {steps} steps"] for steps in (7, 120)):
         assert look["in the weights"] is False
         float32, in_place, virtual = (look[name] for name in ("float32", "bfloat16 in place", "virtual float32"))
@@ -176,21 +178,15 @@ def test_small_updates_are_lost_in_place_alone(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("buckets", "more"), [(None, []), (2, []), (2, ["--journal-alone"])])
-def test_a_resumed_run_is_timed_against_one_without_a_journal(
-    buckets: int | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
-    arguments = [str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--steps", "1"]
-    arguments += more if buckets is None else ["--buckets", str(buckets), *more]
-    output = tmp_path / "resume.json"
-    monkeypatch.setattr(sys, "argv", ["bench.py", "resume", *arguments, "--output", str(output)])
-    bench.main()
-    measured = json.loads(output.read_text())
-    assert measured["columns of past periods"] == 4
-    assert measured["matrices that are formed"] == measured["matrices"] > 0
-    assert measured["first to first"]["median"] > 0
-    assert measured["kept_bytes"] > 0
+@pytest.mark.parametrize("more", ["", "--buckets 2", "--buckets 2 --journal-alone"])
+def test_a_resumed_run_is_timed_against_one_without_a_journal(more: str, base: Path, tmp_path: Path) -> None:
+    given = ("--updates", 7, "--period", 3, "--tokens", 6, "--steps", 1, "--output", tmp_path / "resume.json")
+    run_tool(bench.main, "resume", base, *given, *more.split())
+    found = json.loads((tmp_path / "resume.json").read_text())
+    assert found["columns of past periods"] == 4
+    assert found["matrices that are formed"] == found["matrices"] > 0
+    assert found["first to first"]["median"] > 0
+    assert found["kept_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -204,3 +200,123 @@ def test_a_cell_says_what_holds(family: str, form: str, expected: str, tmp_path:
 def test_steps_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "trained_by_peft", lambda *arguments, steps: ([0.0] * formats.STEPS, {}))
     assert formats.outcome("llama", "bfloat16", tmp_path) == "different"
+
+
+def compared(model: object, sides: list[str], *more: str) -> dict[str, Any]:
+    """The rows of the sides."""
+    shapes = measured("compare", model, "--tokens", 6, "--steps", 1, "--sides", *sides, *more)
+    rows: dict[str, Any] = next(rows for shape, rows in shapes.items() if " x " in shape)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ("--noise mezo", ["--noise mezo --loss-chunk none --whole", "--noise mezo --buckets 1 --every 1 --serial"]),
+        ("--rank 2", ["--rank 2 --buckets 2 --rate 100MB", "--rank 2 --bus 1"]),
+        ("--lora adamw", ["--lora adamw --recompute", "--lora adamw --whole", "--lora adamw --whole --checkpointing"]),
+        ("--full adamw", ["--full adamw --whole", "--full adamw --update-seconds 1e-3"]),
+    ],
+)
+def test_sides_with_the_same_arithmetic_have_the_same_losses(first: str, others: list[str], base: Path) -> None:
+    rows = compared(base, [first, *others])
+    assert list(rows) == [first, *others]
+    assert all(row["losses of the first"] and row["times faster"]["median"] > 0 for row in rows.values())
+    assert rows[first]["share of forwards"]["median"] < 1 <= rows[first]["to the slowest lane"]["min"]
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_sweeps_have_every_evaluation_once(queries: int) -> None:
+    ways = sweeps_of(queries)
+    sizes = {name: {len(places) for places in way} for name, way in ways.items()}
+    assert sizes == {"in-turn": {1}, "inner": {2}, "outer": {queries}, "both": {2 * queries}}
+    for way in ways.values():
+        assert sorted(place for places in way for place in places) == list(range(2 * queries))
+
+
+def test_p_rges_variants_have_the_same_losses_and_their_shares_of_memory(tmp_path: Path) -> None:
+    make_checkpoint(small_config("llama", vocab_size=1000), tmp_path / "base", dtype=torch.float32, sparse=False)
+    sides = [f"--lora-fa --queries 2 --sweeps {way}" for way in sweeps_of(2)]
+    others = [
+        "--lora-fa --queries 2",
+        "--lora-fa --queries 2 --stack 1",
+        "--lora-fa --whole",
+        "--lora-fa --lora sgd --whole",
+    ]
+    rows = compared(tmp_path / "base", [*sides, *others], "--unpadded", "--rows", "2")
+    assert all(rows[side]["losses apart"] < 1e-5 for side in (*sides, *others[:2]))
+    assert all(row["step"]["min"] > 0 for row in rows.values())
+    logits = 2 * 6 * 1000 * 4  # bytes of a forward's; cross_entropy, one operation in inference mode, makes as many again
+    assert 2 * logits <= rows[sides[0]]["operations_bytes"] < rows[sides[1]]["operations_bytes"]
+
+
+def test_runs_that_share_their_base_have_the_losses_of_one_alone(base: Path) -> None:
+    for first in ("--lora adamw", "--lora adamw --run 1"):
+        rows = compared(base, [first, f"{first} --together 2", "--rank 2 --together 2"])
+        assert rows[f"{first} --together 2"]["losses of the first"]
+        assert rows["--rank 2 --together 2"]["losses apart"] > 0
+    assert rows["--rank 2 --together 2"]["times faster than apart"]["median"] > 0
+
+
+@pytest.mark.long_profile
+def test_sides_in_processes_have_the_losses_of_one(base: Path) -> None:
+    rows = compared(base, ["--queries 2", "--queries 2 --workers 2", "--queries 2 --freed returned"], "--apart")
+    assert all(row["losses of the first"] and row["peak_bytes"]["min"] > 0 for row in rows.values())
+
+
+def test_sides_with_other_work_run(base: Path) -> None:
+    mixed = "--precision mixed --dtype bfloat16 --transfer-dtype bfloat16-back --bus 0.5 --replay device"
+    sides = ["", "--queries 2", "--batches 2 --micro-rows 1", "--whole --forward --queries 2", mixed]
+    rows = compared(base, [*sides, "--full adamw --delayed", "--full lomo"], "--labelled", "2")
+    assert list(rows) == ["default", *sides[1:], "--full adamw --delayed", "--full lomo"]
+    assert rows[mixed]["lanes"]["upload_bytes"] > 0
+
+
+def test_what_a_geometry_does_not_heed_is_refused_and_a_checkpoint_of_its_name_is_the_checkpoint(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for option in ("lora adamw", "precision mixed", "rate 1GB", "loss-chunk none", "transfer-dtype bfloat16"):
+        with pytest.raises(SystemExit, match=rf"^opt-125m: a geometry takes no --{option.split()[0]}; write"):
+            compared("opt-125m", [f"--{option}"])
+    (tmp_path / "opt-125m").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    assert list(compared("opt-125m", ["--lora adamw"])) == ["--lora adamw"]
+
+
+@pytest.mark.parametrize("rank", ["", "--rank 2 "], ids=["in the weights", "beside the activations"])
+def test_packed_rows_are_the_same_rows(tmp_path: Path, rank: str) -> None:
+    options = small_run(tmp_path)
+    rows = compared(options.model, [rank.strip(), f"{rank}--packed"], "--data", str(options.data), "--rows", "3")
+    assert rows[f"{rank}--packed"]["times faster"]["min"] > 0
+
+
+def gpu_day_of(output: Path, *more: object) -> Ended:
+    return run_tool(gpu_day.main, "--device", "cpu", "--tiny", "--in-process", "--output", output, *more)
+
+
+def test_every_check_holds_and_every_benchmark_runs_on_small_models(tmp_path: Path) -> None:
+    assert gpu_day_of(tmp_path).status == 0
+    results = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert results.keys() == {gpu_day.file_of(name) for name in gpu_day.JOBS}
+    assert all(result.get("equal", True) and "error" not in result for result in results.values())
+    assert all(result["machine"]["torch"] for result in results.values())
+
+
+def test_what_has_a_result_is_left_out_and_what_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    succeed = MagicMock(return_value={"equal": True})
+    jobs = {
+        "check: one": gpu_day.Job(30, succeed),
+        "check: two": gpu_day.Job(30, MagicMock(side_effect=ValueError("broken"))),
+        "bench: three": gpu_day.Job(30, lambda place: {"seconds": {"ours": 2.0}}),
+    }
+    monkeypatch.setattr(gpu_day, "JOBS", jobs)
+    assert gpu_day_of(tmp_path, "--only", "one").status == 0
+    failed = gpu_day_of(tmp_path)
+    assert failed.status == 1
+    assert succeed.call_count == 1
+    assert "ValueError: broken" in json.loads((tmp_path / gpu_day.file_of("check: two")).read_text())["error"]
+    assert "FAILED" in failed.out
+    assert "{'ours': 2.0}" in failed.out
+    assert gpu_day_of(tmp_path).status == 0, "all have a result"
+    assert gpu_day_of(tmp_path / "later", "--minutes", "0").status == 0
+    assert not any((tmp_path / "later").iterdir())
