@@ -203,19 +203,15 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
             is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
             if layout.resident or not (is_stack or is_linear):
                 continue
-            columns = spec.shape[-1]
+            *stack, rows, columns = spec.shape
             if is_stack and parts == (SavedPart(parts[0].tensor, spec.shape, 0, spec.numel),):
-                experts, rows, columns = spec.shape
-                layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(experts)]
+                layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(*stack)]
                 chosen[spec.name] = tuple(_Matrix(layer, (rows, columns)) for layer in layers)
                 continue
-            shapes = [(part.numel // columns, columns) for part in parts]
-            if all(
-                part == SavedPart(part.tensor, shape, 0, math.prod(shape)) and part.tensor.endswith(".weight")
-                for part, shape in zip(parts, shapes, strict=True)
-            ):
-                layers = [part.tensor.removesuffix(".weight") for part in parts]
-                chosen[spec.name] = tuple(map(_Matrix, layers, shapes))
+            matrices = [_Matrix(part.tensor.removesuffix(".weight"), (part.numel // columns, columns)) for part in parts]
+            whole = [SavedPart(f"{layer}.weight", shape, 0, math.prod(shape)) for layer, shape in matrices]
+            if [*parts] == whole:
+                chosen[spec.name] = tuple(matrices)
     if not chosen:
         found = "no linear layer with its own tensor"
         raise UnsupportedModelError(where, found=found, expected="linear layers to encode", remedy="use the model as it is")

@@ -84,10 +84,6 @@ class EncodedTensor(NamedTuple):
     shape: tuple[int, ...]  # of the matrix
     parts: tuple[TensorEntry, ...]  # in the encoding's order
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """The pieces to read, as bytes."""
-        return tuple(Piece.whole(part.as_bytes()) for part in self.parts)
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -280,7 +276,7 @@ def encodings_of(
                 remedy="use the unquantised checkpoint",
             )
         found[name] = matrices[0].encoding if len(matrices) == 1 else MatrixStack(stack)
-        pieces[name] = tuple(piece for one in matrices for piece in one.pieces())
+        pieces[name] = tuple(Piece.whole(part.as_bytes()) for one in matrices for part in one.parts)
     return pieces, found
 
 
