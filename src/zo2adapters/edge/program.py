@@ -306,7 +306,6 @@ def _digest(file: BinaryIO, length: int) -> bytes:
 
 
 _METHODS = ("step", "state", "restore", "frozen")
-_SEEDS = 1 << 63
 
 
 class ProgramStep(NamedTuple):
@@ -388,8 +387,7 @@ class TrainingProgram:
             OptionError: if the state has another adapter, or its seed is out of range.
         """
         expected, remedy = self.state().adapter, "use a state of this program"
-        if not 0 <= state.seed < _SEEDS:
-            raise OptionError("state.seed", found=repr(state.seed)[:40], expected="0 to 2^63 - 1", remedy=remedy)
+        require_whole("state.seed", state.seed, 0)
         if state.adapter.shape != expected.shape or state.adapter.dtype != expected.dtype:
             found = f"{state.adapter.dtype} of shape {tuple(state.adapter.shape)}"
             wanted = f"{expected.dtype} of shape {tuple(expected.shape)}"

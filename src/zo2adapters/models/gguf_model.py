@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -479,11 +479,8 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
         if kind in (_CONTROL, _USER_DEFINED)
     ]
     backend.add_tokens(added)
-    special = {
-        attribute: tokens[values[f"{called}_token_id"]]
-        for called, attribute in _SPECIAL.items()
-        if f"{called}_token_id" in values
-    }
+    ids = {attribute: values.get(f"{called}_token_id") for called, attribute in _SPECIAL.items()}
+    special = {attribute: tokens[index] for attribute, index in ids.items() if index is not None}
     first = [special["bos_token"]] if values.get("add_bos_token", is_whole) else []
     last = [special["eos_token"]] if values.get("add_eos_token") else []
     if first or last:
@@ -491,11 +488,8 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
             single=[*first, "$A", *last], special_tokens=[(token, tokens.index(token)) for token in {*first, *last}]
         )
     template = values.get("tokenizer.chat_template")
-    make: Any = PreTrainedTokenizerFast  # its constructor is untyped
-    tokenizer: PreTrainedTokenizerBase = make(
-        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **special
-    )
-    return tokenizer
+    make: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast  # its constructor is untyped
+    return make(tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **special)
 
 
 def unwritable(where: Path, found: str, expected: str) -> UnsupportedModelError:

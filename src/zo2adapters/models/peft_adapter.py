@@ -50,7 +50,7 @@ from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, reason, without_effect
 from zo2core.io.durable import open_regular
-from zo2core.ranges import require_whole
+from zo2core.ranges import LARGEST, require_whole
 
 AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
 _LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
@@ -152,16 +152,16 @@ def _wrap_layers(
     """Let peft wrap layers of a skeleton, of these types. With a seed it draws initial values."""
     import peft
 
-    linears = [] if seed is None else [module for module in skeleton.modules() if isinstance(module, nn.Linear)]
-    weights = [linear.weight for linear in linears]
-    for linear in linears:  # peft keeps what it draws on the device of a layer's weights, and in their dtype
-        linear.weight = nn.Parameter(torch.empty(1).expand(linear.weight.shape), requires_grad=False)
+    linears = [module for module in skeleton.modules() if seed is not None and isinstance(module, nn.Linear)]
+    weights = {linear: linear.weight for linear in linears}
+    for linear, weight in weights.items():  # peft keeps what it draws on the device of a layer's weights, in their dtype
+        linear.weight = nn.Parameter(torch.empty(1).expand(weight.shape), requires_grad=False)
     expected = "a config that peft can put into this model, with names of its linear layers"
     with _insertion(expected, "name layers that the model has, such as q_proj, or all-linear"):
         if seed is not None:
             torch.default_generator.manual_seed(seed)  # without seeding devices
         peft.inject_adapter_in_model(config, skeleton, ADAPTER_NAME)
-    for linear, weight in zip(linears, weights, strict=True):
+    for linear, weight in weights.items():
         linear.weight = weight
     output: Any = skeleton.get_output_embeddings
     for path, module in _wrapped_layers(skeleton):
@@ -225,8 +225,8 @@ class LoRAKind(AdapterKind):
 
     def unused_options(self, config: Any) -> list[str]:
         """See the base class."""
-        refused = [] if config.init_lora_weights in (True, False, "gaussian") else ["init_lora_weights"]
-        return refused if type(config.r) is int and 1 <= config.r <= _LARGEST_RANK else [*refused, "r"]
+        require_whole("adapter.r", config.r, 1, _LARGEST_RANK)
+        return [] if config.init_lora_weights in (True, False, "gaussian") else ["init_lora_weights"]
 
     def not_stacked(self, config: Any) -> str | None:
         """DoRA and LoRA of experts are refused, in mixed precision, too.
@@ -354,9 +354,7 @@ class PrefixKind(AdapterKind):
     def unused_options(self, config: Any) -> list[str]:
         """See the base class."""
         refused = [] if config.task_type in (None, _TASK) else ["task_type"]
-        refused += [] if config.init_weights in (None, "zero") else ["init_weights"]
-        is_count = type(config.num_virtual_tokens) is int and config.num_virtual_tokens >= 1
-        return refused if is_count else [*refused, "num_virtual_tokens"]
+        return refused if config.init_weights in (None, "zero") else [*refused, "init_weights"]
 
     def file_name(self, name: str) -> str:
         """See the base class."""
@@ -364,14 +362,8 @@ class PrefixKind(AdapterKind):
 
     def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
         """See the base class. Sizes that the config does not set are filled in, as in peft."""
-        longest = longest_row(skeleton)
-        if longest is not None and config.num_virtual_tokens > longest - _SHORTEST_ROW:
-            raise OptionError(
-                "adapter.num_virtual_tokens",
-                found=str(config.num_virtual_tokens),
-                expected=f"at most {longest - _SHORTEST_ROW}, so that rows fit in the model's {longest} positions",
-                remedy="choose fewer",
-            )
+        most = (longest_row(skeleton) or LARGEST) - _SHORTEST_ROW  # so that rows fit in the model's positions
+        require_whole("adapter.num_virtual_tokens", config.num_virtual_tokens, 1, most)
         wrapper, own = _wrapped(skeleton, config)
         for option in _BASE_SIZES:
             given, expected = getattr(config, option), getattr(own, option)

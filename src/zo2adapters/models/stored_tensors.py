@@ -269,12 +269,9 @@ def encodings_of(
         stack = tuple((one.encoding, one.shape[0]) for one in matrices if not isinstance(one.encoding, _STACKS))
         is_whole = all(piece == Piece.whole(piece.entry) for piece in of_parameter)
         if not is_whole or len(matrices) < len(of_parameter) or (len(matrices) > 1 and len(stack) < len(matrices)):
-            raise UnsupportedModelError(
-                f"{of_parameter[0].entry.path}: {of_parameter[0].entry.name}",
-                found=f"a quantised part of {name}",
-                expected="quantised matrices that are each a parameter of the model, or all of a stack of experts",
-                remedy="use the unquantised checkpoint",
-            )
+            expected = "quantised matrices that are each a parameter of the model, or all of a stack of experts"
+            first = of_parameter[0].entry
+            raise _unsupported(first, f"a quantised part of {name}", expected, "use the unquantised checkpoint")
         found[name] = matrices[0].encoding if len(matrices) == 1 else MatrixStack(stack)
         pieces[name] = tuple(Piece.whole(part.as_bytes()) for one in matrices for part in one.parts)
     return pieces, found
@@ -506,8 +503,10 @@ def _malformed(
     return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
 
 
-def _unsupported(entry: TensorEntry, found: str, expected: str) -> UnsupportedModelError:
-    remedy = "load the model with transformers, save it with save_original_format=False, and use that"
+_SAVE_AGAIN = "load the model with transformers, save it with save_original_format=False, and use that"
+
+
+def _unsupported(entry: TensorEntry, found: str, expected: str, remedy: str = _SAVE_AGAIN) -> UnsupportedModelError:
     return UnsupportedModelError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
 
 
