@@ -368,7 +368,8 @@ class TrainingProgram:
             NonFiniteLossError: if a loss is not finite. B does not change, and the next step has another direction.
         """
         require_number("lr", lr, least=0, remedy="correct the learning-rate schedule")
-        losses, projected_grad, seed = self._run("step", *self._fitted(batch), torch.tensor(lr, dtype=torch.float32))
+        inputs = *self._fitted(batch), torch.tensor(lr, dtype=torch.float32)
+        losses, projected_grad, seed = self._methods["step"].execute(inputs)
         if not math.isfinite(projected_grad.item()):
             remedy = "lower lr, or write the program with a lower zo_eps; this step did not change the adapter"
             where, found = f"the step of seed {seed.item()}", f"losses {losses.tolist()}"
@@ -377,7 +378,7 @@ class TrainingProgram:
 
     def state(self) -> ProgramState:
         """A copy of the state."""
-        adapter, seed = self._run("state")
+        adapter, seed = self._methods["state"].execute(())
         return ProgramState(adapter, int(seed.item()))
 
     def restore(self, state: ProgramState) -> None:
@@ -386,13 +387,12 @@ class TrainingProgram:
         Raises:
             OptionError: if the state has another adapter, or its seed is out of range.
         """
-        expected, remedy = self.state().adapter, "use a state of this program"
         require_whole("state.seed", state.seed, 0)
-        if state.adapter.shape != expected.shape or state.adapter.dtype != expected.dtype:
-            found = f"{state.adapter.dtype} of shape {tuple(state.adapter.shape)}"
-            wanted = f"{expected.dtype} of shape {tuple(expected.shape)}"
-            raise OptionError("state.adapter", found=found, expected=wanted, remedy=remedy)
-        self._run("restore", state.adapter, torch.tensor(state.seed, dtype=torch.int64))
+        adapters = state.adapter, self.state().adapter
+        found, expected = (f"{adapter.dtype} of shape {tuple(adapter.shape)}" for adapter in adapters)
+        if found != expected:
+            raise OptionError("state.adapter", found=found, expected=expected, remedy="use a state of this program")
+        self._methods["restore"].execute((state.adapter, torch.tensor(state.seed, dtype=torch.int64)))
 
     def save_adapter(self, directory: Path | str) -> None:
         """Write the current adapter in peft's format.
@@ -405,12 +405,8 @@ class TrainingProgram:
         """
         description = self.description
         values = description.split(self.state().adapter)
-        values |= zip(description.frozen, self._run("frozen"), strict=True)
+        values |= zip(description.frozen, self._methods["frozen"].execute(()), strict=True)
         write_adapter(Path(directory), description.config, values)
-
-    def _run(self, method: str, *inputs: torch.Tensor) -> Sequence[Any]:
-        outputs: Sequence[Any] = self._methods[method].execute(inputs)
-        return outputs
 
     def _fitted(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and labels of a batch, padded to the program's shape."""
@@ -462,13 +458,8 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
         batch = (STREAMS * rows, tokens)
         dual = DualForwardLinear(module.base_layer, values[a], module.scaling[name], path=path, batch=batch)
         whole.set_submodule(path, dual, strict=True)
-    step = TrainingStep(
-        whole,
-        [path for path, _ in wrapped],
-        [specs[name].index for name in trained],
-        AdapterState(list(trained.values()), seed),
-        zo_eps=zo_eps,
-    )
+    paths, state = [path for path, _ in wrapped], AdapterState(list(trained.values()), seed)
+    step = TrainingStep(whole, paths, [specs[name].index for name in trained], state, zo_eps=zo_eps)
     step.requires_grad_(requires_grad=False)
     step.train(mode=False)
     return Assembled(step, {name: (len(value), value.shape[1]) for name, value in trained.items()}, frozen)
@@ -476,11 +467,10 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
 
 def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> None:
     adapter = model.adapter if isinstance(model, PeftBlockModel) else None
-    title = "a model without an adapter" if adapter is None else adapter.not_stacked
-    if adapter is None or title is not None or adapter.config.peft_type != "LORA" or adapter.config.modules_to_save:
-        expected = "LoRA, of which lora_B is trained"
+    if adapter is None or adapter.not_stacked is not None or adapter.config.modules_to_save:  # others than LoRA's alone
+        found = "a model without an adapter" if adapter is None else adapter.not_stacked or "LoRA with modules_to_save"
         remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
-        raise UnsupportedModelError("adapter", found=str(title), expected=expected, remedy=remedy)
+        raise UnsupportedModelError("adapter", found=found, expected="LoRA, of which lora_B is trained", remedy=remedy)
     encoded = next((spec for spec in specs if spec.encoding is not None), None)
     if encoded is not None:
         found, remedy = f"a quantised weight ({type(encoded.encoding).__name__})", "open the unquantised checkpoint"
