@@ -145,14 +145,14 @@ MOST_LINES = {
     "zo2adapters/models": 4258,
     "zo2adapters/tasks": 2522,
     "zo2adapters/trainers": 4075,
-    "zo2core": 4898,
+    "zo2core": 4889,
     "zo2core/checkpoint": 726,
     "zo2core/io": 385,
     "zo2core/kernels": 1058,
     "zo2core/methods": 703,
-    "zo2core/planning": 548,
+    "zo2core/planning": 546,
     "zo2core/sources": 872,
-    "zo2core/sweep": 1786,
+    "zo2core/sweep": 1782,
 }
 
 

@@ -442,11 +442,6 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
         if value is not None and is_refused:
             raise without_effect(option, f"{workers} workers" if option == "workers" else value, expected)
     if first is not None and options.journal is not None and options.run is None:
-        raise OptionError(
-            "run",
-            found="None, and a journal",
-            expected="a directory for snapshots",
-            remedy=f"pass run=..., with its {JOURNAL}",
-        )
+        raise OptionError("run", "None, and a journal", "a directory for snapshots", f"pass run=..., with its {JOURNAL}")
     if first is not None and update is not None:
         require_trainable(model, first, update, options)

@@ -236,7 +236,7 @@ def choose_device(device: Device | str) -> Device:
         return HostDevice()
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
-        raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="pass one of these")
+        raise OptionError("device", repr(device), "'cpu', 'cuda' or 'cuda:N'", "pass one of these")
     return CudaDevice(int(index or 0))
 
 

@@ -114,7 +114,7 @@ def reason(error: Exception) -> str:
 
 def without_effect(option: str, value: object, expected: str) -> OptionError:
     """The error for an option that would have no effect."""
-    return OptionError(option, found=str(value)[:120], expected=expected, remedy="leave it out")
+    return OptionError(option, str(value)[:120], expected, "leave it out")
 
 
 @contextmanager

@@ -433,7 +433,7 @@ class Clipped(EstimatorWrapper):
         if self.medians is not None:  # with a smaller one the median would shrink to 0
             require_number("clip_median", self.medians, least=1, remedy="choose `clip_median` such as 3")
         if self.value is None and self.medians is None:
-            raise OptionError("clipping", found="no bound", expected="value or medians", remedy="pass one of the two")
+            raise OptionError("clipping", "no bound", "value or medians", "pass one of the two")
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -52,7 +52,7 @@ def damaged(path: Path, line: int, found: str, expected: str | None = None) -> J
     """The error for a file with a damaged line."""
     remedy = "restore the journal from a copy; records after the damage cannot be trusted"
     expected = f"a record of format {FORMAT}" if expected is None else expected
-    return JournalError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+    return JournalError(f"{path}, line {line}", found, expected, remedy)
 
 
 def unwritable(name: str, error: OSError) -> JournalError:
@@ -63,7 +63,7 @@ def unwritable(name: str, error: OSError) -> JournalError:
     elif isinstance(error, durable.DisturbedFileError):
         expected, remedy = "the file as it was left", "put the file back, or resume from a copy"
     remedy += "; the step was not taken and can be repeated"
-    return JournalError(name, found=reason(error), expected=expected, remedy=remedy)
+    return JournalError(name, reason(error), expected, remedy)
 
 
 FORMAT = 1
@@ -97,9 +97,7 @@ def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         converted = json.loads(json.dumps(dict(values), allow_nan=False))
         _leaves(converted, name)
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(
-            name, found=str(error), expected="finite JSON values in an object", remedy="pass strings and numbers"
-        ) from error
+        raise OptionError(name, str(error), "finite JSON values in an object", "pass strings and numbers") from error
     assert isinstance(converted, dict)
     return converted
 
@@ -343,14 +341,14 @@ class Journal:
             return None
         if self.header.get("noise") is None:
             expected, remedy = "the name of the noise generator", "restore the journal from a copy"
-            raise JournalError(self.name, found="a header without noise", expected=expected, remedy=remedy)
+            raise JournalError(self.name, "a header without noise", expected, remedy)
         return str(self.header["noise"])
 
     def require_run(self) -> Header:
         """Return the header, and refuse a journal without one."""
         if self.header is None:
             remedy = "check the path, or start a run first"
-            raise JournalError(self.name, found="no journal", expected="the journal of a run", remedy=remedy)
+            raise JournalError(self.name, "no journal", "the journal of a run", remedy)
         return self.header
 
     def lock(self) -> None:
@@ -387,7 +385,7 @@ class Journal:
         if differing is not None:
             theirs, ours = differing
             remedy = "continue with the base checkpoint and options that the journal was started with, or start a new one"
-            raise JournalError(self.name, found=theirs, expected=ours, remedy=remedy)
+            raise JournalError(self.name, theirs, ours, remedy)
         recorded, drawn = (one.get(DRAWN) or {} for one in (self.header, header))
         if recorded and drawn and recorded.get("crc32") != drawn.get("crc32"):  # of equal numbers, torch may be another
             then, now = ([shown(one.get(key)) for key in ("torch", "crc32")] for one in (recorded, drawn))
@@ -412,7 +410,7 @@ class Journal:
             decoded = self._decoded(record)  # refuses a record that could not be read back, before anything is written
         except ImpossibleRecordError as error:
             where, remedy = f"{self.name}, step {step.step}", "fix the estimator, or lower `lr`; the step was not taken"
-            raise JournalError(where, found=error.found, expected=error.expected, remedy=remedy) from error
+            raise JournalError(where, error.found, error.expected, remedy) from error
         self._write(record, partial(self._count, decoded, record), lambda: self.version > step.step)
 
     def withdraw(self) -> None:
@@ -621,7 +619,7 @@ class Journal:
         self.torn = bool(file.torn)
         if self.header is None and not may_be_torn_header(file.torn):  # the file would be overwritten
             found = f"{len(file.torn)} bytes that are not the beginning of a journal"  # not shown: they may be secret
-            raise JournalError(path, found=found, expected="a journal", remedy="check the path")
+            raise JournalError(path, found, "a journal", "check the path")
         return file
 
     def _add(self, record: durable.Record, known: int = 0) -> None:
@@ -686,7 +684,7 @@ def branch_journal(
         header = dict(opened.require_run())
         if not opened.is_replayable:
             expected, remedy = "steps that can be replayed", "start a new run from an adapter that zo2 export wrote"
-            raise JournalError(opened.name, found="first-order steps", expected=expected, remedy=remedy)
+            raise JournalError(opened.name, "first-order steps", expected, remedy)
         branch = opened.until(step)
     finally:
         if opened is not source:
@@ -699,7 +697,7 @@ def branch_journal(
     branch.header = header
     branch.evaluations.clear()
     if os.path.lexists(destination):
-        raise OutputError(destination, found="a file", expected="a path that is free", remedy="choose another path")
+        raise OutputError(destination, "a file", "a path that is free", "choose another path")
     copy_journal(branch, destination)
 
 

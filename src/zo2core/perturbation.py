@@ -213,7 +213,7 @@ def require_perturbation(
 
 
 def _refusal(option: str, found: str, expected: str, remedy: str) -> OptionError:
-    return OptionError(option, found=found, expected=expected, remedy=remedy)
+    return OptionError(option, found, expected, remedy)
 
 
 DATA = "factors.bin"

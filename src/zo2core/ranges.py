@@ -37,11 +37,11 @@ def require_whole(option: str, value: object, least: int, most: int = LARGEST, *
     """Refuse what is not a whole number in a range."""
     if type(value) is not int:
         expected, remedy = f"a whole number of at least {least}{otherwise}", "pass such a number"
-        raise OptionError(option, found=repr(value)[:40], expected=expected, remedy=remedy)
+        raise OptionError(option, repr(value)[:40], expected, remedy)
     if value < least:
-        raise OptionError(option, found=shown(value), expected=f"at least {least}{otherwise}", remedy=f"raise `{option}`")
+        raise OptionError(option, shown(value), f"at least {least}{otherwise}", f"raise `{option}`")
     if value > most:
-        raise OptionError(option, found=shown(value), expected=f"at most {most}{otherwise}", remedy=f"lower `{option}`")
+        raise OptionError(option, shown(value), f"at most {most}{otherwise}", f"lower `{option}`")
 
 
 def require_number(
@@ -60,7 +60,7 @@ def require_number(
         return
     bounds = [("above", above), ("of at least", least), ("below", below), ("of at most", most)]
     expected = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound))
-    raise OptionError(option, found=repr(value)[:40], expected=f"a finite number {expected}", remedy=remedy)
+    raise OptionError(option, repr(value)[:40], f"a finite number {expected}", remedy)
 
 
 def shown(value: int) -> str:

@@ -225,7 +225,7 @@ class Runner:
 
 def lacking(asked: str, part: str, expected: str) -> OptionError:
     """The error for an operation that needs a part which an engine does not have."""
-    return OptionError(asked, found=f"an engine without {part}", expected=expected, remedy="pass it to the engine")
+    return OptionError(asked, f"an engine without {part}", expected, "pass it to the engine")
 
 
 class Steps:
@@ -266,7 +266,7 @@ class Steps:
     def refuse(self, asked: str) -> NoReturn:
         """Raise an error for an operation that this kind of state does not support."""
         found, expected, remedy = self.refusal
-        raise OptionError(asked, found=found, expected=expected, remedy=remedy)
+        raise OptionError(asked, found, expected, remedy)
 
     def require_snapshots(self, asked: str) -> Snapshots:
         """The snapshots of a run that is kept."""

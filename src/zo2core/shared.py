@@ -553,7 +553,7 @@ def _require_shareable(request: RunRequest) -> None:
     for option, value in given.items():
         if value != "auto":
             expected = "none for a run of a shared base"
-            raise OptionError(option, found=str(value), expected=expected, remedy="pass it to SharedBase")
+            raise OptionError(option, str(value), expected, "pass it to SharedBase")
 
 
 def _positions(model: BlockModel, base: BlockModel, index: int, *, changes_base: bool) -> dict[str, int]:
@@ -600,4 +600,4 @@ def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_
 
 
 def _other_base(found: str, expected: str) -> OptionError:
-    return OptionError("shared", found=found, expected=expected, remedy="open the run's model as the shared base was opened")
+    return OptionError("shared", found, expected, "open the run's model as the shared base was opened")

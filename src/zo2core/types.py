@@ -346,7 +346,7 @@ def require_tensors(batch: Mapping[str, object]) -> None:
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
-            raise BatchError(f"batch[{key!r}]", found=f"a {kind}", expected="a tensor", remedy="pass only tensors")
+            raise BatchError(f"batch[{key!r}]", f"a {kind}", "a tensor", "pass only tensors")
 
 
 class RowGroup(NamedTuple):
@@ -384,9 +384,9 @@ class Evaluation(NamedTuple):
             OptionError: otherwise.
         """
         if not 0 <= self.seed <= MAX_SEED:
-            raise OptionError("seed", found=repr(self.seed), expected=f"0 to {MAX_SEED}", remedy="pass another seed")
+            raise OptionError("seed", repr(self.seed), f"0 to {MAX_SEED}", "pass another seed")
         if not math.isfinite(self.shift):
-            raise OptionError("shift", found=repr(self.shift), expected="a finite number", remedy="correct the estimator")
+            raise OptionError("shift", repr(self.shift), "a finite number", "correct the estimator")
         return self
 
 

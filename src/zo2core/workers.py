@@ -126,9 +126,7 @@ def _mean(parts: Sequence[tuple[float, int]]) -> float:
 
 def mismatch(rank: int, found: str, expected: str) -> WorkerError:
     """The error for a worker that does something else than the others."""
-    return WorkerError(
-        f"worker {rank}", found=found, expected=expected, remedy="start all workers with the same command, model and rows"
-    )
+    return WorkerError(f"worker {rank}", found, expected, "start all workers with the same command, model and rows")
 
 
 def require_equal(digests: Sequence[object], what: str) -> None:
@@ -331,7 +329,7 @@ class Workers:
 
     def _open_group(self) -> Any:
         if self._group is None:
-            raise ClosedError("Workers", found="a closed object", expected="an open one", remedy="use it within its context")
+            raise ClosedError("Workers", "a closed object", "an open one", "use it within its context")
         return self._group
 
     def close(self) -> None:

@@ -192,7 +192,7 @@ def _read_file(path: Path) -> GGUFFile:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             found = "a file for big-endian machines" if swapped else f"version {version} of the format"
             expected, remedy = "version 2 or 3, little endian", "convert the model with a recent llama.cpp"
-            raise UnsupportedModelError(path, found=found, expected=expected, remedy=remedy)
+            raise UnsupportedModelError(path, found, expected, remedy)
         tensors, values = cursor.integer(), cursor.integer()
         for count, most, what in ((tensors, _MOST_TENSORS, "tensors"), (values, _MOST_VALUES, "metadata values")):
             if count > most:
@@ -243,7 +243,7 @@ def _tensor(cursor: _Cursor) -> TensorEntry:
     kind = _TYPES.get(number, f"type {number}")
     if kind not in GGUF_BLOCKS:
         expected, remedy = f"one of {', '.join(GGUF_BLOCKS)}", "use a file in one of these types; llama-quantize makes one"
-        raise UnsupportedModelError(where, found=f"a tensor in {kind}", expected=expected, remedy=remedy)
+        raise UnsupportedModelError(where, f"a tensor in {kind}", expected, remedy)
     block = GGUF_BLOCKS[kind]
     if not all(0 < size < 1 << 40 for size in shape) or shape[-1] % block.weights:
         expected = f"sizes of at least 1, and rows of whole blocks of {block.weights}, in {kind}"

@@ -131,7 +131,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
 
 def malformed(where: object, found: str, expected: str, *, remedy: str = "download the file again") -> CheckpointError:
     """The error for a file that is missing, damaged, or of another format."""
-    return CheckpointError(where, found=found, expected=expected, remedy=remedy)
+    return CheckpointError(where, found, expected, remedy)
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
@@ -179,7 +179,7 @@ def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
         weight_map = index["weight_map"]
         pairs = list(weight_map.items())
     except OSError as error:
-        raise CheckpointError(path, found=reason(error), expected="a readable index", remedy="check the file") from error
+        raise CheckpointError(path, reason(error), "a readable index", "check the file") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     for name, shard in pairs:
@@ -358,7 +358,7 @@ def require_unused(directory: Path) -> None:
     if directory.exists() or directory.is_symlink():
         expected = "a path that does not exist yet, or an empty directory"
         remedy = "choose another output directory, or remove this one"
-        raise OutputError(directory, found="something at this path", expected=expected, remedy=remedy)
+        raise OutputError(directory, "something at this path", expected, remedy)
 
 
 def write_checkpoint(
@@ -447,7 +447,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
                     found = "something at this path that another process put there in the meantime"
                     expected = "a path that stays free until the directory is written"
                     remedy = "use what is there now, or choose another output directory"
-                    raise OutputError(directory, found=found, expected=expected, remedy=remedy) from error
+                    raise OutputError(directory, found, expected, remedy) from error
                 raise
             sync_path(directory.parent)
         finally:

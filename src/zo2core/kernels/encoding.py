@@ -447,7 +447,7 @@ def grid_of(name: str) -> Tensor | None:
         table = getattr(importlib.import_module("gguf.quants"), name)
     except ImportError as error:
         found, expected = f"weights of the type {name}", "the package gguf, which has the values of its codes"
-        raise OptionError("the model's file", found=found, expected=expected, remedy="pip install gguf") from error
+        raise OptionError("the model's file", found, expected, "pip install gguf") from error
     table.init_grid()
     return torch.tensor(table.grid).view(-1, table.grid.shape[-1]).to(torch.int8)
 

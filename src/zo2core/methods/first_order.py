@@ -165,7 +165,7 @@ class FirstOrder:
                 require_number(option, limit, above=0, remedy="leave it out, to clip nothing")
         if self.update is not None and self.lr is None:
             expected = "a learning rate of the BlockUpdate"
-            raise OptionError("lr", found="None", expected=expected, remedy="pass FirstOrder(lr=...)")
+            raise OptionError("lr", "None", expected, "pass FirstOrder(lr=...)")
         if self.update is None and (self.clip_value is not None or self.scaling is not None):
             option = "clip_value" if self.scaling is None else "scaling"
             raise without_effect(option, "an optimizer of an adapter", "a BlockUpdate, which trains all parameters")
@@ -229,11 +229,11 @@ def require_trainable(model: BlockModel, method: FirstOrder, update: BlockUpdate
         return
     if options.run is None:
         expected = "a directory for the segments of commit_every"
-        raise OptionError("run", found="None", expected=expected, remedy="pass run=...")
+        raise OptionError("run", "None", expected, "pass run=...")
     require_whole("commit_every", options.commit_every, 1)
     blocks = sum(not layout.resident for layout in model.layouts)
     if blocks < 2:
-        raise OptionError("model", found=f"{blocks} block", expected="at least 2", remedy="leave commit_every out")
+        raise OptionError("model", f"{blocks} block", "at least 2", "leave commit_every out")
     if isinstance(update, optimizers.Delayed):
         raise OptionError(
             "update",
@@ -326,7 +326,7 @@ def _parts_of_workers(whole: Batch, forward: Forward | None, size: int) -> list[
     if forward is None:
         if (count := microbatch.rows_to_shard([whole])) is None:
             found, expected = "no labels of shape (rows, tokens)", "a batch with labels, whose rows are split among workers"
-            raise BatchError("batch", found=found, expected=expected, remedy="add labels")
+            raise BatchError("batch", found, expected, "add labels")
         return [[microbatch.shard_of_rows(whole, rows.start, rows.stop)] for rows in _slices(count, size)]
     if not isinstance(forward, Objective):
         raise OptionError(
@@ -348,7 +348,7 @@ def _slices(count: int, size: int) -> list[slice]:
         return [Split(1, size).rows(rank, count) for rank in range(size)]
     found = f"{count} rows that can be separated, and {size} workers"
     expected = "a row for each worker; a packed batch is one row"
-    raise BatchError("batch", found=found, expected=expected, remedy="start fewer workers, or pass more rows")
+    raise BatchError("batch", found, expected, "start fewer workers, or pass more rows")
 
 
 def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
@@ -375,7 +375,7 @@ def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
 
 def _not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLossError:
     remedy = f"lower the learning rate, or use bfloat16 or float32 where float16 overflows; {state}"
-    return NonFiniteLossError(f"step {step}", found=found, expected=expected, remedy=remedy)
+    return NonFiniteLossError(f"step {step}", found, expected, remedy)
 
 
 class GradientSteps(TrainedSteps, ABC):

@@ -84,7 +84,7 @@ class OpenStep(NamedTuple):
             )
         if at not in self.evaluations:
             expected = "an evaluation that ask() returned"
-            raise OptionError("at", found=repr(at), expected=expected, remedy="pass an evaluation of this step")
+            raise OptionError("at", repr(at), expected, "pass an evaluation of this step")
         return self.evaluations[: self.evaluations.index(at) + 1]
 
 
@@ -189,5 +189,5 @@ class ZerothOrderSteps(Steps):
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:
-            raise OptionError("at", found="no open step", expected="a step that ask() started", remedy="call ask() before")
+            raise OptionError("at", "no open step", "a step that ask() started", "call ask() before")
         return self._open_step

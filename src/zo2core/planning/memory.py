@@ -208,9 +208,7 @@ def choose_low_bit_transfer(
 ) -> LowBitTransfer | None:
     """Choose who replays blocks that are copied in fewer bits than they are stored in; None: they are copied as stored."""
     if replay not in ("auto", "host", "device"):
-        raise OptionError(
-            "replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of the three"
-        )
+        raise OptionError("replay", repr(replay), "'auto', 'host' or 'device'", "pass one of the three")
     low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     require_drawable(layouts, noise, by_host=replay == "host")
     comes_back = all(spec.transfer_back for spec in low_bit)

@@ -645,4 +645,4 @@ class SegmentStore:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("SegmentStore", found="a closed source", expected="an open one", remedy="open it again")
+            raise ClosedError("SegmentStore", "a closed source", "an open one", "open it again")

@@ -157,14 +157,14 @@ def with_objective(forward: Forward | None, model: Forward) -> tuple[Forward, Fo
 def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
     """Return the batches of a step: one, or several that count as one."""
     if not isinstance(batch, Iterable):
-        raise BatchError("batch", found=repr(batch)[:40], expected="a batch, or several", remedy="pass names with tensors")
+        raise BatchError("batch", repr(batch)[:40], "a batch, or several", "pass names with tensors")
     batches: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not batches:
-        raise BatchError("batch", found="an empty list", expected="a batch, or several", remedy="pass at least one batch")
+        raise BatchError("batch", "an empty list", "a batch, or several", "pass at least one batch")
     for entry in batches:
         if not isinstance(entry, Mapping):
             kind = type(entry).__name__
-            raise BatchError("batch", found=f"a {kind}", expected="a mapping of names to tensors", remedy="name the tensors")
+            raise BatchError("batch", f"a {kind}", "a mapping of names to tensors", "name the tensors")
     return batches
 
 
@@ -195,9 +195,7 @@ def require_number(loss: torch.Tensor) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
     found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise OptionError(
-        "forward", found=f"{found} as its loss", expected="a 0-d tensor", remedy="return one number, or use forwards()"
-    )
+    raise OptionError("forward", f"{found} as its loss", "a 0-d tensor", "return one number, or use forwards()")
 
 
 def losses_as_tensors(losses: Iterable[float | torch.Tensor]) -> list[torch.Tensor]:
@@ -262,7 +260,7 @@ def evaluate(
 
     sweeps = list(forwards(micro_batches()))
     if not any(sweeps) and (objective is not None or workers.size == 1):
-        raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
+        raise BatchError("batches", "none", "at least one", "pass batches to evaluate")
     outputs = list(chain.from_iterable(sweeps))
     in_order = iter(outputs)
     losses = [of_batch.loss(list(islice(in_order, len(of_batch.batches or of_batch.tokens)))).item() for of_batch in split]
@@ -274,9 +272,7 @@ def evaluate(
     gathered = workers.in_order([(loss, sum(of_batch.tokens)) for loss, of_batch in zip(losses, split, strict=True)])
     losses, counts = [loss for loss, _ in gathered], [count for _, count in gathered]
     if sum(counts) == 0:
-        raise BatchError(
-            "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
-        )
+        raise BatchError("batches", "no labelled token", "at least one", "pass labels that are not all -100")
     mean = math.fsum(loss * count for loss, count in gathered if count) / sum(counts)
     seconds = time.perf_counter() - started
     return EvaluationResult(mean, tuple(losses), sum(counts), len(sweeps), seconds, tuple(counts))

@@ -267,7 +267,7 @@ class ExclusiveUse:
         """Refuse a use after ``close``."""
         if self._closed:
             owner = self._owner
-            raise ClosedError(owner, found=f"a closed {owner}", expected="an open one", remedy="build a new one")
+            raise ClosedError(owner, f"a closed {owner}", "an open one", "build a new one")
 
     def close(self) -> None:
         """Refuse all later uses."""
