@@ -521,6 +521,8 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [  # rows
         for column, given in (("kind", "kind"), ("label", None))
     ),
     ([{"prompt": "a", "label": label} for label in (1.0, 0.0, math.nan)], {}, "line 3", "found the keys 'prompt'"),
+    ([{"prompt": "a", "label": "x"}, {"prompt": "a", "completion": " b"}], {}, "line 1", "found the keys 'prompt'"),
+    ([{"prompt": "a", "completion": " b"}, {"prompt": "a", "label": "x"}], {}, "line 2", "found the keys 'prompt'"),
     ([{"kind": "good", "review": "a"}], {"label_column": "kind"}, "", r"'\{review\} Label:'"),
     (ROWS[:1], {"prompt_template": "{text}", "label_column": "kind"}, "", "the label 'good' in every row"),
     ([{"text": ["a"], "completion": "b"}], {"prompt_template": "{text}"}, "line 1", "found .* in the column 'text'"),
