@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.trainers.metrics import best_step, verified_base
-from zo2adapters.trainers.options import DtypeName, Resources, RunModelOptions, TrainOptions, precision_of_run
+from zo2adapters.trainers.options import Resources, RunModelOptions, TrainOptions, precision_of_run
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2core.errors import JournalError, OptionError, without_effect
@@ -113,17 +113,17 @@ class AtStep(Command):
         others: Sequence[tuple[str, AtStep]],
         function: Callable[[AtStep, HFBlockModel, SharedBase | None], T],
         *,
-        loss_chunk: int | None = None,
         may_share: bool = True,
+        **given: Any,
     ) -> dict[str, T]:
-        """What a function returns for this step, by the name "", and for others, by theirs.
+        """What a function returns for this step, by the name "", and for others, by theirs, opened with what is given.
 
         Each pass over the blocks serves all if they only read the base; else one runs after the other.
         """
         from zo2core import MemoryPolicy, SharedBase
 
         def runs(shared: SharedBase | None) -> dict[str, Callable[[], T]]:
-            opened = {"": (self, model)} | {name: (at, at.open_model(loss_chunk=loss_chunk)) for name, at in others}
+            opened = {"": (self, model)} | {name: (at, at.open_model(**given)) for name, at in others}
             return {name: partial(function, at, its_model, shared) for name, (at, its_model) in opened.items()}
 
         if not (others and may_share and self.reads_base_only and all(at.reads_base_only for _, at in others)):
@@ -154,16 +154,10 @@ class AtStep(Command):
         assert self.model is not None, "resolved() was called"
         return resolve_directory(self.model)
 
-    def open_model(self, *, loss_chunk: int | None = None, export_dtype: DtypeName = "auto") -> HFBlockModel:
-        """Open the base with the run's options."""
-        return self.model_options.opened(
-            self.base(),
-            seed=0 if self.saved is None else self.saved.seed,
-            base=self.model,
-            is_trained=False,
-            loss_chunk=loss_chunk,
-            export_dtype=export_dtype,
-        )
+    def open_model(self, **given: Any) -> HFBlockModel:
+        """Open the base with the run's options; what else is given goes to ``open_checkpoint``."""
+        seed = 0 if self.saved is None else self.saved.seed
+        return self.model_options.opened(self.base(), seed=seed, base=self.model, is_trained=False, **given)
 
     def engine(
         self,

@@ -86,7 +86,7 @@ class Evaluate(AtStep):
 
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
-        at, chunk = self.resolved(), self.batching.loss_chunk
+        at, chunk = self.resolved(), self.batching.loss_chunk or "auto"
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=chunk)
         rows = self._read(at, model, tokenizer)

@@ -113,8 +113,8 @@ class RunMethod(ABC):
     commit_every: int | None = None  # steps between two commits of blocks that change on disk; None: none do
     write_back: WriteBackPolicy | None = None  # of zeroth-order steps
 
-    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
-        self.options, self.shared = options, shared
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None) -> None:
+        self.options, self.shared, self.workers = options, shared, workers
 
     @abstractmethod
     def steps(self) -> ZerothOrder | FirstOrder:
@@ -135,15 +135,7 @@ class RunMethod(ABC):
         given: Any = {} if self.shared is not None else {"host": storage.memory, "device": storage.device_memory}
         return MemoryPolicy(**given, activations=activations, least_activations=least)
 
-    def engine(
-        self,
-        model: HFBlockModel,
-        memory: StepMemory,
-        *,
-        provenance: Mapping[str, Any],
-        execution: Execution,
-        workers: Workers | None,
-    ) -> Engine:
+    def engine(self, model: HFBlockModel, memory: StepMemory, provenance: Mapping[str, Any], execution: Execution) -> Engine:
         """The run's engine, at the step from which the run continues.
 
         Args:
@@ -151,27 +143,17 @@ class RunMethod(ABC):
             memory: What is reserved for activations.
             provenance: What the run's result depends on, as JSON values.
             execution: How this process executes the run.
-            workers: Processes that work on the same run; None: this process works alone.
         """
         kept = {"journal": self.options.output / JOURNAL, "run": self.options.output if self.has_gradient else None}
         writes = {"write_back": self.write_back, "commit_every": self.commit_every}
-        given: Any = {**kept, **writes, "provenance": provenance, "trace": worker_trace(execution.trace, workers)}
-        return self.open(model, self.steps(), *memory, workers=workers, **given)
+        given: Any = {**kept, **writes, "provenance": provenance, "trace": worker_trace(execution.trace, self.workers)}
+        return self.open(model, *memory, method=self.steps(), **given)
 
-    def open(
-        self,
-        model: HFBlockModel,
-        method: ZerothOrder | FirstOrder | AtSnapshot | None,
-        activations: int,
-        least: int | None = None,
-        *,
-        workers: Workers | None = None,
-        **given: Any,
-    ) -> Engine:
+    def open(self, model: HFBlockModel, activations: int, least: int | None = None, **given: Any) -> Engine:
         """Open an engine on the run's device and within its limits; other engines of the model must be closed."""
-        rows, device = self.options.batching.micro_batch_size, local_device(self.options.storage.device, workers)
+        rows, device = self.options.batching.micro_batch_size, local_device(self.options.storage.device, self.workers)
         given |= {"micro_batch_size": rows, "device": device, "memory": self.policy(activations, least)}
-        return Engine(model, method, workers=workers, shared=self.shared, **given)
+        return Engine(model, workers=self.workers, shared=self.shared, **given)
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
         """What the plan of a run that has taken no steps depends on, with so many rows in a batch."""
@@ -208,8 +190,9 @@ class RunMethod(ABC):
 
     def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
+        self.workers = None  # the first worker exports alone
         weights = weights_at(engine.journal, step, self.options.output)
-        return self.open(model, weights.pop("method", None), min(activations, engine.activation_bytes), **weights)
+        return self.open(model, min(activations, engine.activation_bytes), **weights)
 
     def before_recording(self, engine: Engine, results: Results) -> None:
         """Prepare for writing an evaluation of the current step to the journal."""
@@ -257,8 +240,8 @@ class ZerothOrderRun(RunMethod):
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
     few_learning_rates = (1e-6, 1e-5, 1e-4, 1e-3)
 
-    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None) -> None:
+        super().__init__(options, shared, workers)
         self.estimator = options.estimator()  # refuses what cannot be combined
         self.forwards, storage = options.optimization.evaluations, options.storage
         self.spills = storage.device != "cpu"
@@ -425,8 +408,8 @@ class GradientRun(RunMethod):
 
     has_gradient = True
 
-    def __init__(self, options: TrainOptions, shared: SharedBase | None = None) -> None:
-        super().__init__(options, shared)
+    def __init__(self, options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None) -> None:
+        super().__init__(options, shared, workers)
         first_order, every = options.first_order, options.storage.snapshot_every
         assert first_order.method is not None, "it is what chose this class"
         options.learning_rate()  # refuses a warm-up that is too long
@@ -481,15 +464,19 @@ class GradientRun(RunMethod):
         running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
         return StepMemory(gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside)
 
-    def engine(self, model: HFBlockModel, memory: StepMemory, *, workers: Workers | None, **given: Any) -> Engine:
+    def engine(self, model: HFBlockModel, memory: StepMemory, provenance: Mapping[str, Any], execution: Execution) -> Engine:
         """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
         if self.update is not None:
-            self._require_alone(workers)
+            if self.workers is not None:
+                found = f"{self.options.first_order.method} of all parameters, and {self.workers.size} workers"
+                expected = "one process: several with all parameters are what FSDP and DeepSpeed are for"
+                remedy = "start it without torchrun, or train an adapter with --lora-rank 8"
+                raise OptionError("method", found, expected, remedy)
             if self.streams:
                 self._require_few_writes(model, memory)
             else:
                 self._policy.least = self._least_interval(model)
-        engine = super().engine(model, memory, workers=workers, **given)
+        engine = super().engine(model, memory, provenance, execution)
         best = None if self.streams else self._best(engine)
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
             engine.close()
@@ -577,12 +564,6 @@ class GradientRun(RunMethod):
         best = self._best(engine)
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
-    def _require_alone(self, workers: Workers | None) -> None:
-        if workers is not None:
-            found = f"{self.options.first_order.method} of all parameters, and {workers.size} workers"
-            expected = "one process: several with all parameters are what FSDP and DeepSpeed are for"
-            raise OptionError("method", found, expected, "start it without torchrun, or train an adapter with --lora-rank 8")
-
     def _least_interval(self, model: HFBlockModel) -> int:
         """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes."""
         limit, every = self.options.storage.write_limit_tb, self._policy.every
@@ -610,12 +591,14 @@ class GradientRun(RunMethod):
             raise OptionError("write_limit_tb", found, "a limit that the run keeps to: writing wears disks out", remedy)
 
 
-def method_of(options: TrainOptions, shared: SharedBase | None = None) -> ZerothOrderRun | GradientRun:
+def method_of(
+    options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None
+) -> ZerothOrderRun | GradientRun:
     """The method that the options name; zeroth-order steps by default. A rate of auto stands for any rate."""
     if shared is not None:
         require_shareable(options)
     options = options.with_rate(1.0) if options.optimization.lr == "auto" else options
-    return (ZerothOrderRun if options.first_order.method is None else GradientRun)(options, shared)
+    return (ZerothOrderRun if options.first_order.method is None else GradientRun)(options, shared, workers)
 
 
 def weights_at(journal: Journal, step: int, directory: Path) -> dict[str, Any]:

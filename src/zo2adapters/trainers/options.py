@@ -159,29 +159,14 @@ class RunModelOptions(AdapterOptions, ModelOptions):
     update is rounded to it. Evaluations use the transferred values, so the dtype is part of the result, also on the CPU."""
 
     def opened(
-        self,
-        directory: Path,
-        *,
-        seed: int,
-        base: str | None = None,
-        is_trained: bool = True,
-        loss_chunk: int | None = None,
-        export_dtype: DtypeName = "auto",
+        self, directory: Path, *, seed: int, base: str | None = None, is_trained: bool = True, **given: Any
     ) -> HFBlockModel:
-        """Open a checkpoint."""
+        """Open a checkpoint; what else is given goes to ``open_checkpoint``."""
         from zo2adapters.models.checkpoint import open_checkpoint
 
-        return open_checkpoint(
-            directory,
-            head=self.head,
-            architecture=self.architecture,
-            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
-            dtype=self.dtype,
-            precision=self.precision,
-            transfer_dtype=self.transfer_dtype,
-            export_dtype=export_dtype,
-            loss_chunk=loss_chunk or "auto",
-        )
+        own = ("head", "architecture", "dtype", "precision", "transfer_dtype")
+        adapter = self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained)
+        return open_checkpoint(directory, adapter=adapter, **{name: getattr(self, name) for name in own}, **given)
 
 
 DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lower
@@ -419,7 +404,9 @@ class TrainOptions(RunOptions):
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
-        return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=self.batching.loss_chunk)
+        return model_options.opened(
+            directory, seed=self.seed, base=self.model, loss_chunk=self.batching.loss_chunk or "auto"
+        )
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""

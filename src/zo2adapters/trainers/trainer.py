@@ -55,7 +55,7 @@ class Trainer:
         shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        self._method = method_of(options, shared)  # checks the options that depend on neither model nor data
+        self._method = method_of(options, shared, workers)  # checks the options that depend on neither model nor data
         self._quiet, self._workers, self._label = quiet, workers, label
         execution = Execution() if execution is None else execution
         self._run = run = RunDirectory(options.output, resume=resume)
@@ -74,12 +74,11 @@ class Trainer:
             on_error.callback(self._task.close)
             self._activations, _ = memory = self._reserved_bytes(inputs)
             run.begin(inputs)
-            open_base = partial(self._method.open, model, None, self._activations, workers=workers)
-            self._task.prepare(open_base, self._remaining_rows)
+            self._task.prepare(partial(self._method.open, model, self._activations), self._remaining_rows)
             devices = device_kinds(options.storage.device, workers)
             decides = provenance(inputs, devices=devices, task=self._task.provenance)
             self.plan = planned(inputs) if plans else None
-            self.engine: Any = self._method.engine(model, memory, provenance=decides, execution=execution, workers=workers)
+            self.engine: Any = self._method.engine(model, memory, decides, execution)
             on_error.callback(self.engine.close)
             journal = self.engine.journal
             if execution.verify_base and (unknown := verified_base(model, journal, quiet=quiet)):
