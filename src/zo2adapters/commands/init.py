@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.tasks.registry import AUTO, function_file
@@ -71,20 +71,8 @@ class Init(Command):
             raise OutputError(self.output, found="a directory that does not exist, or is not writable", **_FREE)
 
     def _options(self) -> TrainOptions:
-        return TrainOptions(
-            model=self.model,
-            data=self.data,
-            output=_free_name(Path("run")),
-            evaluation=self.evaluation,
-            objective=self.objective,
-            seed=self.seed,
-            rows=self.rows,
-            model_options=RunModelOptions(head=self.head),
-            storage=Storage(memory=self.memory),
-        )
-
-
-def _free_name(path: Path) -> Path:
-    """The path, or the first one with a number after it that does not exist."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
+        names = itertools.chain(["run"], (f"run-{number}" for number in itertools.count(2)))
+        output = next(path for path in map(Path, names) if not os.path.lexists(path))
+        same: Any = {name: getattr(self, name) for name in ("model", "data", "evaluation", "objective", "seed", "rows")}
+        opening, storage = RunModelOptions(head=self.head), Storage(memory=self.memory)
+        return TrainOptions(output=output, model_options=opening, storage=storage, **same)

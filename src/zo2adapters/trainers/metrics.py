@@ -330,11 +330,12 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{spent}<{left}, {rate_fmt}{postfix
 class StepBar(tqdm):  # type: ignore[type-arg]
     """A tqdm bar over the steps of a run, between which evaluations take time."""
 
-    def __init__(self, *, evaluations: int = 0, **options: Any) -> None:
+    def __init__(self, label: str | None, steps: int, *, initial: int, evaluations: int, quiet: bool) -> None:
         self._evaluations = evaluations
         self._evaluated = 0.0  # seconds of all evaluations so far
         self._longest = 0.0  # seconds of the longest evaluation; the one before the first step also reads the weights
-        super().__init__(bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **options)
+        given: Any = {"desc": label, "leave": label is None, "total": steps, "initial": initial, "disable": quiet}
+        super().__init__(bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **given)
 
     def count_step(self, record: dict[str, Any]) -> None:
         """Count a step, and show its row of metrics."""

@@ -404,9 +404,8 @@ class TrainOptions(RunOptions):
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
-        return model_options.opened(
-            directory, seed=self.seed, base=self.model, loss_chunk=self.batching.loss_chunk or "auto"
-        )
+        chunk = self.batching.loss_chunk or "auto"
+        return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""

@@ -187,17 +187,11 @@ class Trainer:
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         tracker = options.report_to if is_first(self._workers) else "none"
+        left = self._evaluations_left(engine.version + (engine.version in evaluated))
         with (
             self._run.metrics(engine.journal) as file,
             closing(LiveMetrics(tracker, options.output, file, options.to_json())) as metrics,
-            StepBar(
-                evaluations=self._evaluations_left(engine.version + (engine.version in evaluated)),
-                desc=self._label,
-                leave=self._label is None,
-                total=options.steps,
-                initial=engine.version,
-                disable=self._quiet,
-            ) as bar,
+            StepBar(self._label, options.steps, initial=engine.version, evaluations=left, quiet=self._quiet) as bar,
             sweep_bars(engine, quiet=self._quiet or self._method.shared is not None),
         ):
             snapshots, seconds = self._method.snapshot_bytes(engine), list[float]()
