@@ -118,17 +118,9 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
         f"  that pre-training did not see: {recipe.training_rows} rows to train on, {recipe.evaluation_rows} to evaluate on",
         flush=True,
     )
-    options = TrainOptions(
-        model=str(task.model),
-        data=task.train,
-        output=output,
-        evaluation=task.evaluation,
-        evaluate_every=max(recipe.steps // 5, 1),
-        steps=recipe.steps,
-        seed=seed,
-        batching=recipe.batching,
-        optimization=recipe.optimization,
-    )
+    given: Any = {name: getattr(recipe, name) for name in ("steps", "batching", "optimization")}
+    given |= {"evaluation": task.evaluation, "evaluate_every": max(recipe.steps // 5, 1), "seed": seed}
+    options = TrainOptions(model=str(task.model), data=task.train, output=output, **given)
     accuracies = [accuracy(task.model, task.evaluation, task.labels)]
     with Trainer(options, quiet=quiet) as trainer:
         trainer.run()

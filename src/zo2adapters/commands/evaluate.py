@@ -312,15 +312,9 @@ def _score(command: Train, model: str, rows: Path, name: str) -> None:
     storage, model_options = command.storage, command.model_options
     exported = model != command.model
     exact = command.optimization.exact_mezo or command.optimization.rank is not None
+    precision = precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu")
+    dtype = "auto" if exported or model_options.precision == "mixed" else model_options.dtype
+    opening = RunModelOptions(architecture=model_options.architecture, dtype=dtype, precision=precision)
+    resources = Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory)
     print(f"{name}: ", end="", flush=True)
-    Evaluate(
-        model=model,
-        data=rows,
-        batching=command.batching,
-        model_options=RunModelOptions(
-            architecture=model_options.architecture,
-            dtype="auto" if exported or model_options.precision == "mixed" else model_options.dtype,
-            precision=precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"),
-        ),
-        resources=Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory),
-    ).run()
+    Evaluate(model=model, data=rows, batching=command.batching, model_options=opening, resources=resources).run()

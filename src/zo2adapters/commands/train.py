@@ -566,16 +566,11 @@ class Tune(RunOptions, Command):
         options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions().workers() as workers:
             first = is_first(workers)
-            best = tune(
-                options,
-                forwards=self.forwards,
-                learning_rates=self.learning_rates,
-                zo_eps=self.zo_eps_to_try,
-                before=lambda schedule: tell(*([_trials_cost(schedule, options, workers)] if first else [])),
-                after_round=lambda trials: tell(*([_trials_table(trials)] if first else [])),
-                quiet=not first,
-                workers=workers,
-            )
+            given: Any = {"forwards": self.forwards, "learning_rates": self.learning_rates, "zo_eps": self.zo_eps_to_try}
+            if first:
+                given["before"] = lambda schedule: tell(_trials_cost(schedule, options, workers))
+                given["after_round"] = lambda trials: tell(_trials_table(trials))
+            best = tune(options, quiet=not first, workers=workers, **given)
         if not first:
             return
         scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"

@@ -268,16 +268,9 @@ class ZerothOrderRun(RunMethod):
         adapter = 0
         if isinstance(model, PeftBlockModel):
             adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
-        nbytes = adapter + activation_bytes(
-            model.config,
-            rows,
-            tokens,
-            streams=streams,
-            micro_rows=micro_rows,
-            loss_chunk=model.loss_chunk,
-            stacked=stacked,
-            loss_rows=loss_rows if optimization.per_row else None,
-        )
+        given: Any = {"streams": streams, "micro_rows": micro_rows, "loss_chunk": model.loss_chunk, "stacked": stacked}
+        apart = loss_rows if optimization.per_row else None
+        nbytes = adapter + activation_bytes(model.config, rows, tokens, loss_rows=apart, **given)
         least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
         if (new_tokens := options.rewards.new_tokens) is not None:
             shape = {"evaluations": streams, "rows": rows, "prompt_tokens": tokens, "new_tokens": new_tokens}

@@ -96,14 +96,9 @@ class RunInputs:
         if not is_dated(tokenizer):
             options = options.having(rendered_at=None)
         length = options.batching.length_for(model)
-        reader = RowReader(
-            tokenizer,
-            length,
-            options.rows,
-            labelled_for=model.config if options.takes_labels else None,
-            keeps_sources=bool(options.rewards.reward),
-            vocabulary=vocabulary_of(model.config),
-        )
+        labelled_for, vocabulary = model.config if options.takes_labels else None, vocabulary_of(model.config)
+        sources = bool(options.rewards.reward)
+        reader = RowReader(tokenizer, length, options.rows, labelled_for, keeps_sources=sources, vocabulary=vocabulary)
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
         inputs = cls(options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation)
         options.rows.require_labelled(are_labelled=resume or any(rows.are_labelled for rows in inputs.files))

@@ -319,14 +319,8 @@ class Samples:
         earlier, step = read_samples(run.path), engine.version
         if any(sample["step"] == step for sample in earlier):
             return
-        columns = generate(
-            engine,
-            self._model,
-            [ids for ids, _ in self._prompts],
-            max_new_tokens=self._most,
-            eos_token_ids=end_token_ids(self._model, self._tokenizer),
-            pad_token_id=self._pad,
-        )
+        given: Any = {"eos_token_ids": end_token_ids(self._model, self._tokenizer), "pad_token_id": self._pad}
+        columns = generate(engine, self._model, [ids for ids, _ in self._prompts], max_new_tokens=self._most, **given)
         samples = list(earlier)
         for number, ((ids, expected), answer) in enumerate(zip(self._prompts, zip(*columns, strict=True), strict=True)):
             generated = self._text([token for token in answer if token is not None])
