@@ -164,14 +164,7 @@ def code_lines(path: Path) -> int:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
                 documented.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    layout = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in layout]
     return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
 

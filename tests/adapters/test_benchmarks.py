@@ -51,11 +51,7 @@ CASES: list[tuple[str, dict[str, Any], list[Asked]]] = [
         {"premise": "It may rain.", "hypothesis": "it rains", "label": "neutral"},
         [('Suppose It may rain. Can we infer that "it rains"? Yes, No, or Maybe?\n', ["Yes", "No", "Maybe"], 2)],
     ),
-    (
-        "boolq",
-        {"passage": "Cats purr.", "question": "do cats purr", "label": True},
-        [("Cats purr. Do cats purr?\n", NO, 1)],
-    ),
+    ("boolq", {"passage": "Cats purr.", "question": "do cats purr", "label": True}, [("Cats purr. Do cats purr?\n", NO, 1)]),
     ("wsc", SAW_EVE, [(IS_IT.format(" She left.", "she"), NO, 0)]),
     (
         "wsc",

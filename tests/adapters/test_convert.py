@@ -353,9 +353,7 @@ def test_a_hostile_file_is_refused_in_bounded_time_and_memory(content: bytes, ma
 
 
 @pytest.mark.usefixtures("_tight_limits")
-def test_a_flipped_bit_is_found_and_a_file_takes_little_more_memory_than_it_has_bytes(
-    tmp_path: Path,
-) -> None:
+def test_a_flipped_bit_is_found_and_a_file_takes_little_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     path = tmp_path / "base" / SINGLE_FILE
     torch.save({"a": torch.ones(1000)}, path)

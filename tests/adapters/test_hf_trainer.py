@@ -33,16 +33,7 @@ from transformers import (
 import zo2core.engine
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2adapters.tasks.rows import RowReader, training_batches
-from zo2core import (
-    Distribution,
-    Engine,
-    Guarded,
-    Journal,
-    MeZOSGD,
-    PhiloxNoise,
-    WriteBackPolicy,
-    ZerothOrder,
-)
+from zo2core import Distribution, Engine, Guarded, Journal, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder
 from zo2core.checkpoint.shards import write_checkpoint
 from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError
 

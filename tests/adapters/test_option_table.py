@@ -320,11 +320,7 @@ SETTINGS_GIVEN: dict[str, dict[str, Any]] = {
     "--method badam:switch_every=7": {"method": "badam", "switch_every": 7},
     "--clip norm=1,value=2": {"max_grad_norm": 1.0, "max_grad_value": 2.0},
     "--clip projected=3,median=4": {"clip_grad": 3.0, "clip_median": 4.0},
-    "--estimator es:exact,fitness=ranks": {
-        "estimator": EstimatorName.ES,
-        "exact_mezo": True,
-        "fitness": Fitness.RANKS,
-    },
+    "--estimator es:exact,fitness=ranks": {"estimator": EstimatorName.ES, "exact_mezo": True, "fitness": Fitness.RANKS},
     "--rank 4:period=5,stack=6": {"rank": 4, "period": 5, "stack": 6},
     "--reward-options max_new_tokens=6,temperature=0.5,top_p=0.7,seconds=8,memory=2GiB,max_drift=0.2": {
         "max_new_tokens": 6,

@@ -16,19 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, plans, storages
-from peft_models import (
-    dora,
-    hra,
-    ia3,
-    in_lora,
-    loha,
-    lokr,
-    miss,
-    modules_to_save,
-    prefix,
-    rslora,
-    steps,
-)
+from peft_models import dora, hra, ia3, in_lora, loha, lokr, miss, modules_to_save, prefix, rslora, steps
 from profiles import each_choice, examples
 from safetensors.torch import load_file, save_file
 from torch import nn

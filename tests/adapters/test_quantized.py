@@ -31,16 +31,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from zo2adapters import Adapter, Precision, open_checkpoint
 from zo2adapters.models.conversion import quantize
-from zo2core import (
-    Distribution,
-    Engine,
-    FirstOrder,
-    LowRankPerturbation,
-    MeZOSGD,
-    ParameterSpec,
-    PhiloxNoise,
-    ZerothOrder,
-)
+from zo2core import Distribution, Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ParameterSpec, PhiloxNoise, ZerothOrder
 from zo2core.encodings import Float8Blocks, FourBitGroups, Int8Rows, MatrixEncoding, MatrixStack, MXFP4Stack, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
 from zo2core.kernels import dispatch

@@ -147,9 +147,7 @@ def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> 
             Trainer(RunDirectory.options(options.output) if groups else options, resume=True, quiet=True)
 
 
-def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(
-    options: TrainOptions,
-) -> None:
+def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(options: TrainOptions) -> None:
     with pytest.raises(Exception, match="smallest plan"):
         Trainer(replace(options, storage=Storage(memory="1MB")), quiet=True)
     assert not options.output.exists()

@@ -598,10 +598,7 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
 
 def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path) -> None:
     for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
-        with (
-            patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as run,
-            spilling(base, room) as engine,
-        ):
+        with patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as run, spilling(base, room) as engine:
             engine.step(make_batch(40, LENGTHS))
         assert run.call_count == expected
 
@@ -662,10 +659,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
     for blocks in (0, 1, 3, BLOCKS + 1):
         room = room_for(base, blocks)
         policy = replace(memory(2), device=DevicePlan((), 0, kept=0, activation_bytes=room))
-        with (
-            behind_copies(1e-4) as device,
-            spilling(base, room, memory=policy, device=device, spill=tmp_path) as engine,
-        ):
+        with behind_copies(1e-4) as device, spilling(base, room, memory=policy, device=device, spill=tmp_path) as engine:
             assert steps_and_values(engine, batch) == expected
             lanes = engine.step(batch).lanes
         assert lanes[Lane.ACTIVATIONS_IN].nbytes == lanes[Lane.ACTIVATIONS_OUT].nbytes

@@ -22,18 +22,7 @@ from whole_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import Precision
-from zo2core import (
-    LOMO,
-    AdaLOMO,
-    BAdam,
-    BlockUpdate,
-    Delayed,
-    Engine,
-    FirstOrder,
-    LossScaling,
-    MemoryPolicy,
-    TorchOptimizer,
-)
+from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, Delayed, Engine, FirstOrder, LossScaling, MemoryPolicy, TorchOptimizer
 from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
 from zo2core.methods.first_order import LossScale, _FusedStep, segment_gradient_bytes, trained_bytes
 from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
@@ -203,10 +192,7 @@ def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> 
     other = (1, True, 3) if case == "lora" else (0, False, None)  # trained blocks would need a directory to stream
     for kept, overlap, buckets in ((0, True, None), (2, True, None), other):
         policy = memory(buckets, kept=kept if overlap else None, budget=1 << 40)
-        with (
-            behind_copies(1e-4) as device,
-            engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine,
-        ):
+        with behind_copies(1e-4) as device, engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine:
             results = [engine.step(BATCH) for _ in range(STEPS)]
             assert_same_outcome(([result.losses for result in results], weights(engine)), expected)
         block = engine._runner.model.layouts[1].nbytes

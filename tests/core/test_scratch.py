@@ -141,11 +141,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_scratch_file_costs_time_and_changes_no_bit(
-    damage: str,
-    written: Path,
-    undisturbed: dict[str, bytes],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    damage: str, written: Path, undisturbed: dict[str, bytes], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     for seed in range(300 if request.config.getoption("--long") else 5):
         rng = random.Random(f"{damage} {seed}")

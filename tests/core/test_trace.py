@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from command_lines import done, run_here
 from engines import fails_at, zeroth_order
-from models import WORDS, make_batch, save_model, save_tokenizer, small_config
+from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2adapters.cli import main
 from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, StepResult, Trace, WriteBackPolicy, ZerothOrder
 from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
@@ -314,40 +314,29 @@ def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
     assert (found.name, found.nbytes) == ("block 0", 7)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = save_model(tmp_path / "model", small_config("llama", vocab_size=len(WORDS)))
-    save_tokenizer(directory)
-    (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n{"text": "the dog ran is"}\n')
-    return directory
+def sweeps_in(path: str) -> list[str]:
+    return [sweep.name for sweep in read_trace(Path(path)).sweeps]
 
 
-def run(*arguments: object) -> None:
-    main([str(argument) for argument in arguments])
-
-
-def test_the_commands_trace_and_resume(model: Path, tmp_path: Path) -> None:
-    rows, out = tmp_path / "rows.jsonl", tmp_path / "run"
-    train = ["train", "--model", model, "--data", rows, "--batch-size", 2, "--steps", 3, "--evaluation", rows]
-    run(*train, "--output", out, "--trace", tmp_path / "a.json")
-    names = [sweep.name for sweep in read_trace(tmp_path / "a.json").sweeps]
-    assert names == ["evaluation", "step 0", "step 1", "step 2", "evaluation"]
-
-    lines = (out / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "journal.jsonl").write_bytes(b"".join(lines[:-2]))  # without the last step, and the evaluation after it
+def test_the_commands_trace_and_resume(here: Path) -> None:
+    given = ("--model", "base", "--data", "rows.jsonl", "--evaluation", "rows.jsonl", "--steps", 3, "--batch-size", 9)
+    done("train", *given, "--output", "run", "--trace", "a.json")
+    assert sweeps_in("a.json") == ["evaluation", "step 0", "step 1", "step 2", "evaluation"]
+    journal = here / "run" / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-2]))  # without the last step, and the evaluation after it
     for name in ("metrics.jsonl", "scratch.bin", "scratch.jsonl"):  # which know that there was one step more
-        (out / name).unlink(missing_ok=True)
-    run("train", "--resume", out, "--trace", tmp_path / "c.json")
-    assert [sweep.name for sweep in read_trace(tmp_path / "c.json").sweeps] == ["step 2", "evaluation"]
-    assert (out / "journal.jsonl").read_bytes() == b"".join(lines)
+        (here / "run" / name).unlink(missing_ok=True)
+    done("train", "--resume", "run", "--trace", "c.json")
+    assert sweeps_in("c.json") == ["step 2", "evaluation"]
+    assert journal.read_bytes() == b"".join(lines)
+    done("evaluate", "--model", "base", "--data", "rows.jsonl", "--trace", "d.json")
+    assert sweeps_in("d.json") == ["evaluation"]
 
-    run("evaluate", "--model", model, "--data", rows, "--trace", tmp_path / "d.json")
-    assert [sweep.name for sweep in read_trace(tmp_path / "d.json").sweeps] == ["evaluation"]
 
-
-def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> None:
-    run("train", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run", "--steps", 2)
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+def test_metrics_tell_lanes_bytes_and_the_bound(here: Path) -> None:
+    done("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2)
+    for line in (here / "run" / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         assert list(row["lanes"]) == [lane.value for lane in Lane]
         assert all(0 <= lane["busy"] <= 1 for lane in row["lanes"].values())
@@ -358,11 +347,9 @@ def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> 
         assert (read > 0) == (row["step"] == 0), "once, then it is all in memory"
 
 
-def test_an_interrupted_run_leaves_a_whole_trace(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_leaves_a_whole_trace(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "step", fails_at(Engine.step, 3, KeyboardInterrupt()))
-    with pytest.raises(SystemExit) as info:
-        run("train", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run",
-            "--trace", tmp_path / "t.json")  # fmt: skip
-    assert info.value.code == 130
-    json.loads((tmp_path / "t.json").read_text())
-    assert [sweep.name for sweep in read_trace(tmp_path / "t.json").sweeps] == ["step 0", "step 1"]
+    ended = run_here("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--trace", "t.json")
+    assert ended.status == 130
+    json.loads((here / "t.json").read_text())
+    assert sweeps_in("t.json") == ["step 0", "step 1"]

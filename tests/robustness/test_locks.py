@@ -20,15 +20,7 @@ from toy import ToyBlockModel
 from zo2adapters import open_checkpoint
 from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
-from zo2core import (
-    Engine,
-    Journal,
-    LowRankPerturbation,
-    MeZOSGD,
-    PhiloxNoise,
-    WriteBackPolicy,
-    ZerothOrder,
-)
+from zo2core import Engine, Journal, LowRankPerturbation, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
 from zo2core.io.durable import LockedFileError, RecordFile, close_locked, open_locked
 from zo2core.journal import copy_journal
