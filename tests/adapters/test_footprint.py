@@ -155,8 +155,7 @@ def test_the_loss_is_hugging_faces_within_summation(
         assert engine.evaluate([batch]).loss == pytest.approx(whole(**batch).loss.item(), rel=2e-6)
 
 
-def test_no_forward_sees_more_tokens_than_a_chunk(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_no_forward_sees_more_tokens_than_a_chunk(base: Path) -> None:
     wrong: list[Any] = [0, -5, 2.5, "many"]
     for chunk in wrong:
         with pytest.raises(OptionError, match="loss_chunk"):

@@ -59,8 +59,7 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
             assert columns(generate(engine, model, [prompt], max_new_tokens=6)) == [tokens]
 
 
-def test_a_continuation_ends_with_eos_while_others_go_on_and_a_sweep_runs_the_newest_token_only(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_a_continuation_ends_with_eos_while_others_go_on_and_sweeps_run_the_newest_token(base: Path, tmp_path: Path) -> None:
     model, widths = open_checkpoint(base), list[int]()
     eos = stock_tokens(base, PROMPTS[:1], 6)[0][2]
     expected = stock_tokens(base, PROMPTS, 6, eos)
@@ -81,8 +80,8 @@ def test_a_continuation_ends_with_eos_while_others_go_on_and_a_sweep_runs_the_ne
     assert before != after == stock_tokens(tmp_path / "out", PROMPTS, 4), "of the present weights, which stay as they are"
 
 
-def test_draws_depend_on_their_seed_and_on_no_global_generator(tmp_path: Path) -> None:
-    model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
+def test_draws_depend_on_their_seed_and_on_no_global_generator(base: Path) -> None:
+    model = open_checkpoint(base)
     state = torch.random.get_rng_state()
     with Engine(model) as engine:
 
@@ -321,8 +320,7 @@ def test_the_plan_fills_the_memory_that_is_allowed() -> None:
     assert earlier[:2] == (1, 1)
 
 
-def test_evaluations_of_no_open_step_are_refused(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_evaluations_of_no_open_step_are_refused(base: Path) -> None:
     model, engine = low_rank(base)
     with engine:
         known = engine.ask()[0]

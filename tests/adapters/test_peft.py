@@ -123,19 +123,17 @@ def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> N
         ({"config": lora(lora_alpha="x")}, "adapter: found"),
     ],
 )
-def test_what_cannot_be_trained_so_is_refused(adapter: dict[str, Any], option: str, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_what_cannot_be_trained_so_is_refused(adapter: dict[str, Any], option: str, base: Path) -> None:
     with pytest.raises(OptionError, match=f"^{option}"):
         open_checkpoint(base, adapter=Adapter(**adapter))
 
 
 @pytest.mark.parametrize("start", [True, False, "gaussian"])
-def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
+def test_first_values_are_pefts(start: bool | str, base: Path) -> None:
     wrong: list[Any] = [-1, 2**64, None, 0.5, True]
     for seed in wrong:
         with pytest.raises(OptionError, match=r"adapter\.seed"):
             Adapter(config=lora(), seed=seed)
-    base = save_model(tmp_path / "base", small_config("llama"))
     config = lora(init_lora_weights=start, target_modules=["q_proj"])
     values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7)))
     state = torch.random.get_rng_state()

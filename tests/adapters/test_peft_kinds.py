@@ -198,8 +198,7 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
 
 @pytest.mark.few(2)
 @every_kind
-def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, base: Path, tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
 
     def opened() -> HFBlockModel:

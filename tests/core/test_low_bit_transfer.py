@@ -432,8 +432,7 @@ def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
     assert torch.equal(transfer_dtype.view(torch.uint8), theta.to(FP8).view(torch.uint8))
 
 
-def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(base: Path) -> None:
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16")
     with closing(model.weights):
         buffer = WorkBuffer(model.layouts, HostDevice(), PhiloxNoise(), perturbs_in_place=False)

@@ -80,8 +80,7 @@ def test_trajectory_is_the_monolithic_loops(
                 assert reloaded(**batch).loss.item() == loss
 
 
-def test_fzoo_resumed_after_every_step_is_its_papers_loop(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama"))
+def test_fzoo_resumed_after_every_step_is_its_papers_loop(base: Path, tmp_path: Path) -> None:
     noise = Distribution.RADEMACHER
     plan = Plan(1e-3, 1e-3, 0.1, False, list(range(9)), ["reopen"] * 9, 2, noise, "fzoo")
     storage = Storage(buckets=2, write_back_every=3, keep_noise=False)
