@@ -582,16 +582,3 @@ def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
     assert outcome("run")["weights"] == outcome("plain")["weights"], "a scale that is a power of two changes no float32 bit"
     method = Journal("run/journal.jsonl").header["method"]  # type: ignore[index]
     assert method["loss_scaling"] == {"initial": 65536.0, "growth": 2.0, "backoff": 0.5, "interval": 2000}
-
-
-@pytest.mark.long_profile
-def test_a_delayed_run_is_another_run_and_resumes_with_its_bits(here: Path, apart: Apart) -> None:
-    command = train_all("run", "--method", "delayed_update", "--snapshot-every", 2)
-    ended = apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 6, "after"))
-    assert ended.status == -9, ended
-    done("train", "--resume", "run")
-    done(*train_all("whole", "--method", "delayed_update"))
-    done(*train_all("prompt"))
-    assert outcome("run")["weights"] == outcome("whole")["weights"]
-    assert outcome("run")["weights"] != outcome("prompt")["weights"]
-    assert Journal("run/journal.jsonl").header["method"]["delayed"] is True  # type: ignore[index]
