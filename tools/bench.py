@@ -7,7 +7,6 @@
 Prints a table and JSON, or writes the JSON to ``--output``. A benchmark is a function whose arguments are its command line.
 """
 
-import argparse
 import importlib
 import inspect
 import json
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from measuring import add_options, machine, table
+from measuring import command_line, machine, table
 
 BENCHMARKS = {  # the module of each, in which it has its name
     "accumulation": "benches.weights",
@@ -40,19 +39,14 @@ def main() -> None:
         is_help = name in ("-h", "--help")
         print(__doc__, *BENCHMARKS, sep="\n", file=sys.stdout if is_help else sys.stderr)
         sys.exit(0 if is_help else 2)
-    module = importlib.import_module(BENCHMARKS[name])
-    benchmark = getattr(module, name.replace("-", "_"))
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=inspect.getdoc(benchmark) or module.__doc__, formatter_class=formatter, conflict_handler="resolve"
-    )
-    parser.add_argument("benchmark", choices=[name])
+    benchmark = getattr(importlib.import_module(BENCHMARKS[name]), name.replace("-", "_"))
+    parser = command_line(benchmark)
+    parser.prog += f" {name}"
     parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
     parser.add_argument("--output", type=Path, help="file for the JSON")
-    add_options(parser, benchmark)
     # What is no option of the benchmark, such as "--whole", is a value: the quoted options of a side or a run.
     known = parser._option_string_actions
-    words = (f" {word}" if word.startswith("--") and word.partition("=")[0] not in known else word for word in sys.argv[1:])
+    words = (f" {word}" if word.startswith("--") and word.partition("=")[0] not in known else word for word in sys.argv[2:])
     options = vars(parser.parse_args(list(words)))
     if options["threads"] is not None:
         torch.set_num_threads(options["threads"])
@@ -60,7 +54,7 @@ def main() -> None:
     if measured is None:
         return
     print("\n".join(table(measured)))
-    text = json.dumps({"machine": machine(), "options": options, **measured}, default=str)
+    text = json.dumps({"machine": machine(), "options": {"benchmark": name, **options}, **measured}, default=str)
     if options["output"] is None:
         print(text)
     else:

@@ -14,7 +14,6 @@ With ``--lora`` each is trained with LoRA on these targets instead, for three st
 losses and parameters have to equal peft's on the whole model. Prints a table and JSON.
 """
 
-import argparse
 import inspect
 import itertools
 import json
@@ -22,15 +21,15 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import peft
 import torch
 import transformers
-from measuring import resident_step
+from measuring import command, resident_step
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -256,7 +255,7 @@ def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Te
     return float(whole(**batch, use_cache=False).loss)
 
 
-def try_family(model_type: str, targets: list[str] | None) -> dict[str, Any]:
+def try_family(model_type: str, targets: Sequence[str] | None) -> dict[str, Any]:
     """Compare one family in each dtype, or with LoRA on these targets in float32."""
     try:
         model = small_model(small_config(model_type))
@@ -295,10 +294,10 @@ def trained_by_peft(
 
 
 def train_lora(
-    checkpoint: Path, targets: list[str], resident: Callable[[], Any], steps: int = LORA_STEPS
+    checkpoint: Path, targets: Sequence[str], resident: Callable[[], Any], steps: int = LORA_STEPS
 ) -> tuple[HFBlockModel, dict[str, Any]]:
     """Train LoRA over a checkpoint's blocks and by peft on the resident model; return the model and what differs."""
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False)
     model: Any = open_checkpoint(checkpoint, adapter=Adapter(config=config, seed=1))
     with Engine(model, FirstOrder(SGD)) as engine:
         first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
@@ -325,24 +324,25 @@ def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
     return counted | {name: sum(name in found for found in outcomes) for name in ("different", "refused", "failed")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--lora", nargs="+", metavar="TARGET", help="train LoRA on these layers")
-    parser.add_argument("--output", type=Path, help="file for the JSON")
-    options = parser.parse_args()
+@command
+def main(
+    *,
+    families: Sequence[str] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    lora: Annotated[Sequence[str] | None, "train LoRA on these layers"] = None,
+    output: Annotated[Path | None, "file for the JSON"] = None,
+) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if options.lora:
+    if lora:
         torch.set_num_threads(1)
-    families = {model_type: try_family(model_type, options.lora) for model_type in options.families}
-    print("\n".join(table(families)), counted := counts(families), sep="\n")
-    measured = {"transformers": transformers.__version__, "lora": options.lora, "counts": counted, "families": families}
+    found = {model_type: try_family(model_type, lora) for model_type in families}
+    print("\n".join(table(found)), counted := counts(found), sep="\n")
+    measured = {"transformers": transformers.__version__, "lora": lora, "counts": counted, "families": found}
     text = json.dumps(measured, indent=1)
-    if options.output is None:
+    if output is None:
         print(text)
     else:
-        options.output.write_text(text + "\n")
+        output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

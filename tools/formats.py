@@ -7,16 +7,17 @@ SGD. It is also decoded by `export`, loaded by transformers and trained with pef
 bit for bit. Prints a table in Markdown: an equals sign, or the number of the reason below it.
 """
 
-import argparse
 import json
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from families import small_config, small_model, train_lora
 from make_checkpoint import with_mxfp4_experts
+from measuring import command
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -25,7 +26,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.conversion import METHODS, quantize
 from zo2core import Engine, ZO2Error
 
-FORMATS = ["bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"]
+FORMATS = ("bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4")
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
 MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax", "phimoe"]
 MIXTURES += ["gpt_oss", "llama4_text", "granitemoe"]
@@ -176,25 +177,23 @@ def cell(family: str, form: str) -> str:
             return f"failed: {type(error).__name__}: {str(error)[:200]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=[*DENSE, *MIXTURES])
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+@command
+def main(
+    *, families: Sequence[str] = (*DENSE, *MIXTURES), formats: Sequence[str] = FORMATS, output: Path | None = None
+) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found: dict[str, dict[str, str]] = {}
     reasons: list[str] = []
-    print("| family |" + " | ".join(options.formats) + " |\n" + "|---" * (1 + len(options.formats)) + "|")
-    for family in options.families:
-        found[family] = {form: cell(family, form) for form in options.formats}
+    print("| family |" + " | ".join(formats) + " |\n" + "|---" * (1 + len(formats)) + "|")
+    for family in families:
+        found[family] = {form: cell(family, form) for form in formats}
         reasons += (text for text in dict.fromkeys(found[family].values()) if text not in ("", "=", *reasons))
         cells = (text if text in ("", "=") else str(reasons.index(text) + 1) for text in found[family].values())
         print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
     print("", *(f"{number}. {text}" for number, text in enumerate(reasons, 1)), sep="\n")
-    if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

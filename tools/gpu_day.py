@@ -11,7 +11,6 @@ transformers and peft on the whole model, or of a run alone: bit for bit, or wit
 ``tests/core/test_gpu.py`` checks is one job.
 """
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -20,14 +19,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
 from benches.compare import compare
 from formats import save_gpt_oss
 from make_checkpoint import geometries, make_checkpoint, make_sparse_coded
-from measuring import machine
+from measuring import command, machine
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from zo2adapters import open_checkpoint
@@ -174,28 +173,29 @@ def run_job(name: str, device: str, output: Path, *, tiny: bool) -> None:
     print(f"{name:40s} {state}{wall:6.1f} s  {result.get('seconds', '')}", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="models for a CPU")
-    parser.add_argument("--only", default="", help="part of the jobs' names")
-    parser.add_argument("--in-process", action="store_true", help="run the jobs in this process, without limits")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    end, left_out, failed = time.monotonic() + 60 * options.minutes, [], []
+@command
+def main(
+    *,
+    output: Annotated[Path, "folder for the results"] = Path("results"),
+    minutes: float = 8.0,
+    device: str = "cuda",
+    tiny: Annotated[bool, "models for a CPU"] = False,
+    only: Annotated[str, "part of the jobs' names"] = "",
+    in_process: Annotated[bool, "run the jobs in this process, without limits"] = False,
+) -> int:
+    output.mkdir(parents=True, exist_ok=True)
+    end, left_out, failed = time.monotonic() + 60 * minutes, [], []
     for name, job in JOBS.items():
-        file, left = options.output / file_of(name), end - time.monotonic()
-        if file.exists() or options.only not in name:
+        file, left = output / file_of(name), end - time.monotonic()
+        if file.exists() or only not in name:
             continue
-        limit = min(job.seconds, 60) if options.tiny else job.seconds
+        limit = min(job.seconds, 60) if tiny else job.seconds
         if left < limit / 2:
             left_out.append(name)
             continue
-        given: Any = {"target": run_job, "args": (name, options.device, options.output), "kwargs": {"tiny": options.tiny}}
+        given: Any = {"target": run_job, "args": (name, device, output), "kwargs": {"tiny": tiny}}
         process = multiprocessing.get_context("spawn").Process(**given)
-        if options.in_process:
+        if in_process:
             process.run()
         else:
             process.start()

@@ -5,11 +5,12 @@
 Writes ``train.jsonl``, and ``held-out.jsonl`` without any row of the first file. The same seed gives the same files.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
 from typing import Any
+
+from measuring import command
 
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ida", "Jon", "Kim", "Leo", "Mia", "Ned", "Ola", "Pia"]
 THINGS = ["apples", "pencils", "marbles", "books", "stamps", "shells", "coins", "cards"]
@@ -36,25 +37,20 @@ def conversation(generator: random.Random) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, answer]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--rows", type=int, default=800)
-    parser.add_argument("--held-out", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    if given.directory.exists():
-        parser.error(f"{given.directory} exists; name a directory that does not")
-    given.directory.mkdir(parents=True)
-    generator = random.Random(given.seed)
-    train = [json.dumps(conversation(generator)) for _ in range(given.rows)]
-    known, held_out = set(train), list[str]()
-    while len(held_out) < given.held_out:
+@command
+def main(directory: Path, *, rows: int = 800, held_out: int = 100, seed: int = 1) -> None:
+    if directory.exists():
+        raise SystemExit(f"{directory} exists; name a directory that does not")
+    directory.mkdir(parents=True)
+    generator = random.Random(seed)
+    train = [json.dumps(conversation(generator)) for _ in range(rows)]
+    known, others = set(train), list[str]()
+    while len(others) < held_out:
         row = json.dumps(conversation(generator))
         if row not in known:
-            held_out.append(row)
-    for name, rows in (("train", train), ("held-out", held_out)):
-        (given.directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+            others.append(row)
+    for name, written in (("train", train), ("held-out", others)):
+        (directory / f"{name}.jsonl").write_text("\n".join(written) + "\n")
 
 
 if __name__ == "__main__":

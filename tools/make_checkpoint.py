@@ -10,18 +10,18 @@ embedding and the routers are written, so that tokens are routed to all experts.
 Llama in the same way, with all matrices of this type.
 """
 
-import argparse
 import json
 import math
 import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import gguf
 import numpy as np
 import torch
+from measuring import command
 from safetensors.torch import load_file, save_file
 from synthetic import scaled
 from tokenizers import Tokenizer
@@ -212,35 +212,35 @@ def save_tokenizer(directory: Path, vocab_size: int) -> None:
     fast(tokenizer_object=made, pad_token="0", eos_token="1").save_pretrained(directory)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("geometry", choices=list(geometries()))
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
-    parser.add_argument("--sparse", action="store_true", help="write holes: weights are zero and take no disk space")
-    for name in ("nf4", "int8"):
-        text = f"with --sparse: layers are encoded as {name}, gpt-oss as MXFP4"
-        parser.add_argument(f"--{name}", dest="encoding", action="store_const", const=name, help=text)
-    parser.add_argument("--scale", type=int, default=1, help="width, heads and vocabulary are divided by this")
-    parser.add_argument("--layers", type=int, help="number of layers to keep; by default all")
-    parser.add_argument("--gguf", choices=list(GGUF_BLOCKS), help="with --sparse: a GGUF file with matrices of this type")
-    options = parser.parse_args()
-    if options.gguf and not options.sparse:
-        parser.error("--gguf needs --sparse; export other models with zo2 export --format gguf")
-    if options.encoding and not options.sparse:
-        parser.error(f"--{options.encoding} needs --sparse; encode other checkpoints with zo2 convert --quantize")
-    config, directory, dtype = geometries()[options.geometry], options.directory, DTYPES[options.dtype]
-    config = scaled(config, options.scale, tokens=128)
-    config.num_hidden_layers = options.layers or config.num_hidden_layers
-    if options.gguf:
-        written, kind = make_sparse_gguf(config, directory, options.gguf), options.gguf
-    elif options.encoding:
-        written, kind = make_sparse_coded(config, directory, dtype=dtype, encoding=options.encoding), options.encoding
+@command
+def main(
+    geometry: Annotated[str, list(geometries())],
+    directory: Path,
+    *,
+    dtype: Annotated[str, list(DTYPES)] = "float16",
+    sparse: Annotated[bool, "write holes: weights are zero and take no disk space"] = False,
+    nf4: Annotated[bool, "with --sparse: layers are encoded as nf4, gpt-oss as MXFP4"] = False,
+    int8: Annotated[bool, "with --sparse: layers are encoded as int8, gpt-oss as MXFP4"] = False,
+    scale: Annotated[int, "width, heads and vocabulary are divided by this"] = 1,
+    layers: Annotated[int | None, "number of layers to keep; by default all"] = None,
+    gguf: Annotated[str | None, list(GGUF_BLOCKS), "with --sparse: a GGUF file with matrices of this type"] = None,
+) -> None:
+    encoding = "nf4" if nf4 else "int8" if int8 else None
+    if gguf and not sparse:
+        raise SystemExit("--gguf needs --sparse; export other models with zo2 export --format gguf")
+    if encoding and not sparse:
+        raise SystemExit(f"--{encoding} needs --sparse; encode other checkpoints with zo2 convert --quantize")
+    config = scaled(geometries()[geometry], scale, tokens=128)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if gguf:
+        written = make_sparse_gguf(config, directory, gguf)
+    elif encoding:
+        written = make_sparse_coded(config, directory, dtype=DTYPES[dtype], encoding=encoding)
     else:
-        written, kind = make_checkpoint(config, directory, dtype=dtype, sparse=options.sparse), options.dtype
-    if not options.gguf:
+        written = make_checkpoint(config, directory, dtype=DTYPES[dtype], sparse=sparse)
+    if not gguf:
         save_tokenizer(directory, config.vocab_size)
-    print(f"{directory}: {written / 1e9:.2f} GB of {kind} weights")
+    print(f"{directory}: {written / 1e9:.2f} GB of {gguf or encoding or dtype} weights")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,20 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -
             parser.add_argument(f"--{name.replace('_', '-')}", default=argument.default, **given)
 
 
+def command_line(function: Callable[..., Any]) -> argparse.ArgumentParser:
+    """The parser of the command line of a function, which its documentation or that of its module describes."""
+    text = inspect.getdoc(function) or sys.modules[function.__module__].__doc__
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=text, formatter_class=raw, conflict_handler="resolve")
+    add_options(parser, function)
+    return parser
+
+
+def command(function: Callable[..., Result]) -> Callable[[], Result]:
+    """A function that takes its arguments from the command line."""
+    return lambda: function(**vars(command_line(function).parse_args()))
+
+
 class Rounds(NamedTuple):
     """The rounds of one side."""
 
