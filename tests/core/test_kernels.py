@@ -84,6 +84,14 @@ def test_compiled_arithmetic_gives_the_references_bits(dtype: torch.dtype, data:
     assert_same(ours, theta)
 
 
+@pytest.mark.parametrize("shift", [1.0, -2.0, 4.0, 0.5, -0.25, 3.0])
+def test_a_shift_and_the_scale_round_as_in_mezo(shift: float) -> None:
+    z = weights(5000, torch.float16, 0)  # many of them subnormal: halving these rounds
+    theta, expected = torch.zeros_like(z), torch.zeros_like(z) + (z * shift) * 4.0
+    reference.apply(theta, Program((0,), (Perturb(0, shift, 4.0),)), [z])
+    assert_same(theta, expected)
+
+
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", Distribution)
