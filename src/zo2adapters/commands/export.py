@@ -139,7 +139,8 @@ class Merge(WritesDirectory):
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_merged, merging_bytes
-        from zo2adapters.models.peft_model import WEIGHTS_FILE, PeftBlockModel
+        from zo2adapters.models.peft_adapter import WEIGHTS_FILE
+        from zo2adapters.models.peft_model import PeftBlockModel
         from zo2adapters.tasks.row_source import file_sha256
         from zo2adapters.trainers.model_card import CARD, merged_card
 

@@ -52,7 +52,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.batches import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_model import PeftBlockModel, plain_config, read_weight, write_adapter
+from zo2adapters.models.peft_adapter import read_weight
+from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_adapter
 from zo2adapters.models.skeleton import Stub
 from zo2adapters.optional_package import executorch
 from zo2core import Batch, ParameterSpec, ZO2Error
@@ -467,17 +468,18 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
 
 def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> None:
     adapter = model.adapter if isinstance(model, PeftBlockModel) else None
-    if adapter is None or adapter.not_stacked is not None or adapter.config.modules_to_save:  # others than LoRA's alone
-        found = "a model without an adapter" if adapter is None else adapter.not_stacked or "LoRA with modules_to_save"
+    other = "a model without an adapter" if adapter is None else adapter.kind.not_stacked(adapter.config)
+    if adapter is None or other is not None or adapter.config.modules_to_save:
+        found = other or "LoRA with modules_to_save"
         remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
         raise UnsupportedModelError("adapter", found=found, expected="LoRA, of which lora_B is trained", remedy=remedy)
     encoded = next((spec for spec in specs if spec.encoding is not None), None)
     if encoded is not None:
         found, remedy = f"a quantised weight ({type(encoded.encoding).__name__})", "open the unquantised checkpoint"
         raise UnsupportedModelError(encoded.name, found=found, expected="floating-point weights", remedy=remedy)
-    other = next((spec for spec in specs if spec.frozen == (".lora_B." in spec.name)), None)
-    if other is not None:
-        found = f"{other.name}, which is {'frozen' if other.frozen else 'trained'}"
+    wrong = next((spec for spec in specs if spec.frozen == (".lora_B." in spec.name)), None)
+    if wrong is not None:
+        found = f"{wrong.name}, which is {'frozen' if wrong.frozen else 'trained'}"
         expected, remedy = "lora_B trained, in all layers, and nothing else", "Adapter(config=..., frozen=('lora_A',))"
         raise OptionError("adapter.frozen", found=found, expected=expected, remedy=remedy)
 

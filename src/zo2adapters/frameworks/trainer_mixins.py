@@ -30,8 +30,8 @@ from zo2adapters.frameworks import arguments
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
 from zo2adapters.models.hf import CalledForward, HFBlockModel
-from zo2adapters.models.peft_adapter import Adapter, read_values
-from zo2adapters.models.peft_model import WEIGHTS_FILE, PeftBlockModel
+from zo2adapters.models.peft_adapter import WEIGHTS_FILE, Adapter, read_values
+from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, Journal, MemoryPolicy, TorchOptimizer
 from zo2core.checkpoint.snapshots import Snapshot, Snapshots

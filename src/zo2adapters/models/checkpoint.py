@@ -31,7 +31,7 @@ from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, w
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.peft_adapter import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
-from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel
+from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel, PrefixBlockModel
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.stored_tensors import EncodedTensor, Quantization
 from zo2core import ZO2Error
@@ -130,14 +130,16 @@ def open_checkpoint(
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
         stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
     pieces, encodings = stored_tensors.encodings_of(parameters, encoded)
-    model_class, options = HFBlockModel if kind is CAUSAL_LM else HFHeadModel, dict[str, Any](head=kind)
-    options["loss_chunk"] = _loss_chunk(skeleton, chosen, kind) if loss_chunk == "auto" else loss_chunk
+    model_class: type[HFBlockModel] = HFBlockModel if kind is CAUSAL_LM else HFHeadModel
+    loss_chunk = _loss_chunk(skeleton, chosen, kind) if loss_chunk == "auto" else loss_chunk
+    options: dict[str, Any] = {"head": kind, "loss_chunk": loss_chunk}
     formats, opened = ParameterFormats(precision=chosen), None
     if adapter_config is not None:
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
         base = partial(open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head)
         options["adapter"] = opened = inject(skeleton, adapter_config, base, is_mixed=chosen.autocast is not None)
-        model_class = adapter_config.kind.model_class if kind is CAUSAL_LM else PeftHeadModel
+        causal = PeftBlockModel if opened.wrapper is None else PrefixBlockModel
+        model_class = causal if kind is CAUSAL_LM else PeftHeadModel
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
         architecture = replace(architecture, embedding=(*architecture.embedding, *adapter_config.kind.embedding))
         formats = replace(formats, trained=opened.trained, resident=opened.tensors.keys())
@@ -178,7 +180,7 @@ def _require_one_of(what: str, option: str, value: object, *allowed: object) -> 
 
 def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head: Head) -> None:
     """Refuse a kind of adapter that cannot be trained in this kind of model."""
-    if adapter.kind.model_class is not PeftBlockModel and (head is not CAUSAL_LM or reads_images(config)):
+    if adapter.kind.is_of_text_alone and (head is not CAUSAL_LM or reads_images(config)):
         model = "a model that reads images" if head is CAUSAL_LM else "a model that has this head"
         raise UnsupportedModelError(
             f"model type {config.model_type}, head {head.name}",

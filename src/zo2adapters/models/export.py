@@ -23,11 +23,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from zo2adapters.models import gguf_model, peft_model
+from zo2adapters.models import gguf_model, peft_adapter
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.gguf_model import LlamaCppLayout
 from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
-from zo2adapters.models.peft_model import PeftBlockModel
+from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint.gguf import is_gguf, read_gguf
@@ -63,7 +63,7 @@ def export_adapter(
     with closing(replayer.learned()) as learned:
         for name, value in learned:
             for path, module, leaf in model.places_of(name):
-                forward, prefix = type(module).forward, f"{peft_model.FILE_PREFIX}{path}"
+                forward, prefix = type(module).forward, f"{peft_adapter.FILE_PREFIX}{path}"
                 if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
                     saved[path], tensors[f"{prefix}.{leaf}"] = None, value.present().clone()
                 elif value.factors is None:
@@ -86,7 +86,7 @@ def export_adapter(
         task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's task types of other heads add a head
         inference_mode=True,
     )
-    peft_model.write_adapter(Path(directory), peft_model.plain_config(config), tensors, {**model.tokenizer_files, **files})
+    write_adapter(Path(directory), plain_config(config), tensors, {**model.tokenizer_files, **files})
 
 
 def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +127,7 @@ def _whole_model(
         return specs, runner.parameters_now()
     require_mergeable(model)
     of_base = [
-        replace(spec, name=peft_model.base_form(spec.name)) for spec in specs if spec.name not in model.exported_parameters
+        replace(spec, name=peft_adapter.base_form(spec.name)) for spec in specs if spec.name not in model.exported_parameters
     ]
     return of_base, merged_parameters(runner, model, progress)
 
@@ -152,7 +152,10 @@ def merging_bytes(model: HFBlockModel) -> int:
 def require_mergeable(model: PeftBlockModel) -> None:
     """Refuse an adapter that is no change of weights."""
     if model.adapter.wrapper is not None:
-        found, expected = f"{model.adapter.title}, which no weight can contain", "an adapter of linear layers, such as LoRA"
+        found, expected = (
+            f"{model.adapter.kind.title}, which no weight can contain",
+            "an adapter of linear layers, as LoRA",
+        )
         raise UnsupportedModelError("adapter", found=found, expected=expected, remedy="load it beside the base with peft")
 
 
@@ -161,12 +164,12 @@ def merged_parameters(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the parameters of the base by their names in it, with the adapter merged into them."""
     values = adapter_values(runner, model)
-    copies = {peft_model.base_form(name): value for name, value in values.items() if peft_model.SAVED in name}
+    copies = {peft_adapter.base_form(name): value for name, value in values.items() if peft_adapter.SAVED in name}
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:
             if name in values:
                 continue
-            base = peft_model.base_form(name)
+            base = peft_adapter.base_form(name)
             if base in copies:
                 yield base, copies[base].to(tensor.dtype)
             elif _BASE in name:
@@ -191,14 +194,14 @@ def merged_parameter(
     layer: Any = deepcopy(original, shared)
     for own, _ in original.named_parameters():
         if f"{path}.{own}" in values:
-            peft_model.put_value(layer, own, values[f"{path}.{own}"])
+            peft_adapter.put_value(layer, own, values[f"{path}.{own}"])
     base = layer.get_base_layer()
     for other, parameter in list(base.named_parameters()):
-        peft_model.put_value(
+        peft_adapter.put_value(
             base, other, tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype)
         )
     with torch.no_grad():
-        layer.merge(safe_merge=False, adapter_names=[peft_model.ADAPTER_NAME])
+        layer.merge(safe_merge=False, adapter_names=[peft_adapter.ADAPTER_NAME])
     merged: torch.Tensor = getattr(base, leaf).detach()
     return merged.contiguous()
 
@@ -316,7 +319,7 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
     config: Any = model.adapter.config
     unknown = None
     if config.peft_type != "LORA":
-        unknown = f"an adapter of type {model.adapter.title}"
+        unknown = f"an adapter of type {model.adapter.kind.title}"
     elif config.use_dora or config.modules_to_save:
         unknown = "DoRA" if config.use_dora else "whole modules beside LoRA's matrices"
     loras = {}
@@ -327,7 +330,7 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
             unknown = unknown or f"LoRA on {path}, which is no matrix of its own in llama.cpp"
             continue
         wrapped: Any = model.modules[path]
-        loras[tensor] = up, wrapped.scaling[peft_model.ADAPTER_NAME] * wrapped.r[peft_model.ADAPTER_NAME]
+        loras[tensor] = up, wrapped.scaling[peft_adapter.ADAPTER_NAME] * wrapped.r[peft_adapter.ADAPTER_NAME]
     if unknown is not None:
         expected, remedy = "LoRA of linear layers, for llama.cpp", "leave --format out, or train such an adapter"
         raise OptionError("format", found=unknown, expected=expected, remedy=remedy)

@@ -31,26 +31,21 @@ from transformers.pytorch_utils import Conv1D
 
 from zo2adapters.models.batches import longest_row
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_model import (
-    ADAPTER_NAME,
-    CONFIG_FILE,
-    FILE_PREFIX,
-    SAVED,
-    WEIGHTS_FILE,
-    FirstValues,
-    OpenedAdapter,
-    PeftBlockModel,
-    PrefixBlockModel,
-    base_form,
-    put_value,
-    read_weight,
-)
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, reason, without_effect
 from zo2core.io.durable import open_regular
+from zo2core.kernels.encoding import decoded
+from zo2core.protocols import TensorReader
 from zo2core.ranges import LARGEST, require_whole
+
+ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
+SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
+_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")  # part of the names of a wrapped module's parameters
+FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # returns initial values by parameter, in its dtype
 
 AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
 _LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
@@ -73,6 +68,24 @@ T = TypeVar("T")
 OpenBase = Callable[[], HFBlockModel]  # opens the base without the adapter
 
 
+def base_form(name: str) -> str:
+    """The name in the base of a parameter of the model with an adapter; a trained copy has the name of its original."""
+    return _WRAPPED.sub(".", name).replace(SAVED, ".")
+
+
+def read_weight(weights: TensorReader, spec: ParameterSpec) -> torch.Tensor:
+    """Read a parameter of the base, decoded, in its shape."""
+    stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
+    weights.read_into(spec.name, stored)
+    return (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
+
+
+def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set the parameter of this name to a tensor."""
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._parameters[leaf] = nn.Parameter(value)
+
+
 @dataclass(frozen=True)
 class AdapterKind:
     """A kind of peft's adapters that wraps linear layers. To add one, add it to ``KINDS``.
@@ -87,7 +100,7 @@ class AdapterKind:
         is_mixed: Whether it computes in mixed precision what it computes in the whole model.
     """
 
-    model_class: ClassVar[type[PeftBlockModel]] = PeftBlockModel  # of causal language models
+    is_of_text_alone: ClassVar[bool] = False  # whether it is for causal language models that read no images
     embedding: ClassVar[tuple[str, ...]] = ()  # modules that run before the layers
 
     peft_type: str
@@ -124,6 +137,21 @@ class AdapterKind:
         """Prepare the initial values of a new adapter: those that peft has drawn."""
         values = {name: value.detach().contiguous() for name, value in _added(skeleton) if SAVED not in name}
         return lambda: values
+
+
+@dataclass(frozen=True)
+class OpenedAdapter:
+    """An adapter in a skeleton, with its initial values."""
+
+    kind: AdapterKind
+    config: Any  # peft's config
+    parameters: Mapping[str, str]  # names in peft's files, by names in the skeleton
+    tensors: Mapping[str, torch.Tensor]  # its parameters by name, on the meta device
+    trained: frozenset[str]  # names of the trained parameters
+    values: FirstValues
+    where: str  # name of the adapter in messages
+    forward_bytes: int  # memory that a layer's forward needs in addition to the base's
+    wrapper: Any  # peft's model around the skeleton, if the adapter only works through it; else None
 
 
 def _added(skeleton: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -348,7 +376,7 @@ def _base_values(base: HFBlockModel, names: Iterable[str]) -> Iterator[tuple[Par
 class PrefixKind(AdapterKind):
     """``peft.PrefixTuningConfig``."""
 
-    model_class = PrefixBlockModel
+    is_of_text_alone = True
     embedding = (_ENCODER,)
 
     def unused_options(self, config: Any) -> list[str]:
@@ -556,10 +584,8 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
     for name, tensor in tensors.items():
         put_value(skeleton, name, tensor)
     return OpenedAdapter(
+        kind=kind,
         config=config,
-        title=kind.title,
-        decisive=kind.decisive,
-        not_stacked=kind.not_stacked(config),
         parameters=names,
         tensors=tensors,
         trained=trained,

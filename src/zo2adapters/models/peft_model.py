@@ -7,53 +7,23 @@ adapters are modules around layers.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
-from torch import nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.batches import is_packed
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
 from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
+from zo2adapters.models.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, OpenedAdapter
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
-from zo2core import Batch, ParameterSpec
+from zo2core import Batch
 from zo2core.checkpoint.shards import new_directory, write_companions
 from zo2core.errors import UnsupportedModelError
-from zo2core.kernels.encoding import decoded
-from zo2core.protocols import TensorReader
-
-ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
-SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
-_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")  # part of the names of a wrapped module's parameters
-
-FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # returns initial values by parameter, in its dtype
-
-
-def base_form(name: str) -> str:
-    """The name in the base of a parameter of the model with an adapter; a trained copy has the name of its original."""
-    return _WRAPPED.sub(".", name).replace(SAVED, ".")
-
-
-def read_weight(weights: TensorReader, spec: ParameterSpec) -> torch.Tensor:
-    """Read a parameter of the base, decoded, in its shape."""
-    stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
-    weights.read_into(spec.name, stored)
-    return (stored if spec.encoding is None else decoded(spec, stored)).view(spec.shape)
-
-
-def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Set the parameter of this name to a tensor."""
-    path, _, leaf = name.rpartition(".")
-    model.get_submodule(path)._parameters[leaf] = nn.Parameter(value)
 
 
 def write_adapter(
@@ -76,23 +46,6 @@ def _listed(value: object) -> object:
     return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)
 
 
-@dataclass(frozen=True)
-class OpenedAdapter:
-    """An adapter in a skeleton, with its initial values."""
-
-    config: Any  # peft's config
-    title: str  # name of its kind in messages
-    decisive: Set[str]  # options that change the forward, part of a run's description
-    not_stacked: str | None  # name of these adapters in the error that refuses low-rank perturbations; None: supported
-    parameters: Mapping[str, str]  # names in peft's files, by names in the skeleton
-    tensors: Mapping[str, torch.Tensor]  # its parameters by name, on the meta device
-    trained: frozenset[str]  # names of the trained parameters
-    values: FirstValues
-    where: str  # name of the adapter in messages
-    forward_bytes: int  # memory that a layer's forward needs in addition to the base's
-    wrapper: Any  # peft's model around the skeleton, if the adapter only works through it; else None
-
-
 class PeftBlockModel(HFBlockModel):
     """A Hugging Face model with an adapter of peft."""
 
@@ -104,7 +57,7 @@ class PeftBlockModel(HFBlockModel):
     def description(self) -> Mapping[str, Any]:
         """The values that determine the forward, including the adapter's config."""
         plain = plain_config(self.adapter.config)
-        decisive = {key: plain[key] for key in sorted(self.adapter.decisive & plain.keys())}
+        decisive = {key: plain[key] for key in sorted(self.adapter.kind.decisive & plain.keys())}
         for key in ("modules_to_save", "target_parameters"):  # earlier runs have no entry
             if not decisive.get(key):
                 decisive.pop(key, None)
@@ -123,7 +76,8 @@ class PeftBlockModel(HFBlockModel):
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
-        title = self.adapter.not_stacked or ("modules_to_save" if self.adapter.config.modules_to_save else None)
+        config = self.adapter.config
+        title = self.adapter.kind.not_stacked(config) or ("modules_to_save" if config.modules_to_save else None)
         if title is not None:
             raise UnsupportedModelError(
                 "adapter",
