@@ -146,9 +146,9 @@ class DualForwardLinear(nn.Module):
         if x.shape[:-1] not in ((rows, tokens), (rows * tokens,)):
             raise UnsupportedModelError(
                 self.path,
-                found=f"a layer that is called with shape {tuple(x.shape)}",
-                expected=f"a layer that is called with all {rows} rows of {tokens} tokens, in order",
-                remedy="name other layers in the adapter's target_modules",
+                f"a layer that is called with shape {tuple(x.shape)}",
+                f"a layer that is called with all {rows} rows of {tokens} tokens, in order",
+                "name other layers in the adapter's target_modules",
             )
         reduced = F.linear(x.to(self.lora_A.dtype), self.lora_A)
         halves = reduced.reshape(STREAMS, -1, reduced.shape[-1])
@@ -373,8 +373,7 @@ class TrainingProgram:
         losses, projected_grad, seed = self._methods["step"].execute(inputs)
         if not math.isfinite(projected_grad.item()):
             remedy = "lower lr, or write the program with a lower zo_eps; this step did not change the adapter"
-            where, found = f"the step of seed {seed.item()}", f"losses {losses.tolist()}"
-            raise NonFiniteLossError(where, found=found, expected="finite losses", remedy=remedy)
+            raise NonFiniteLossError(f"the step of seed {seed.item()}", f"losses {losses.tolist()}", "finite losses", remedy)
         return ProgramStep(int(seed.item()), losses, projected_grad.item())
 
     def state(self) -> ProgramState:
@@ -392,7 +391,7 @@ class TrainingProgram:
         adapters = state.adapter, self.state().adapter
         found, expected = (f"{adapter.dtype} of shape {tuple(adapter.shape)}" for adapter in adapters)
         if found != expected:
-            raise OptionError("state.adapter", found=found, expected=expected, remedy="use a state of this program")
+            raise OptionError("state.adapter", found, expected, "use a state of this program")
         self._methods["restore"].execute((state.adapter, torch.tensor(state.seed, dtype=torch.int64)))
 
     def save_adapter(self, directory: Path | str) -> None:
@@ -416,24 +415,23 @@ class TrainingProgram:
         CAUSAL_LM.check(batch, PretrainedConfig(**options), description.tokens)
         ids, labels = batch["input_ids"].to("cpu", torch.int64), batch["labels"].to("cpu", torch.int64)
         if len(ids) > description.rows:
-            expected, remedy = f"at most {description.rows}, the program's rows", "pass fewer rows, or write another program"
-            raise BatchError("input_ids", found=f"{len(ids)} rows", expected=expected, remedy=remedy)
+            expected = f"at most {description.rows}, the program's rows"
+            raise BatchError("input_ids", f"{len(ids)} rows", expected, "pass fewer rows, or write another program")
         others = sorted(batch.keys() - {"input_ids", "labels", "attention_mask"})
         if others:
-            expected = "input_ids, labels and attention_mask alone"
-            raise BatchError(others[0], found="an entry", expected=expected, remedy="leave it out")
+            raise BatchError(others[0], "an entry", "input_ids, labels and attention_mask alone", "leave it out")
         mask = batch.get("attention_mask", torch.ones_like(ids)).to("cpu") != 0
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()) or bool((labels[~mask] != IGNORE_INDEX).any()):
             found, expected = "masked tokens before other tokens, or with labels", "rows that are padded at the right"
             remedy = "pad at the right, with labels of -100: a program has no mask"
-            raise BatchError("attention_mask", found=found, expected=expected, remedy=remedy)
+            raise BatchError("attention_mask", found, expected, remedy)
         room = (0, description.tokens - ids.shape[1], 0, description.rows - len(ids))
         return F.pad(ids, room), F.pad(labels, room, value=IGNORE_INDEX)
 
 
 def _refused(path: Path, found: str, other_remedy: str = "for the backends of this runtime") -> CheckpointError:
-    expected, remedy = "a whole program from write_program, for this runtime's backends", f"write it again, {other_remedy}"
-    return CheckpointError(path, found=found, expected=expected, remedy=remedy)
+    expected = "a whole program from write_program, for this runtime's backends"
+    return CheckpointError(path, found, expected, f"write it again, {other_remedy}")
 
 
 class Assembled(NamedTuple):
@@ -472,16 +470,16 @@ def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> Non
     if adapter is None or other is not None or adapter.config.modules_to_save:
         found = other or "LoRA with modules_to_save"
         remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
-        raise UnsupportedModelError("adapter", found=found, expected="LoRA, of which lora_B is trained", remedy=remedy)
+        raise UnsupportedModelError("adapter", found, "LoRA, of which lora_B is trained", remedy)
     encoded = next((spec for spec in specs if spec.encoding is not None), None)
     if encoded is not None:
-        found, remedy = f"a quantised weight ({type(encoded.encoding).__name__})", "open the unquantised checkpoint"
-        raise UnsupportedModelError(encoded.name, found=found, expected="floating-point weights", remedy=remedy)
+        found = f"a quantised weight ({type(encoded.encoding).__name__})"
+        raise UnsupportedModelError(encoded.name, found, "floating-point weights", "open the unquantised checkpoint")
     wrong = next((spec for spec in specs if spec.frozen == (".lora_B." in spec.name)), None)
     if wrong is not None:
         found = f"{wrong.name}, which is {'frozen' if wrong.frozen else 'trained'}"
-        expected, remedy = "lora_B trained, in all layers, and nothing else", "Adapter(config=..., frozen=('lora_A',))"
-        raise OptionError("adapter.frozen", found=found, expected=expected, remedy=remedy)
+        expected = "lora_B trained, in all layers, and nothing else"
+        raise OptionError("adapter.frozen", found, expected, "Adapter(config=..., frozen=('lora_A',))")
 
 
 def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
@@ -574,7 +572,7 @@ def write_program(
         found = f"a model that cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         expected = "a decoder whose forward torch.export and ExecuTorch support"
         remedy, where = "name fewer layers in the adapter's target_modules, or use another model", model.config.model_type
-        raise UnsupportedModelError(f"model type {where}", found=found, expected=expected, remedy=remedy) from error
+        raise UnsupportedModelError(f"model type {where}", found, expected, remedy) from error
     _write(path, program)
 
 
@@ -629,5 +627,5 @@ def _write(path: Path, program: Any) -> None:
 
 
 def _in_use(path: Path) -> OutputError:
-    found, expected = "something at this path", "a path that does not exist yet"
-    return OutputError(path, found=found, expected=expected, remedy="choose another path, or remove this file")
+    found = "something at this path"
+    return OutputError(path, found, "a path that does not exist yet", "choose another path, or remove this file")

@@ -79,9 +79,9 @@ class ZOArguments:
         if not callable(self.estimator):
             raise OptionError(
                 "estimator",
-                found=repr(self.estimator)[:80],
-                expected="a function that makes an estimator, such as the class MeZOSGD",
-                remedy="pass a class, or functools.partial(MultiQueryRGE, q=4)",
+                repr(self.estimator)[:80],
+                "a function that makes an estimator, such as the class MeZOSGD",
+                "pass a class, or functools.partial(MultiQueryRGE, q=4)",
             )
 
     def open_engine(
@@ -209,26 +209,24 @@ def require_supported(
             found = f"a trainer that {_TRL_UNSUPPORTED.get(name, 'has not been tested with streamed steps')}"
             expected = f"transformers' Trainer, or one of TRL's {', '.join(trainers)}"
             other = "use one of these, or write the loss as a function for CalledForward and call the engine's step"
-            raise OptionError(name, found=found, expected=expected, remedy=other)
+            raise OptionError(name, found, expected, other)
     if not isinstance(args, TrainingArguments):
-        found, other = f"a {type(args).__name__}", "pass args=TrainingArguments(...)"
-        raise OptionError("args", found=found, expected="TrainingArguments", remedy=other)
+        raise OptionError("args", f"a {type(args).__name__}", "TrainingArguments", "pass args=TrainingArguments(...)")
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, remedy in {**_REMEDIES, **remedies}.items():
         option = options.get(name)
         if remedy is None:
             continue
         if option is not None and option != (None, None):
-            raise OptionError(name, found=f"a {type(option).__name__}", expected="no such option", remedy=remedy)
+            raise OptionError(name, f"a {type(option).__name__}", "no such option", remedy)
         if name in fields:
             field, value = fields[name], getattr(args, name)
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if value != default and (value or default) and value != _OFF.get(name):
-                raise OptionError(name, found=repr(value), expected=f"the default, {default!r}", remedy=remedy)
+                raise OptionError(name, repr(value), f"the default, {default!r}", remedy)
     if args.world_size > 1 or args.n_gpu > 1:
         found, expected = f"{args.world_size} processes, {args.n_gpu} GPUs", "one process and at most one GPU"
-        other = "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
-        raise OptionError("args", found=found, expected=expected, remedy=other)
+        raise OptionError("args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES")
 
 
 _REWARD_MODEL = (
@@ -253,30 +251,29 @@ def open_model(
                 raise
             half = _name(autocast)
             remedy = f"pass {_arguments(None)}; to compute in 16 bits, also a model from open_checkpoint with dtype={half!r}"
-            raise OptionError("bf16, fp16", found=error.found, expected=error.expected, remedy=remedy) from error
+            raise OptionError("bf16, fp16", error.found, error.expected, remedy) from error
         except CheckpointError as error:
             if not is_reward:
                 raise
-            remedy = f"{error.remedy}. {_REWARD_MODEL}"
-            raise CheckpointError(error.where, found=error.found, expected=error.expected, remedy=remedy) from error
+            raise CheckpointError(error.where, error.found, error.expected, f"{error.remedy}. {_REWARD_MODEL}") from error
     if not isinstance(model, HFBlockModel):
         raise OptionError(
             "model",
-            found=f"a {type(model).__name__}",
-            expected="a model directory, a hub id, or a model from open_checkpoint",
-            remedy="pass the path, since the model is not loaded as a whole",
+            f"a {type(model).__name__}",
+            "a model directory, a hub id, or a model from open_checkpoint",
+            "pass the path, since the model is not loaded as a whole",
         )
     has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
     if is_reward and not (has_head and model.config.num_labels == 1):
         found = f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}"
         expected = "a reward model: opened with head='sequence-classification', with num_labels=1 in its config"
-        raise OptionError("model", found=found, expected=expected, remedy=_REWARD_MODEL)
+        raise OptionError("model", found, expected, _REWARD_MODEL)
     if model.autocast != autocast:
         options = "precision='exact'" if autocast is None else f"precision='mixed', dtype={_name(autocast)!r}"
         found = f"a model that computes {_precision(model.autocast)}"
         expected = f"a model that computes {_precision(autocast)}, as the arguments say"
         remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
-        raise OptionError("bf16, fp16", found=found, expected=expected, remedy=remedy)
+        raise OptionError("bf16, fp16", found, expected, remedy)
     return model
 
 

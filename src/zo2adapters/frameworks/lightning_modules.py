@@ -65,7 +65,7 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
             ("gradient_clip_val", clipping, "None", str(self.clipping_remedy)),
         ):
             if str(found) != expected:
-                raise OptionError(f"Trainer({name})", found=str(found), expected=expected, remedy=remedy)
+                raise OptionError(f"Trainer({name})", str(found), expected, remedy)
         return []
 
     def on_train_start(self) -> None:
@@ -186,8 +186,8 @@ class ZOLightningModule(ManualStepsModule):
             JournalError: if it is missing or damaged, or has another number of steps than was saved.
         """
         if JOURNAL not in checkpoint:
-            expected, remedy = "the journal of a zeroth-order run", "pass a checkpoint that this module saved"
-            raise JournalError("the checkpoint", found="no journal", expected=expected, remedy=remedy)
+            expected = "the journal of a zeroth-order run"
+            raise JournalError("the checkpoint", "no journal", expected, "pass a checkpoint that this module saved")
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
             version = checkpoint.get(_VERSION, checkpoint["global_step"])
@@ -255,8 +255,7 @@ class FullBackpropLightningModule(ManualStepsModule):
         """
         if _STATE not in checkpoint:
             found, expected = "no weights and optimizer states", "those of a run of all parameters"
-            remedy = "pass a checkpoint that this module saved"
-            raise CheckpointError("the checkpoint", found=found, expected=expected, remedy=remedy)
+            raise CheckpointError("the checkpoint", found, expected, "pass a checkpoint that this module saved")
         self.engine.load_state_dict(checkpoint[_STATE])
 
 

@@ -119,12 +119,11 @@ def read_journal(path: Path, version: int | None, *, name: str | None = None) ->
     where = path if name is None else name
 
     def damaged(found: str, expected: str) -> JournalError:
-        remedy = "restore the checkpoint from a copy, or resume from another one"
-        return JournalError(where, found=found, expected=expected, remedy=remedy)
+        return JournalError(where, found, expected, "restore the checkpoint from a copy, or resume from another one")
 
     if not path.is_file():
-        expected, remedy = "the journal of a zeroth-order run", "pass a checkpoint that this trainer saved"
-        raise JournalError(where, found="no file", expected=expected, remedy=remedy)
+        found = "no file"
+        raise JournalError(where, found, "the journal of a zeroth-order run", "pass a checkpoint that this trainer saved")
     try:
         journal = Journal(path)
     except JournalError as error:

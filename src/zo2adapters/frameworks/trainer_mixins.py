@@ -285,8 +285,7 @@ class ZOTrainerMixin(EngineStepsMixin):
         args, zo = self.args, self.zo
         if zo.device is not None and torch.device(zo.device).type != args.device.type:
             found = f"{zo.device}, while the trainer uses {args.device}"
-            remedy = "leave it out, or pass use_cpu=True"
-            raise OptionError("device", found=found, expected="the same kind of device", remedy=remedy)
+            raise OptionError("device", found, "the same kind of device", "leave it out, or pass use_cpu=True")
         options: Any = {"weight_decay": args.weight_decay, "seed": args.seed, "device": str(args.device)}
         return zo.open_engine(self.block_model, self._journal, lr=self._present_lr, **options)
 
@@ -413,8 +412,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
             steps = self.engine.version
             found = f"a reference that is needed after {steps} steps, when the base's weights have changed"
             expected = "reference log-probabilities that are computed before the first step"
-            remedy = "pass precompute_ref_log_probs=True, or train an adapter"
-            raise OptionError("ref_model", found=found, expected=expected, remedy=remedy)
+            raise OptionError("ref_model", found, expected, "pass precompute_ref_log_probs=True, or train an adapter")
         yield self.engine
 
     def _write_state(self, directory: Path) -> None:
@@ -463,7 +461,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
             found = "none" if peft_config is None else f"one with an opened {type(model).__name__}"
             expected = "an adapter's config with a path, and none with an opened model"
             remedy = "pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, adapter=...) alone"
-            raise OptionError("peft_config", found=found, expected=expected, remedy=remedy)
+            raise OptionError("peft_config", found, expected, remedy)
         if peft_config is not None and not isinstance(peft_config, Adapter):
             peft_config = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
         self._memory = memory
@@ -530,7 +528,7 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
         generations = getattr(args, "steps_per_generation", None) or accumulated
         if generations > accumulated:
             expected = f"at most gradient_accumulation_steps, {accumulated}"
-            raise OptionError("steps_per_generation", found=str(generations), expected=expected, remedy=arguments.ONE_UPDATE)
+            raise OptionError("steps_per_generation", str(generations), expected, arguments.ONE_UPDATE)
         super().__init__(model, args, **options)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -650,7 +648,7 @@ class TrainerLoss(CalledForward):
         if rows is not None:
             found = f"{rows}, with a loss that the trainer computes"
             remedy = "lower per_device_train_batch_size and raise gradient_accumulation_steps"
-            raise OptionError("micro_batch_size", found=found, expected="None", remedy=remedy)
+            raise OptionError("micro_batch_size", found, "None", remedy)
         return [batch]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
@@ -676,4 +674,4 @@ def _snapshots(directory: Path) -> Snapshots:
 
 
 def _refuse_to_push(*_: Any, **__: Any) -> None:
-    raise OptionError("model.push_to_hub", found="no weights", expected="a saved model", remedy="use trainer.push_to_hub()")
+    raise OptionError("model.push_to_hub", "no weights", "a saved model", "use trainer.push_to_hub()")

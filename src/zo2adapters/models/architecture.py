@@ -108,8 +108,8 @@ class Precision:
 
 
 def _unfit(field: str, found: str, expected: str) -> OptionError:
-    remedy = "pass such a value, or store torch.float32 and leave this one out"
-    return OptionError(f"precision.{field}", found=found, expected=expected, remedy=remedy)
+    where = f"precision.{field}"
+    return OptionError(where, found, expected, "pass such a value, or store torch.float32 and leave this one out")
 
 
 def choose_precision(
@@ -129,13 +129,12 @@ def choose_precision(
         expected = "bfloat16 or float16 with 'mixed', and none with a Precision"
         raise without_effect("dtype", f"{dtype} with precision {name!r}", expected)
     else:
-        expected = "'auto', 'exact', 'mixed' or a Precision"
-        raise OptionError("precision", found=repr(name), expected=expected, remedy="pass one of these")
+        raise OptionError("precision", repr(name), "'auto', 'exact', 'mixed' or a Precision", "pass one of these")
     if transfer_dtype == "stored":
         return chosen
     if transfer_dtype not in TRANSFER_DTYPES or isinstance(precision, Precision):
         expected = f"one of {', '.join(TRANSFER_DTYPES)}, and none with a Precision"
-        raise OptionError("transfer_dtype", found=repr(transfer_dtype), expected=expected, remedy="pass one of these")
+        raise OptionError("transfer_dtype", repr(transfer_dtype), expected, "pass one of these")
     carried = _TRANSFER_DTYPES[transfer_dtype.removesuffix(_BACK)]
     return replace(chosen, transfer_dtype=carried, transfer_back=transfer_dtype.endswith(_BACK))
 
@@ -216,9 +215,9 @@ def segment_layouts(
         if spec.encoding is not None and is_common:
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
-                found=f"a weight in {spec.encoding.name} that several layers share",
-                expected="quantised weights in one layer each, or in embedding and head",
-                remedy="use the unquantised checkpoint",
+                f"a weight in {spec.encoding.name} that several layers share",
+                "quantised weights in one layer each, or in embedding and head",
+                "use the unquantised checkpoint",
             )
         is_resident = is_common or (name in formats.resident and in_layers)
         if precision.carried is not None and len(spec.shape) > 1 and in_layers and not is_resident:
@@ -261,9 +260,9 @@ def require_axes(hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int],
         return
     raise UnsupportedModelError(
         f"model type {model_type}",
-        found=f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} tokens",
-        expected=f"rows along axis {axes[0]} and tokens along axis {axes[1]}, as the architecture says",
-        remedy="declare these axes as `axes` of the Architecture",
+        f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} tokens",
+        f"rows along axis {axes[0]} and tokens along axis {axes[1]}, as the architecture says",
+        "declare these axes as `axes` of the Architecture",
     )
 
 
@@ -273,9 +272,9 @@ def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList
         return layers
     raise UnsupportedModelError(
         f"{architecture.model_type}: {architecture.blocks}",
-        found="no such module in this model" if layers is None else f"a {type(layers).__name__}",
-        expected="the path of a ModuleList",
-        remedy="declare it as the blocks of the Architecture",
+        "no such module in this model" if layers is None else f"a {type(layers).__name__}",
+        "the path of a ModuleList",
+        "declare it as the blocks of the Architecture",
     )
 
 
@@ -294,9 +293,9 @@ def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) ->
             return paths[path]
     raise UnsupportedModelError(
         f"{architecture.model_type}: {name}",
-        found="a parameter outside the declared embedding, blocks and head",
-        expected=f"a parameter under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
-        remedy="declare its module in the Architecture",
+        "a parameter outside the declared embedding, blocks and head",
+        f"a parameter under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
+        "declare its module in the Architecture",
     )
 
 
@@ -335,7 +334,7 @@ def _checked(name: str, value: Any) -> tuple[bool, str]:
 
 
 def _refused(where: object, found: str, expected: str) -> OptionError:
-    return OptionError(str(where), found=found, expected=expected, remedy=_EXAMPLE)
+    return OptionError(str(where), found, expected, _EXAMPLE)
 
 
 def _declared(model_type: str, *towers: str, decoder: str = "model") -> Architecture:
@@ -468,12 +467,8 @@ def architecture_of(model: PreTrainedModel, head: Head, declared: Architecture |
         return known or derive_architecture(model, head)
     architecture = read_architecture(declared) if isinstance(declared, Path) else declared
     if architecture.model_type != model_type:
-        raise OptionError(
-            "architecture",
-            found=f"a declaration of {architecture.model_type}",
-            expected=f"a declaration of {model_type}, as config.json says",
-            remedy="pass the declaration of this model, or leave it out",
-        )
+        found, remedy = f"a declaration of {architecture.model_type}", "pass the declaration of this model, or leave it out"
+        raise OptionError("architecture", found, f"a declaration of {model_type}, as config.json says", remedy)
     return architecture
 
 
@@ -579,7 +574,7 @@ def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
 def _underivable(where: str, found: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         where,
-        found=found,
-        expected="an embedding, a list of layers that each take the output of the one before, and a head",
-        remedy="declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
+        found,
+        "an embedding, a list of layers that each take the output of the one before, and a head",
+        "declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
     )

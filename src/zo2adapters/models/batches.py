@@ -79,9 +79,9 @@ class BranchCache(TorchFunctionMode):
         if read != expected:
             raise UnsupportedModelError(
                 f"read {index} of a tensor's value in Hugging Face's forward",
-                found=read,
-                expected=f"{expected}, as the first time",
-                remedy="write an adapter for this architecture: its forward reads values in no fixed order",
+                read,
+                f"{expected}, as the first time",
+                "write an adapter for this architecture: its forward reads values in no fixed order",
             )
         return value
 
@@ -171,7 +171,7 @@ def is_padded(batch: Batch) -> bool:
 
 
 def _refusal(key: str, found: str, expected: str, remedy: str = _LABELS_REMEDY) -> BatchError:
-    return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy=remedy)
+    return BatchError(f"batch[{key!r}]", found, expected, remedy)
 
 
 def pack(batch: Batch) -> dict[str, torch.Tensor]:
@@ -191,7 +191,7 @@ def pack(batch: Batch) -> dict[str, torch.Tensor]:
     needed = {"input_ids", "attention_mask", "labels"}
     if batch.keys() != needed:
         found, expected = ", ".join(sorted(batch)), ", ".join(sorted(needed))
-        raise BatchError("batch", found=found, expected=f"{expected}, to pack them", remedy="leave the batch padded")
+        raise BatchError("batch", found, f"{expected}, to pack them", "leave the batch padded")
     mask = batch["attention_mask"].bool()
     positions = mask.long().cumsum(dim=1) - 1
     labels = batch["labels"].masked_fill(positions == 0, IGNORE_INDEX)
@@ -222,9 +222,9 @@ def require_separating_masks(batch: Batch, calls: Callable[[], Iterable[tuple[Se
         if not any(separates(mask) for mask in masks):
             raise UnsupportedModelError(
                 f"layer {layer}",
-                found="no attention mask that separates packed rows",
-                expected="a mask from the positions of packed rows, as models make for sdpa and eager attention",
-                remedy="pad the rows: pass an attention_mask, and leave --pack out",
+                "no attention mask that separates packed rows",
+                "a mask from the positions of packed rows, as models make for sdpa and eager attention",
+                "pad the rows: pass an attention_mask, and leave --pack out",
             )
 
 
@@ -276,7 +276,7 @@ def reads_images(config: PretrainedConfig) -> bool:
 def head_of(name: str) -> Head:
     """The head with this name."""
     if name not in HEADS:
-        raise OptionError("head", found=repr(name), expected=f"one of {', '.join(HEADS)}", remedy="pass one of these")
+        raise OptionError("head", repr(name), f"one of {', '.join(HEADS)}", "pass one of these")
     return HEADS[name]
 
 
@@ -456,16 +456,16 @@ class RouterLogits:
         if arguments.get(_OPTION) and not self.none:
             raise UnsupportedModelError(
                 f"the model's argument {_OPTION}",
-                found="true, for a model whose blocks do not keep them",
-                expected=f"{_OPTION}: true in a mixture's config.json",
-                remedy="set it there, or leave the argument out",
+                "true, for a model whose blocks do not keep them",
+                f"{_OPTION}: true in a mixture's config.json",
+                "set it there, or leave the argument out",
             )
 
     def require_none(self, where: str, found: str) -> None:
         """Refuse what computes the loss from logits alone."""
         if self.none:
             expected = f"the model's own loss as a whole, since {_OPTION} is true in config.json"
-            raise OptionError(where, found=found, expected=expected, remedy="leave it out, or set it to false there")
+            raise OptionError(where, found, expected, "leave it out, or set it to false there")
 
     @contextmanager
     def recorded(self, routed: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
@@ -511,7 +511,7 @@ def _recorder(model: PreTrainedModel) -> OutputRecorder:
             return recorder
     raise UnsupportedModelError(
         f"model type {model.config.model_type}",
-        found=f"{_OPTION}: true, and no routers that transformers records",
-        expected="routers whose outputs the model's class declares",
-        remedy=f"set {_OPTION} to false in config.json: the loss is then without that of the routers",
+        f"{_OPTION}: true, and no routers that transformers records",
+        "routers whose outputs the model's class declares",
+        f"set {_OPTION} to false in config.json: the loss is then without that of the routers",
     )

@@ -175,19 +175,15 @@ def _require_one_of(what: str, option: str, value: object, *allowed: object) -> 
     """Refuse a value that an option cannot have with such a model."""
     if value not in allowed:
         remedy = "leave it out" + (", and pass a dtype to compute in another one" if option == "precision" else "")
-        raise OptionError(option, found=f"{value} with {what}", expected=" or ".join(map(str, allowed)), remedy=remedy)
+        raise OptionError(option, f"{value} with {what}", " or ".join(map(str, allowed)), remedy)
 
 
 def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head: Head) -> None:
     """Refuse a kind of adapter that cannot be trained in this kind of model."""
     if adapter.kind.is_of_text_alone and (head is not CAUSAL_LM or reads_images(config)):
         model = "a model that reads images" if head is CAUSAL_LM else "a model that has this head"
-        raise UnsupportedModelError(
-            f"model type {config.model_type}, head {head.name}",
-            found=f"{adapter.kind.title} on {model}",
-            expected="a causal language model of text alone",
-            remedy="use LoRA, or train all parameters",
-        )
+        where, expected = f"model type {config.model_type}, head {head.name}", "a causal language model of text alone"
+        raise UnsupportedModelError(where, f"{adapter.kind.title} on {model}", expected, "use LoRA, or train all parameters")
 
 
 def resolve_directory(path: Path | str) -> Path:
@@ -196,7 +192,7 @@ def resolve_directory(path: Path | str) -> Path:
     if directory.is_dir() or is_gguf(directory):
         if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
             remedy = f"pass --adapter {directory}, or --run with the directory of the run that trained it"
-            raise CheckpointError(directory, found="an adapter", expected="the directory of a whole model", remedy=remedy)
+            raise CheckpointError(directory, "an adapter", "the directory of a whole model", remedy)
         return directory
     text, found = str(path), "no directory"
     cause: Exception | None = None
@@ -206,8 +202,8 @@ def resolve_directory(path: Path | str) -> Path:
             return Path(snapshot_download(text, allow_patterns=_shards(described)))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             found, cause = f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})", error
-    expected, remedy = "a model directory in the Hugging Face layout, or a hub id", "check the spelling and the network"
-    raise CheckpointError(text, found=found, expected=expected, remedy=remedy) from cause
+    expected = "a model directory in the Hugging Face layout, or a hub id"
+    raise CheckpointError(text, found, expected, "check the spelling and the network") from cause
 
 
 def _shards(directory: Path) -> list[str]:
@@ -223,14 +219,14 @@ def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) ->
     except ZO2Error:
         raise
     except OversizedError as error:
-        found, remedy = f"the config of a model with {error}", "use the config that belongs to these weights"
-        raise CheckpointError(files.described_in, found=found, expected="the sizes of the weights", remedy=remedy) from error
+        where, remedy = files.described_in, "use the config that belongs to these weights"
+        raise CheckpointError(where, f"the config of a model with {error}", "the sizes of the weights", remedy) from error
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             files.described_in,
-            found=f"a config that transformers cannot build a model from ({type(error).__name__}: {first_line(error)})",
-            expected=f"the config of a model with a head for {head.name}",
-            remedy="use the config that belongs to these weights, or another head",
+            f"a config that transformers cannot build a model from ({type(error).__name__}: {first_line(error)})",
+            f"the config of a model with a head for {head.name}",
+            "use the config that belongs to these weights, or another head",
         ) from error
 
 
@@ -239,8 +235,7 @@ def _dtype(dtype: torch.dtype | str, files: ModelDirectory | GGUFModel) -> torch
         return files.dtype
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
-        expected = f"'auto' or one of {', '.join(DTYPES)}"
-        raise OptionError("dtype", found=repr(dtype), expected=expected, remedy="pass one of these")
+        raise OptionError("dtype", repr(dtype), f"'auto' or one of {', '.join(DTYPES)}", "pass one of these")
     return chosen
 
 
@@ -261,7 +256,7 @@ class ModelDirectory:
         pickled = sorted(directory.glob("pytorch_model*.bin"))
         if pickled and not list(directory.glob("*.safetensors")):
             remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
-            raise UnsupportedModelError(pickled[0], found="pickled weights", expected="safetensors", remedy=remedy)
+            raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
         self.entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
         self.is_encoded = quantization is not None  # whether there are tensors that have to be decoded
         if quantization is not None:
@@ -307,9 +302,9 @@ def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     except Exception as error:  # any: a malformed config leads transformers to validation errors, AttributeError, ...
         raise UnsupportedModelError(
             path,
-            found=f"a config that transformers cannot load without remote code ({first_line(error)})",
-            expected="a model that transformers supports without remote code",
-            remedy="use a checkpoint of such an architecture; remote code is never run",
+            f"a config that transformers cannot load without remote code ({first_line(error)})",
+            "a model that transformers supports without remote code",
+            "use a checkpoint of such an architecture; remote code is never run",
         ) from error
     _refuse_hub_kernels(config, path)
     quantization = getattr(config, "quantization_config", None)
@@ -381,9 +376,9 @@ def _refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
     if isinstance(named, str) and "/" in named:
         raise UnsupportedModelError(
             path,
-            found=f"{named[:80]!r} as attn_implementation, code from the hub",
-            expected="an implementation within transformers, such as 'sdpa', or none",
-            remedy="remove the entry from the file; remote code is never run",
+            f"{named[:80]!r} as attn_implementation, code from the hub",
+            "an implementation within transformers, such as 'sdpa', or none",
+            "remove the entry from the file; remote code is never run",
         )
     for name in getattr(config, "sub_configs", ()):
         inner = getattr(config, name, None)
@@ -443,4 +438,4 @@ def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _refused(where: Path | str, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(where, found=found, expected=expected, remedy=_REMEDY)
+    return CheckpointError(where, found, expected, _REMEDY)

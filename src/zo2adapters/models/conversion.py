@@ -99,7 +99,7 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
         found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
         if any(directory.glob("*.safetensors")):
             found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
-        raise CheckpointError(directory, found=found, expected=f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
+        raise CheckpointError(directory, found, f"{SINGLE_FILE} or {INDEX_FILE}", remedy)
     for shard in names:
         shards.require_own_file(directory / shard, directory)
     return dict(sorted(names.items()))
@@ -119,9 +119,9 @@ def _convert_shard(
     except LimitedProcessError as error:
         raise CheckpointError(
             source,
-            found=f"a file that cannot be read within limits ({error})",
-            expected="tensors by name",
-            remedy="get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
+            f"a file that cannot be read within limits ({error})",
+            "tensors by name",
+            "get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
         ) from error
     if "refused" in result:
         raise CheckpointError(result["refused"].pop("where"), **result["refused"])
@@ -143,7 +143,7 @@ def quantize(
     One matrix at a time is in memory.
     """
     if method not in METHODS:
-        raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="pass one of these")
+        raise OptionError("quantize", method, f"one of {', '.join(METHODS)}", "pass one of these")
     shards.require_unused(directory)
     opened = open_checkpoint(model)
     with contextlib.closing(opened.weights):
@@ -195,8 +195,8 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
     for layout in model.layouts:
         for spec in layout.parameters:
             if spec.encoding is not None:
-                found, remedy = f"{spec.name} in {spec.encoding.name}", "use it as it is, or quantise the original"
-                raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
+                found = f"{spec.name} in {spec.encoding.name}"
+                raise UnsupportedModelError(where, found, "unquantised weights", "use it as it is, or quantise the original")
             (_, module, leaf), *_ = model.places_of(spec.name)
             parts, is_linear = model.saved_form.parts_of(spec), leaf == "weight" and type(module) is nn.Linear
             is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__  # a matrix for each
@@ -214,7 +214,7 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
                 chosen[spec.name] = tuple(matrices)
     if not chosen:
         found = "no linear layer with its own tensor"
-        raise UnsupportedModelError(where, found=found, expected="linear layers to encode", remedy="use the model as it is")
+        raise UnsupportedModelError(where, found, "linear layers to encode", "use the model as it is")
     return chosen
 
 

@@ -54,8 +54,8 @@ def export_adapter(
     peft = optional_package("peft", install="zo2core[peft]")
     require_unused(Path(directory))
     if isinstance(model, PeftBlockModel):
-        found, expected = "a run that trains an adapter", "a run that trains all weights"
-        raise OptionError("as_adapter", found=found, expected=expected, remedy="leave it out: an adapter is exported anyway")
+        remedy = "leave it out: an adapter is exported anyway"
+        raise OptionError("as_adapter", "a run that trains an adapter", "a run that trains all weights", remedy)
     tensors: dict[str, torch.Tensor] = {}
     targets: list[str] = []
     saved: dict[str, None] = {}  # modules that are written whole
@@ -93,12 +93,9 @@ def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch
     """The matrices A and B of a LoRA adapter, from a matrix's factors of (inputs, columns) and (outputs, columns)."""
     columns, smaller = inputs.shape[1], min(len(inputs), len(outputs))
     if columns > smaller:
-        raise OptionError(
-            "as_adapter",
-            found=f"{columns} columns of all periods",
-            expected=f"at most {smaller}, for {path} of {len(inputs)} x {len(outputs)}",
-            remedy="leave it out: a merged model is smaller",
-        )
+        expected = f"at most {smaller}, for {path} of {len(inputs)} x {len(outputs)}"
+        remedy = "leave it out: a merged model is smaller"
+        raise OptionError("as_adapter", f"{columns} columns of all periods", expected, remedy)
     return inputs.float().cpu().t().contiguous(), outputs.float().cpu().contiguous()
 
 
@@ -152,11 +149,8 @@ def merging_bytes(model: HFBlockModel) -> int:
 def require_mergeable(model: PeftBlockModel) -> None:
     """Refuse an adapter that is no change of weights."""
     if model.adapter.wrapper is not None:
-        found, expected = (
-            f"{model.adapter.kind.title}, which no weight can contain",
-            "an adapter of linear layers, as LoRA",
-        )
-        raise UnsupportedModelError("adapter", found=found, expected=expected, remedy="load it beside the base with peft")
+        found, expected = f"{model.adapter.kind.title}, which no weight can contain", "an adapter of linear layers, as LoRA"
+        raise UnsupportedModelError("adapter", found, expected, "load it beside the base with peft")
 
 
 def merged_parameters(
@@ -274,8 +268,8 @@ def _modelfile(lines: Sequence[str], settings: Sequence[str]) -> bytes:
     """The content of a Modelfile. Ollama stops at the tokenizer's EOS by itself."""
     for line in lines:
         if line.splitlines() != [line]:
-            found, remedy = f"{line!r} in its {MODELFILE}", "rename the base's file or directory, or pass a link to it"
-            raise OptionError("model", found=found, expected="a path without line breaks", remedy=remedy)
+            remedy = "rename the base's file or directory, or pass a link to it"
+            raise OptionError("model", f"{line!r} in its {MODELFILE}", "a path without line breaks", remedy)
     return "\n".join([*lines, *settings, ""]).encode()
 
 
@@ -286,7 +280,7 @@ def _quoted(text: str) -> str:
     quoted = f'"""{text}"""'
     if quoted.index('"""', 3) != len(text) + 3:  # the text would end the value, and the rest of it be further lines
         remedy = "leave it out of the template, or of eos_token_id in generation_config.json"
-        raise OptionError("format", found=f"{text!r:.80}", expected=f"a text that a {MODELFILE} can quote", remedy=remedy)
+        raise OptionError("format", f"{text!r:.80}", f"a text that a {MODELFILE} can quote", remedy)
     return quoted
 
 
@@ -332,8 +326,8 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
         wrapped: Any = model.modules[path]
         loras[tensor] = up, wrapped.scaling[peft_adapter.ADAPTER_NAME] * wrapped.r[peft_adapter.ADAPTER_NAME]
     if unknown is not None:
-        expected, remedy = "LoRA of linear layers, for llama.cpp", "leave --format out, or train such an adapter"
-        raise OptionError("format", found=unknown, expected=expected, remedy=remedy)
+        expected = "LoRA of linear layers, for llama.cpp"
+        raise OptionError("format", unknown, expected, "leave --format out, or train such an adapter")
     return loras
 
 

@@ -82,7 +82,7 @@ class LlamaCppLayout:
                 if rows % (2 * heads) == 0 and np.array_equal(result.weights[_order(rows, heads).numpy()], probe):
                     return int(heads)
         found, expected = "a matrix whose values transformers' reader changes", "matrices that are stored row by row"
-        raise UnsupportedModelError(name, found=found, expected=expected, remedy="use the model in the Hugging Face layout")
+        raise UnsupportedModelError(name, found, expected, "use the model in the Hugging Face layout")
 
     def changes(self, name: str, length: int) -> bool:
         """Whether a vector has other values in the file than in the model."""
@@ -99,12 +99,8 @@ class LlamaCppLayout:
         try:
             return self._reader.process(weights=values, name=name)
         except (ValueError, ArithmeticError, TypeError) as error:
-            raise CheckpointError(
-                name,
-                found=f"{len(values)} rows, which do not fit the metadata ({error})",
-                expected="as many rows as the heads of the metadata have",
-                remedy="download the file again",
-            ) from error
+            found, remedy = f"{len(values)} rows, which do not fit the metadata ({error})", "download the file again"
+            raise CheckpointError(name, found, "as many rows as the heads of the metadata have", remedy) from error
 
     def write(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         """Convert a tensor from the model's values to the file's, float32: the inverse of reading."""
@@ -168,9 +164,9 @@ class GGUFModel:
             elif entry.name != ROTARY_FACTORS:
                 raise CheckpointError(
                     f"{entry.path}: {entry.name}",
-                    found=f"a tensor that transformers' {type(skeleton).__name__} does not have",
-                    expected="the tensors of this model",
-                    remedy="use a file that llama.cpp's converter made of a model of this kind",
+                    f"a tensor that transformers' {type(skeleton).__name__} does not have",
+                    "the tensors of this model",
+                    "use a file that llama.cpp's converter made of a model of this kind",
                 )
         entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
         self._processed: dict[str, TensorEntry] = {}
@@ -280,8 +276,7 @@ class GGUFModel:
         raise self._refused(f"{ROTARY_FACTORS} of other factors than Llama 3.1's", "tables that follow from the config")
 
     def _refused(self, found: str, expected: str) -> UnsupportedModelError:
-        remedy = "use the model in the Hugging Face layout"
-        return UnsupportedModelError(self.where, found=found, expected=expected, remedy=remedy)
+        return UnsupportedModelError(self.where, found, expected, "use the model in the Hugging Face layout")
 
 
 def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
@@ -458,9 +453,9 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     if name not in _SPLITS:
         raise UnsupportedModelError(
             f"{file.path}: tokenizer.ggml.pre",
-            found="none" if name is None else repr(str(name)[:40]),
-            expected=f"the name of a known way to split text: {', '.join(_SPLITS)}",
-            remedy="use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
+            "none" if name is None else repr(str(name)[:40]),
+            f"the name of a known way to split text: {', '.join(_SPLITS)}",
+            "use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
         )
     tokens = [str(token) for token in file.array("tokenizer.ggml.tokens")]
     merges: Any = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
@@ -495,7 +490,7 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
 def unwritable(where: Path, found: str, expected: str) -> UnsupportedModelError:
     """The error for a model that cannot be written as a GGUF file."""
     remedy = "export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py"
-    return UnsupportedModelError(where, found=found, expected=expected, remedy=remedy)
+    return UnsupportedModelError(where, found, expected, remedy)
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> dict[str, Any]:
@@ -511,7 +506,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(by_id) >= size:
         expected, remedy = f"ids below {size}, the rows of the embedding", "use the tokenizer that belongs to the model"
-        raise UnsupportedModelError(where, found=f"a token with id {max(by_id)}", expected=expected, remedy=remedy)
+        raise UnsupportedModelError(where, f"a token with id {max(by_id)}", expected, remedy)
     added = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in backend["added_tokens"]}
     merges = backend["model"]["merges"]
     values: dict[str, Any] = {

@@ -304,9 +304,9 @@ class HFBlockModel:
                 raise
             raise BatchError(
                 "batch['pixel_values']",
-                found=f"images that cannot be embedded with these rows ({' '.join(str(error).split())[:200]})",
-                expected="the output of the model's processor for these rows, images in the order of rows",
-                remedy="pass such batches; if a row has not exactly one image, use no micro-batches and do not split rows",
+                f"images that cannot be embedded with these rows ({' '.join(str(error).split())[:200]})",
+                "the output of the model's processor for these rows, images in the order of rows",
+                "pass such batches; if a row has not exactly one image, use no micro-batches and do not split rows",
             ) from error
 
     def prologue(self, **inputs: Any) -> Activations:
@@ -440,12 +440,8 @@ class HFHeadModel(HFBlockModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Refuse to predict next tokens."""
-        raise UnsupportedModelError(
-            f"model type {self.config.model_type}",
-            found=f"a head for {self.kind.name}",
-            expected="a causal language model, to generate or to score",
-            remedy="open the checkpoint without head",
-        )
+        where, expected = f"model type {self.config.model_type}", "a causal language model, to generate or to score"
+        raise UnsupportedModelError(where, f"a head for {self.kind.name}", expected, "open the checkpoint without head")
 
     def forward_bytes(self, batch: Batch) -> int:
         """Give the bytes by formula. See the contract."""
@@ -526,12 +522,8 @@ class CalledForward:
             self._model.routers.require_asked(passed)
             inputs = {key: value for key, value in passed.items() if _affects_layers(key, value)}
             return CalledBatch(batch, self._model.prepared_inputs(inputs))
-        raise UnsupportedModelError(
-            "what is called with the model",
-            found="a function that returned without calling it",
-            expected="a function of what the model returns",
-            remedy="call the model within it",
-        )
+        where, found = "what is called with the model", "a function that returned without calling it"
+        raise UnsupportedModelError(where, found, "a function of what the model returns", "call the model within it")
 
     def embed(self, batch: Batch) -> Activations:
         """Run the embedding on the inputs that the function passes to the model."""
@@ -574,12 +566,8 @@ def _affects_layers(key: str, value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         return True
-    raise UnsupportedModelError(
-        f"the model's argument {key}",
-        found=repr(value)[:80],
-        expected="tensors, which go through the layers one after the other",
-        remedy="leave it out: attentions, hidden states and router logits are not kept",
-    )
+    where, remedy = f"the model's argument {key}", "leave it out: attentions, hidden states and router logits are not kept"
+    raise UnsupportedModelError(where, repr(value)[:80], "tensors, which go through the layers one after the other", remedy)
 
 
 def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:
@@ -589,9 +577,9 @@ def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:
         if first is not second and (first is None or second is None or not torch.equal(first, second)):
             raise BatchError(
                 f"batch[{key!r}]",
-                found="different values in a second call of the model",
-                expected="the same values in each call within one loss",
-                remedy="join both into one batch, or compute one of the calls beforehand",
+                "different values in a second call of the model",
+                "the same values in each call within one loss",
+                "join both into one batch, or compute one of the calls beforehand",
             )
 
 

@@ -239,4 +239,4 @@ def _make_patch(path: str, module: nn.Module, batch: LowRankModules) -> _Patch:
 
 def _unfit(path: str, found: str, expected: str) -> UnsupportedModelError:
     remedy = "leave --rank out, or use DensePerturbation(), which takes any layer"
-    return UnsupportedModelError(path, found=found, expected=f"{expected}, for low-rank perturbations", remedy=remedy)
+    return UnsupportedModelError(path, found, f"{expected}, for low-rank perturbations", remedy)

@@ -171,7 +171,7 @@ def _insertion(expected: str, remedy: str) -> Iterator[None]:
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         where = "adapter.target_modules" if "arget modules" in found or "arget_modules" in found else "adapter"
-        raise OptionError(where, found=found, expected=expected, remedy=remedy) from error
+        raise OptionError(where, found, expected, remedy) from error
 
 
 def _wrap_layers(
@@ -197,9 +197,9 @@ def _wrap_layers(
         if not (wraps_parameter(module) or _is_linear(wrapped, layers)) or module is output():
             raise OptionError(
                 "adapter.target_modules",
-                found=f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
-                expected="linear layers before the head",
-                remedy=f"name such layers, as q_proj, or {AUTO} for all of them outside experts and routers",
+                f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
+                "linear layers before the head",
+                f"name such layers, as q_proj, or {AUTO} for all of them outside experts and routers",
             )
     _require_copies(skeleton, config)
     skeleton.train(mode=False)
@@ -227,12 +227,8 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
         has_parts = any(True for _ in skeleton.get_submodule(path + SAVED.rstrip(".")).children())
         wrong += [path] if has_parts or skeleton.get_submodule(path) in ends else []
     if wrong:
-        raise OptionError(
-            "adapter.modules_to_save",
-            found=wrong[0],
-            expected="modules with parameters of their own, such as norms, other than the embedding and the output layer",
-            remedy="name such modules, or leave it out",
-        )
+        expected = "modules with parameters of their own, such as norms, other than the embedding and the output layer"
+        raise OptionError("adapter.modules_to_save", wrong[0], expected, "name such modules, or leave it out")
 
 
 def _is_linear(module: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
@@ -396,8 +392,8 @@ class PrefixKind(AdapterKind):
         for option in _BASE_SIZES:
             given, expected = getattr(config, option), getattr(own, option)
             if given not in (None, expected):
-                where, remedy = f"adapter.{option}", "leave it out, or use the base that the adapter was made for"
-                raise OptionError(where, found=repr(given)[:80], expected=f"{expected}, as in the base", remedy=remedy)
+                remedy = "leave it out, or use the base that the adapter was made for"
+                raise OptionError(f"adapter.{option}", repr(given)[:80], f"{expected}, as in the base", remedy)
             setattr(config, option, expected)
         config.task_type, config.encoder_hidden_size = own.task_type, own.encoder_hidden_size
         skeleton.add_module(_ENCODER, wrapper.get_submodule(_ENCODER))
@@ -450,9 +446,9 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
     if len(shapes) > 1 or len(states) * config.token_dim != shape[1]:
         raise UnsupportedModelError(
             f"model type {base.config.model_type}",
-            found=f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: {sorted(shapes)}",
-            expected=f"those of every layer, {shape[1]} numbers a token, as in peft's table",
-            remedy='pass init_weights="zero", or train LoRA',
+            f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: {sorted(shapes)}",
+            f"those of every layer, {shape[1]} numbers a token, as in peft's table",
+            'pass init_weights="zero", or train LoRA',
         )
     return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
 
@@ -534,7 +530,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     config_classes = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
     if kind is None or not isinstance(config, config_classes[name]):
         remedy = f"use one of {', '.join(config_classes[known].__name__ for known in KINDS)}"
-        raise OptionError("adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=remedy)
+        raise OptionError("adapter", name, f"one of {', '.join(KINDS)} as peft_type", remedy)
     plain, defaults = config.to_dict(), type(config)().to_dict()
     known = kind.decisive | kind.supported | _NEUTRAL | (set() if adapter.is_trained else _DROPOUT)
     unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
@@ -557,7 +553,7 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
         if weights is None:
             raise
         found, remedy = f"{error.where}: {error.found}", "use the base that the adapter was made for"
-        raise CheckpointError(weights.with_name(CONFIG_FILE), found=found, expected=error.expected, remedy=remedy) from error
+        raise CheckpointError(weights.with_name(CONFIG_FILE), found, error.expected, remedy) from error
     tensors = dict[str, torch.Tensor]()
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
@@ -569,14 +565,14 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
     if not trained or unmatched:
         raise OptionError(
             "adapter.frozen",
-            found=f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} parameter's name contains",
-            expected=f"parts of the names of some of them, such as {kind.part_of_names}",
-            remedy="leave it out to train all",
+            f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} parameter's name contains",
+            f"parts of the names of some of them, such as {kind.part_of_names}",
+            "leave it out to train all",
         )
     not_mixed = kind.not_stacked(config) if is_mixed and not kind.is_mixed else None
     if not_mixed is not None:
-        found, remedy = f"mixed with {not_mixed}", "leave it out, or use LoRA of linear layers"
-        raise OptionError("precision", found=found, expected="exact precision", remedy=remedy)
+        remedy = "leave it out, or use LoRA of linear layers"
+        raise OptionError("precision", f"mixed with {not_mixed}", "exact precision", remedy)
     if weights is None:
         values = partial(_with_copies, kind.first_values(skeleton, config, adapter.seed, base), copies, base)
     else:
@@ -614,9 +610,9 @@ def read_values(path: Path, names: Mapping[str, str], tensors: Mapping[str, torc
     if wrong:
         raise CheckpointError(
             f"{path}: {wrong[0]}",
-            found=found.get(wrong[0], "no such tensor"),
-            expected=f"{expected.get(wrong[0], 'no such tensor')}, for this base and the adapter's config",
-            remedy="use the base that the adapter was made for",
+            found.get(wrong[0], "no such tensor"),
+            f"{expected.get(wrong[0], 'no such tensor')}, for this base and the adapter's config",
+            "use the base that the adapter was made for",
         )
     with closing(SafetensorsReader(entries)) as reader:
         for name, value in values.items():
@@ -639,8 +635,7 @@ def _read_config(peft: Any, path: Path) -> Any:
             config = peft.PeftConfig.from_peft_type(**values)
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {str(error)[:200]}"
-        expected = f"{CONFIG_FILE} as peft writes it"
-        raise CheckpointError(path, found=found, expected=expected, remedy="save the adapter again with peft") from error
+        raise CheckpointError(path, found, f"{CONFIG_FILE} as peft writes it", "save the adapter again with peft") from error
     for warning in caught:
         if (text := str(warning.message)).startswith("Unexpected keyword arguments"):  # of a newer peft, which it ignores
             warnings.warn(f"{path}: {text}", ZO2Warning, stacklevel=2)

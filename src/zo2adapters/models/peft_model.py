@@ -79,12 +79,8 @@ class PeftBlockModel(HFBlockModel):
         config = self.adapter.config
         title = self.adapter.kind.not_stacked(config) or ("modules_to_save" if config.modules_to_save else None)
         if title is not None:
-            raise UnsupportedModelError(
-                "adapter",
-                found=f"{title} with low-rank perturbations",
-                expected="LoRA, whose matrices are linear layers",
-                remedy="leave --rank out, or use DensePerturbation()",
-            )
+            found, expected = f"{title} with low-rank perturbations", "LoRA, whose matrices are linear layers"
+            raise UnsupportedModelError("adapter", found, expected, "leave --rank out, or use DensePerturbation()")
         super().require_stackable()
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
@@ -130,9 +126,9 @@ class PrefixBlockModel(PeftBlockModel):
         if is_packed(batch):
             raise UnsupportedModelError(
                 "prefix",
-                found="several sequences in a row, of which only the first would have the prefix",
-                expected="one sequence per row",
-                remedy="pad the rows: pass an attention_mask, and leave --pack out",
+                "several sequences in a row, of which only the first would have the prefix",
+                "one sequence per row",
+                "pad the rows: pass an attention_mask, and leave --pack out",
             )
         return super()._prepared(batch)
 
@@ -189,7 +185,7 @@ class _OtherLayer:
 
 
 def _unfit(where: str, found: str, expected: str) -> UnsupportedModelError:
-    return UnsupportedModelError(where, found=found, expected=expected, remedy="train LoRA, or all weights")
+    return UnsupportedModelError(where, found, expected, "train LoRA, or all weights")
 
 
 def _with_prefix(call: LayerCall, index: int) -> LayerCall:

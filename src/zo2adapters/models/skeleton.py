@@ -30,9 +30,9 @@ class CutError(UnsupportedModelError):
     def __init__(self) -> None:
         super().__init__(
             "the model's skeleton",
-            found="a call outside of a sweep",
-            expected="a call of the model that is passed to compute_loss",
-            remedy="call that model; to generate, export it first",
+            "a call outside of a sweep",
+            "a call of the model that is passed to compute_loss",
+            "call that model; to generate, export it first",
         )
 
 
@@ -223,9 +223,9 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
         name, function = written.written[0]
         raise UnsupportedModelError(
             f"{where}: {name.rpartition('.')[0]}",
-            found=f"weights that transformers overwrites after it has loaded them ({function})",
-            expected="the checkpoint's weights",
-            remedy="report it to transformers, whose model differs from the checkpoint",
+            f"weights that transformers overwrites after it has loaded them ({function})",
+            "the checkpoint's weights",
+            "report it to transformers, whose model differs from the checkpoint",
         )
 
 
@@ -242,5 +242,5 @@ def build_skeleton(
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
             where, found, remedy = f"{where}: {name}", "a buffer without values", "write an adapter for this architecture"
-            raise UnsupportedModelError(where, found=found, expected="buffers that follow from the config", remedy=remedy)
+            raise UnsupportedModelError(where, found, "buffers that follow from the config", remedy)
     return model

@@ -109,10 +109,10 @@ class Quantization:
         kind += f" in format {values.get('format')}" if method == "compressed-tensors" else ""
         raise UnsupportedModelError(
             where,
-            found=f"quantization_config: {method}{kind}",
-            expected="bitsandbytes of 8 bits or of 4 bits as nf4, fp8 in blocks, mxfp4, GPTQ or AWQ of 4 bits everywhere, "
+            f"quantization_config: {method}{kind}",
+            "bitsandbytes of 8 bits or of 4 bits as nf4, fp8 in blocks, mxfp4, GPTQ or AWQ of 4 bits everywhere, "
             "or one scheme of compressed-tensors: packed integers of 4 bits or NVFP4",
-            remedy="use the unquantised checkpoint, or quantise it: zo2 convert --quantize int8|nf4|fp8",
+            "use the unquantised checkpoint, or quantise it: zo2 convert --quantize int8|nf4|fp8",
         )
 
     def split(
@@ -124,9 +124,9 @@ class Quantization:
         if not layers:
             raise UnsupportedModelError(
                 self.where,
-                found=f"quantization_config of {self.method}, and no tensor of it",
-                expected="the tensors that belong to this config",
-                remedy="take quantization_config out of config.json if the weights are not quantised",
+                f"quantization_config of {self.method}, and no tensor of it",
+                "the tensors that belong to this config",
+                "take quantization_config out of config.json if the weights are not quantised",
             )
         suffixes = *SUFFIXES[self.method].values(), *_UNUSED
         parts = {f"{layer}{suffix}" for layer in layers for suffix in suffixes}
@@ -369,7 +369,7 @@ _ALL = "get all shards; for a new head, load the model with transformers' class 
 
 
 def _missing(directory: Path, name: str, expected: str, remedy: str = _ALL) -> CheckpointError:
-    return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy=remedy)
+    return CheckpointError(directory, f"no tensor {name}", expected, remedy)
 
 
 def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
@@ -500,14 +500,14 @@ def _malformed(
     expected: str = "the description of a matrix in the format that config.json names",
     remedy: str = "use the config.json that belongs to these shards, or get all files again",
 ) -> CheckpointError:
-    return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
+    return CheckpointError(f"{entry.path}: {entry.name}", found, expected, remedy)
 
 
 _SAVE_AGAIN = "load the model with transformers, save it with save_original_format=False, and use that"
 
 
 def _unsupported(entry: TensorEntry, found: str, expected: str, remedy: str = _SAVE_AGAIN) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy=remedy)
+    return UnsupportedModelError(f"{entry.path}: {entry.name}", found, expected, remedy)
 
 
 class OverlaidReader:
