@@ -139,7 +139,7 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 455,
-    "zo2adapters/commands": 2709,
+    "zo2adapters/commands": 2710,
     "zo2adapters/edge": 421,
     "zo2adapters/frameworks": 924,
     "zo2adapters/models": 4202,
