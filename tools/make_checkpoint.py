@@ -15,8 +15,9 @@ import math
 import os
 import tempfile
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import gguf
 import numpy as np
@@ -47,30 +48,34 @@ def geometries() -> dict[str, PretrainedConfig]:
     return {name: CONFIG_MAPPING[values.pop("model_type")](**values) for name, values in configs.items()}
 
 
-def make_checkpoint(
-    config: PretrainedConfig,
+def write_shards(
     directory: Path,
-    *,
-    dtype: torch.dtype,
-    seed: int = 0,
-    sparse: bool = False,
+    specs: Sequence[ParameterSpec],
+    config: str,
+    value_of: Callable[[ParameterSpec], torch.Tensor | None],
     max_shard: int = MAX_SHARD,
+) -> int:
+    """Write config and shards, with a hole for each parameter without a value; return the bytes of the weights."""
+    with new_checkpoint(directory, specs, {"config.json": config.encode()}, max_shard) as locations:
+        for spec in specs:
+            file, start = locations[spec.name]
+            file.seek(start)
+            if (value := value_of(spec)) is None:
+                file.truncate(start + spec.nbytes)
+            else:
+                file.write(byte_view(value))
+    return sum(spec.nbytes for spec in specs)
+
+
+def make_checkpoint(
+    config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, sparse: bool = False, max_shard: int = MAX_SHARD
 ) -> int:
     """Write config and shards, whose data is a hole if ``sparse``; return the bytes of the weights."""
     config.dtype = dtype
     layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
-    companions = {"config.json": config.to_json_string(use_diff=False).encode()}
-    with new_checkpoint(directory, specs, companions, max_shard) as locations:
-        for spec in specs:
-            file, start = locations[spec.name]
-            file.seek(start)
-            if sparse:
-                leave_hole(file, spec.nbytes)
-            else:
-                value = random_tensor(spec, seed)
-                file.write(byte_view(value))  # which does not keep its memory
-    return sum(spec.nbytes for spec in specs)
+    text = config.to_json_string(use_diff=False)
+    return write_shards(directory, specs, text, lambda spec: None if sparse else random_tensor(spec), max_shard)
 
 
 def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, encoding: str = "nf4") -> int:
@@ -102,18 +107,16 @@ def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch
             for layer in range(layers if ".layers.0." in name else 1)
         }
         specs = [ParameterSpec(name, tuple(tensor.shape), tensor.dtype, 0, decays=False) for name, tensor in tensors.items()]
-        companions = {"config.json": json.dumps(described).encode()}
-        with new_checkpoint(directory, specs, companions, MAX_SHARD) as locations:
-            for spec in specs:
-                file, start = locations[spec.name]
-                file.seek(start)
-                if spec.nbytes > LARGEST_SCALES and (is_dense or not is_routing(spec.name)):
-                    leave_hole(file, spec.nbytes)
-                    continue
-                content = byte_view(tensors[spec.name])
-                # Holes have code 0, here 0.0 as in other formats: weights of -1.0 would choose the same few experts.
-                file.write(bytes(4) + content[4:] if spec.name.endswith(".weight.quant_map") else content)
-    return sum(spec.nbytes for spec in specs)
+
+        def value_of(spec: ParameterSpec) -> torch.Tensor | None:
+            if spec.nbytes > LARGEST_SCALES and (is_dense or not is_routing(spec.name)):
+                return None
+            value = tensors[spec.name].clone()
+            if spec.name.endswith(".weight.quant_map"):
+                value[0] = 0.0  # of holes, as in other formats: weights of -1.0 would choose the same few experts
+            return value
+
+        return write_shards(directory, specs, json.dumps(described), value_of)
 
 
 def is_routing(name: str) -> bool:
@@ -190,14 +193,9 @@ def make_sparse_gguf(config: PretrainedConfig, directory: Path, kind: str) -> in
     return nbytes
 
 
-def leave_hole(file: IO[bytes], nbytes: int) -> None:
-    """Extend a file by so many bytes without writing them."""
-    file.seek(file.truncate(file.tell() + nbytes))
-
-
-def random_tensor(spec: ParameterSpec, seed: int) -> torch.Tensor:
-    """A parameter's initial value, which depends on seed and name only."""
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(spec.name.encode()))
+def random_tensor(spec: ParameterSpec) -> torch.Tensor:
+    """A parameter's initial value, which depends on its name only."""
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
     if len(spec.shape) > 1:
         return torch.empty(spec.numel, dtype=spec.dtype).normal_(0.0, 0.02, generator=generator)
     return torch.full((spec.numel,), 0.0 if "bias" in spec.name else 1.0, dtype=spec.dtype)
