@@ -13,7 +13,7 @@ import pytest
 from command_lines import Apart, done, refusal, run_here
 from engines import fails_at
 from models import save_tokenizer
-from runs import finish, small_run
+from runs import bits_of, finish, small_run
 from strikes import strike
 
 from zo2adapters.commands import train
@@ -58,24 +58,19 @@ def flags(values: Mapping[str, Any]) -> list[str]:
     return [text for name, value in named for text in ([name] if value is True else [name, str(value)])]
 
 
-def results(run: Path) -> dict[str, bytes]:
-    weights = next((run / "model").glob("*.safetensors"))
-    return {"journal": (run / "journal.jsonl").read_bytes(), "weights": weights.read_bytes()}
-
-
 @pytest.fixture(scope="module")
-def alone(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+def alone(options: TrainOptions, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("alone")
     for name, values in RUNS.items():
         done(*arguments(options, "--output", folder / name, *flags(values)))
-    return {name: results(folder / name) for name in RUNS}
+    return {name: bits_of(folder / name) for name in RUNS}
 
 
-def results_of(together: Path) -> dict[str, dict[str, bytes]]:
-    return {name: results(together / name) for name in RUNS}
+def results_of(together: Path) -> dict[str, Any]:
+    return {name: bits_of(together / name) for name in RUNS}
 
 
-def test_runs_together_are_the_runs_apart(options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+def test_runs_together_are_the_runs_apart(options: TrainOptions, alone: dict[str, Any], tmp_path: Path) -> None:
     with counted_sweeps() as sweeps:
         ran = done(*arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path)))
     assert all(f"{name}: step 2: evaluation " in ran.err for name in RUNS)
@@ -105,7 +100,7 @@ def test_of_two_commands_at_once_the_first_goes_on_and_the_second_is_refused(opt
 
 
 def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
-    options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path
+    options: TrainOptions, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     interrupted = fails_at(Engine.step, 6, KeyboardInterrupt())
@@ -116,7 +111,7 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
     assert results_of(tmp_path / "all") == alone
 
 
-def test_kills_lose_nothing(options: TrainOptions, alone: dict[str, dict[str, bytes]], tmp_path: Path, apart: Apart) -> None:
+def test_kills_lose_nothing(options: TrainOptions, alone: dict[str, Any], tmp_path: Path, apart: Apart) -> None:
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
         struck = apart.run(*command, patch=strike("zo2core.journal", "Journal", "append", at, moment))

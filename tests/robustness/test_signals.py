@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from command_lines import Apart, Ended, Forker, command, environment, run_here, wait_until
 from profiles import LONG
-from runs import outcome
+from runs import bits_of
 
 from zo2adapters.cli import Interrupted
 from zo2adapters.commands.journal import ShowJournal
@@ -43,11 +43,7 @@ def number(request: pytest.FixtureRequest) -> signal.Signals:
 def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     run = tmp_path_factory.mktemp("whole") / "run"
     assert run_here(*train(prepared, run)).status == 0
-    return kept_of(run)
-
-
-def kept_of(run: Path) -> dict[str, object]:
-    return {key: value for key, value in outcome(run).items() if key != "metrics"}
+    return bits_of(run)
 
 
 def train(folder: Path, output: Path) -> list[object]:
@@ -88,7 +84,7 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     assert match is not None
     assert abs(len(Journal(run / "journal.jsonl").updates) - int(match[1])) <= 1
     assert run_here("train", "--resume", run).status == 0
-    assert kept_of(run) == whole
+    assert bits_of(run) == whole
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=LONG), 50])
@@ -262,6 +258,6 @@ def test_signals_at_random_moments_tear_nothing(
             shutil.rmtree(run)
         attempts += 1
         assert attempts < 4 * wanted
-    assert kept_of(run) == whole
+    assert bits_of(run) == whole
     assert json.loads((run / "options.json").read_text())["options"]["steps"] == STEPS
     assert not [name for name in os.listdir(run) if "partial" in name]

@@ -150,20 +150,28 @@ def packed(values: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
 
 def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    values: dict[str, Any] = {
+    own: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": 10000.0,
+        "rope.dimension_count": head,
+    }
+    if architecture == "qwen3moe":
+        own |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+        own |= {"expert_feed_forward_length": config.moe_intermediate_size}
+    if architecture.startswith("gemma"):
+        own |= {"attention.sliding_window": config.sliding_window}
+    return {
         "general.architecture": architecture,
         "general.name": "tiny",
-        f"{architecture}.block_count": config.num_hidden_layers,
-        f"{architecture}.context_length": config.max_position_embeddings,
-        f"{architecture}.embedding_length": config.hidden_size,
-        f"{architecture}.feed_forward_length": config.intermediate_size,
-        f"{architecture}.attention.head_count": config.num_attention_heads,
-        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
-        f"{architecture}.attention.key_length": head,
-        f"{architecture}.attention.value_length": head,
-        f"{architecture}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{architecture}.rope.freq_base": 10000.0,
-        f"{architecture}.rope.dimension_count": head,
+        **{f"{architecture}.{key}": value for key, value in own.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": TOKENS,
@@ -175,13 +183,6 @@ def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
     }
-    if architecture == "qwen3moe":
-        values["qwen3moe.expert_count"] = config.num_experts
-        values["qwen3moe.expert_used_count"] = config.num_experts_per_tok
-        values["qwen3moe.expert_feed_forward_length"] = config.moe_intermediate_size
-    if architecture.startswith("gemma"):
-        values[f"{architecture}.attention.sliding_window"] = config.sliding_window
-    return values
 
 
 def tensors(

@@ -87,13 +87,13 @@ def weights_of(directory: str | Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+def bits_of(run: str | Path) -> dict[str, Any]:
+    """The journal of a run, and the weights of its whole model or adapter."""
+    [weights] = Path(run, "model").glob("*.safetensors")
+    return {"journal": Path(run, "journal.jsonl").read_bytes(), "weights": weights.read_bytes()}
+
+
 def outcome(run: str | Path) -> dict[str, Any]:
-    """Everything of a run, of a whole model or of an adapter, that does not measure time."""
-    run = Path(run)
-    [weights] = (run / "model").glob("*.safetensors")
-    rows = rows_of(run / "metrics.jsonl")
-    return {
-        "journal": (run / "journal.jsonl").read_bytes(),
-        "weights": weights.read_bytes(),
-        "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
-    }
+    """Everything of a run that does not measure time."""
+    rows = rows_of(Path(run, "metrics.jsonl"))
+    return {**bits_of(run), "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows]}

@@ -21,7 +21,6 @@ from families import small_config as small_mixture
 from make_checkpoint import geometries, main, make_checkpoint, make_sparse_coded, make_sparse_gguf, save_tokenizer
 from models import CONFIGS, make_batch, small_config
 from runs import small_run
-from synthetic import SlowReader
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
@@ -122,16 +121,6 @@ def test_benchmarks_tell_options(name: str) -> None:
     assert f"python tools/bench.py {name}" in run_tool(bench.main, name, "--help").out
     unknown = run_tool(bench.main, f"no-{name}")
     assert (unknown.status, "\ncompare\n" in unknown.err) == (2, True)
-
-
-def test_a_slow_reader_reads_the_same(base: Path) -> None:
-    model = open_checkpoint(base)
-    slow = SlowReader(model.weights, 1e9)
-    spec = model.layouts[1].parameters[0]
-    ours, theirs = (torch.zeros(spec.numel) for _ in range(2))
-    slow.read_into(spec.name, ours)
-    model.weights.read_into(spec.name, theirs)
-    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.long_profile
