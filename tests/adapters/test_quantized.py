@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from profiles import each_choice, short_first
-from quantised import by_hand, bytes_of, encodings
 from runs import small_run
 from safetensors.torch import load_file, save_file
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -39,6 +38,47 @@ from zo2core.kernels import encoding as kernels
 from zo2core.kernels.encoding import encode
 from zo2core.perturbation import factor_bytes
 from zo2core.types import Lane, shown_bytes
+
+SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+
+
+def bytes_of(encoding: MatrixEncoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+    return torch.cat([parts[part.role].contiguous().view(-1).view(torch.uint8) for part in encoding.parts(shape)])
+
+
+def by_hand(encoding: MatrixEncoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+    """Weight by weight, in float32, as the formats' papers and libraries have it."""
+    out = torch.empty(shape)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            place = row * shape[1] + column
+            if isinstance(encoding, Int8Rows):
+                value = parts["codes"][row, column].float() * parts["scales"][row] * 7.874015718698502e-3
+            elif isinstance(encoding, Float8Blocks):
+                scale = parts["scales"][row // encoding.block[0], column // encoding.block[1]].float()
+                value = parts["codes"][row, column].float() * scale
+            else:
+                assert isinstance(encoding, NF4Blocks)
+                byte = int(parts["codes"][place // 2])
+                scale = parts["scales"][place // encoding.block]
+                if encoding.nested_block is not None:
+                    nested = parts["nested scales"][place // encoding.block // encoding.nested_block]
+                    scale = parts["nested table"][int(scale)] * nested + encoding.offset
+                value = parts["table"][byte & 15 if place % 2 else byte >> 4] * scale
+            out[row, column] = value
+    return out
+
+
+@st.composite
+def encodings(draw: st.DrawFn) -> MatrixEncoding:
+    block = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    choices: list[MatrixEncoding] = [
+        Int8Rows(),
+        Float8Blocks(block, draw(st.sampled_from(SCALES))),
+        NF4Blocks(2 * draw(st.integers(1, 40)), draw(st.sampled_from([None, 1, 3, 256]))),
+    ]
+    return draw(st.sampled_from(choices))
+
 
 peft: Any = pytest.importorskip("peft")
 METHODS = ["int8", "nf4", "fp8"]

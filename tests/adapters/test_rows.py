@@ -22,8 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WORDS, small_config
 from runs import data_sha256, finish, outcome, small_run
-from tokenized_rows import ANSWER, ASK, TEMPLATE, TOKENIZER, make_tokenizer, text_of
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
@@ -35,6 +34,40 @@ from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
 from zo2core.errors import DataError, MissingPackageError, OptionError
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|think|>"]
+ASK = {"role": "user", "content": "What colour is the sky?"}
+ANSWER = {"role": "assistant", "content": "It is blue."}
+
+
+def make_tokenizer(*, wrap: str = "$A", template: str | None = TEMPLATE, **special: str | None) -> PreTrainedTokenizerBase:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["The sky is blue. What colour is the sky? It is blue."] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(single=wrap, special_tokens=[("<s>", 1), ("</s>", 2)])
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"} | special
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+
+
+def text_of(row: TokenizedRow, start: int = 0, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> str:
+    text = tokenizer.decode(list(row.input_ids)[start:])
+    assert isinstance(text, str)
+    return text
+
 
 # Opens an answer with a token that a finished answer does not hold, as templates of reasoning models do.
 THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><|think|>{% endif %}")
