@@ -184,17 +184,14 @@ class AtStep(Command):
         reads_itself = shared is None and self.resources.device == "cpu" and not replays
         experts = model.route(tokens) if tokens is not None and reads_itself else None
         room = activation_bytes + (0 if experts is None else experts.buffer_bytes)
-        given: dict[str, Any] = {"memory": MemoryPolicy(activations=room), "shared": shared}
-        if shared is None:
-            resources = self.resources
-            limited = MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=room)
-            given = {"memory": limited, "device": local_device(resources.device, workers)}
-        given |= {"micro_batch_size": micro_batch_size, "trace": worker_trace(trace, workers)}
+        limits: Any = {"host": self.resources.memory, "device": self.resources.device_memory} if shared is None else {}
+        given: Any = {"memory": MemoryPolicy(**limits, activations=room), "shared": shared}
+        given |= {"device": local_device(self.resources.device, workers), "trace": worker_trace(trace, workers)}
         if self.journal is not None:
             if not replays:
                 self._require_snapshots_of(model, journal, workers)
             given |= weights_at(journal, step, self.journal.parent)
-        engine = Engine(model, workers=workers, **given)
+        engine = Engine(model, micro_batch_size=micro_batch_size, workers=workers, **given)
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)
         return engine

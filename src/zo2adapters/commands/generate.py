@@ -78,6 +78,7 @@ class Generate(AtStep):
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
         tokens = max(map(len, prompts)) + self.max_new_tokens
+        chosen: Any = {"max_new_tokens": self.max_new_tokens, "sampling": sampling}
 
         def continued(at: AtStep, model: HFBlockModel, shared: SharedBase | None) -> list[list[int]]:
             """The tokens with which one model continues each prompt."""
@@ -88,7 +89,7 @@ class Generate(AtStep):
                 sweep_bars(engine),
             ):
                 steps = []
-                for step in _generated(engine, model, at, tokenizer, prompts, self.max_new_tokens, sampling):
+                for step in _generated(engine, model, at, tokenizer, prompts, **chosen):
                     steps.append(step)
                     bar.update()
             return [[token for token in column if token is not None] for column in zip(*steps, strict=True)]
@@ -103,13 +104,7 @@ class Generate(AtStep):
 
 
 def _generated(
-    engine: Engine,
-    model: HFBlockModel,
-    at: AtStep,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    most: int,
-    sampling: Sampling | None,
+    engine: Engine, model: HFBlockModel, at: AtStep, tokenizer: Any, prompts: Sequence[Sequence[int]], **given: Any
 ) -> Iterator[tuple[int | None, ...]]:
     """The next token of each prompt, again and again; a model that is not finite is refused by name."""
     from zo2adapters.models.checkpoint import end_token_ids
@@ -118,9 +113,8 @@ def _generated(
     from zo2adapters.trainers.methods import require_finite_base
 
     ends, pad = end_token_ids(model, tokenizer), pad_token_id(tokenizer)
-    given: Any = {"sampling": sampling, "eos_token_ids": ends, "pad_token_id": pad}
     try:
-        yield from generate(engine, model, prompts, max_new_tokens=most, **given)
+        yield from generate(engine, model, prompts, eos_token_ids=ends, pad_token_id=pad, **given)
     except NonFiniteLossError:
         require_finite_base(at.open_model(), at.base())  # also experts that were read outside the engine's segments
         raise
@@ -353,10 +347,11 @@ class _Session:
             said = f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room"
             print(f"{said} for an answer: shorten the message, or type /reset", file=sys.stderr)
             return
-        most, ends = min(room, self._options.max_new_tokens), end_token_ids(self._model, self._tokenizer)
+        ends = end_token_ids(self._model, self._tokenizer)
+        chosen: Any = {"max_new_tokens": min(room, self._options.max_new_tokens), "sampling": self._sampling}
         stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
         with _Stop() as stop:
-            for (token,) in _generated(self._engine, self._model, self._at, self._tokenizer, [ids], most, self._sampling):
+            for (token,) in _generated(self._engine, self._model, self._at, self._tokenizer, [ids], **chosen):
                 if token is not None and token not in ends:
                     stream.add(token)
                 if stop.is_asked:

@@ -385,16 +385,12 @@ class GeneratedTask(Task):
         return self._continued(engine, own, [None], None)[0]
 
     def _continued(
-        self,
-        engine: Engine,
-        rows: Sequence[TokenizedRow],
-        evaluations: Sequence[Evaluation | None],
-        sampling: Sampling | None,
+        self, engine: Engine, rows: Sequence[TokenizedRow], at: Sequence[Evaluation | None], sampling: Sampling | None
     ) -> list[list[Continued]]:
         """Continue the prompts of rows at each evaluation."""
-        continued: list[list[Continued]] = [[] for _ in evaluations]
-        for group in self._groups(rows) if rows and evaluations else ():
-            given: Any = {"sampling": sampling, "evaluations": evaluations, "allowed": engine.activation_bytes}
+        continued: list[list[Continued]] = [[] for _ in at]
+        for group in self._groups(rows) if rows and at else ():
+            given: Any = {"sampling": sampling, "evaluations": at, "allowed": engine.activation_bytes}
             given |= {"max_new_tokens": max(map(self._new_tokens, group)), "pad_token_id": self._options.pad}
             generation = Generation(engine, self._model, eos_token_ids=self._ends, **given)
             made = generation.continuations([row.input_ids[: row.prompt_length] for row in group])

@@ -96,19 +96,11 @@ class Trainer:
     def _make_task(self, inputs: RunInputs, *, evaluates: bool) -> None:
         """Make the task of the run, the function that evaluates it, and the prompts that are answered, if there are any."""
         options, model, data, evaluation = self.options, inputs.model, inputs.data, inputs.evaluation
-        task_options = TaskOptions(
-            objective=options.objective,
-            pad=inputs.pad,
-            batch_size=options.batching.batch_size,
-            micro_batch_size=options.batching.micro_batch_size,
-            beta=options.beta,
-            pack=options.batching.pack,
-            per_row=options.optimization.per_row,
-            differentiates=self._method.has_gradient,
-            rewards=options.rewards if options.rewards.reward else None,
-            tokenizer=inputs.tokenizer,
-            seed=options.seed,
-        )
+        given: Any = {name: getattr(options, name) for name in ("objective", "beta", "seed")}
+        given |= {name: getattr(options.batching, name) for name in ("batch_size", "micro_batch_size", "pack")}
+        given |= {"per_row": options.optimization.per_row, "differentiates": self._method.has_gradient}
+        given["rewards"] = options.rewards if options.rewards.reward else None
+        task_options = TaskOptions(pad=inputs.pad, tokenizer=inputs.tokenizer, **given)
         self._task = make_task(model, data, task_options)
         self._evaluated: Callable[[Engine], dict[str, float]] | None = None
         if evaluation is not None and evaluates:
