@@ -521,8 +521,9 @@ def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch
     class Pair:
         size = 2
 
-    def engine(self: GradientRun, *arguments: Any, real: Any = GradientRun.engine, **given: Any) -> Any:
-        return real(self, *arguments, **{**given, "workers": Pair()})
+    def engine(self: Any, *arguments: Any, real: Any = GradientRun.engine) -> Any:
+        self.workers = Pair()
+        return real(self, *arguments)
 
     monkeypatch.setattr(GradientRun, "engine", engine)
     told = refusal(*train_all("run"))
