@@ -139,12 +139,12 @@ def test_the_default_profile_has_every_value_of_each_parameter(axes: tuple[list[
 # down; one that has to grow takes it up, with the reason in the commit.
 MOST_LINES = {
     "zo2adapters": 455,
-    "zo2adapters/commands": 2710,
+    "zo2adapters/commands": 2702,
     "zo2adapters/edge": 421,
     "zo2adapters/frameworks": 924,
     "zo2adapters/models": 4202,
-    "zo2adapters/tasks": 2522,
-    "zo2adapters/trainers": 4022,
+    "zo2adapters/tasks": 2518,
+    "zo2adapters/trainers": 4014,
     "zo2core": 4889,
     "zo2core/checkpoint": 726,
     "zo2core/io": 385,
