@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ class MonolithicStep(NamedTuple):
     projected_grads: tuple[float, ...]  # one a seed
 
 
+@dataclass(eq=False, repr=False)
 class MonolithicMeZO:
     """MeZO with every parameter in memory.
 
@@ -39,32 +41,25 @@ class MonolithicMeZO:
         autocast: The dtype of ``torch.autocast`` in the forwards; None disables it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        lr: float,
-        zo_eps: float,
-        weight_decay: float = 0.0,
-        perturb_in_place: bool = True,
-        draw: Callable[[torch.Tensor, int, int], None] | None = None,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        self.model = model.eval()
-        self.lr = lr
-        self.zo_eps = zo_eps
-        self.weight_decay = weight_decay
-        self.perturb_in_place = perturb_in_place
-        self._draw = draw
-        self._autocast = autocast
-        self._indices = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
-        self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    model: nn.Module
+    _: KW_ONLY
+    lr: float
+    zo_eps: float
+    weight_decay: float = 0.0
+    perturb_in_place: bool = True
+    draw: Callable[[torch.Tensor, int, int], None] | None = None
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self.model.eval()
+        self._indices = [index for index, p in enumerate(self.model.parameters()) if p.requires_grad]
+        self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     @torch.inference_mode()
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss at the present weights, 0-d."""
         device = self._trainable[0][1].device
-        autocast = torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        autocast = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
         with autocast, _without_cache(self.model):
             loss = self.model(**batch).loss
         assert isinstance(loss, torch.Tensor)
@@ -107,10 +102,10 @@ class MonolithicMeZO:
                 p.data = p.data - lr * (g * z)
 
     def _noise(self, seed: int) -> Iterator[torch.Tensor]:
-        if self._draw is not None:
+        if self.draw is not None:
             for index, (_, p) in zip(self._indices, self._trainable, strict=True):
                 z = torch.empty_like(p.data, memory_format=torch.contiguous_format)
-                self._draw(z.view(-1), seed, index)
+                self.draw(z.view(-1), seed, index)
                 yield z
             return
         generator = torch.Generator(self._trainable[0][1].device)

@@ -510,6 +510,7 @@ def _unsupported(entry: TensorEntry, found: str, expected: str, remedy: str = _S
     return UnsupportedModelError(f"{entry.path}: {entry.name}", found, expected, remedy)
 
 
+@dataclass(eq=False)
 class OverlaidReader:
     """Reads a checkpoint, of which some parameters have values of their own, made at the first read and kept in memory.
 
@@ -520,50 +521,45 @@ class OverlaidReader:
         where: Their origin; None: that of the parameters in the base.
     """
 
-    def __init__(
-        self,
-        base: TensorReader,
-        values: Callable[[], Mapping[str, torch.Tensor]],
-        dtypes: Mapping[str, torch.dtype],
-        where: str | None = None,
-    ) -> None:
-        self._base = base
-        self._make = values
-        self._dtypes = dtypes
-        self._where = where
-        self._values: Mapping[str, torch.Tensor] | None = None
+    base: TensorReader
+    values: Callable[[], Mapping[str, torch.Tensor]]
+    dtypes: Mapping[str, torch.dtype]
+    where: str | None = None
+
+    def __post_init__(self) -> None:
+        self._made: Mapping[str, torch.Tensor] | None = None
         self._lock = threading.Lock()  # several threads may read first
-        self.close = base.close
+        self.close = self.base.close
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the base and, where they are not the base's, of all values."""
-        if self._where is None:
-            return self._base.fingerprint
+        if self.where is None:
+            return self.base.fingerprint
         values = save({name: value.contiguous() for name, value in sorted(self._flat_values().items())})
-        return hashlib.sha256(self._base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
+        return hashlib.sha256(self.base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
         """None for values in memory. See the contract."""
-        return None if spec.name in self._dtypes else self._base.page_offset(spec)
+        return None if spec.name in self.dtypes else self.base.page_offset(spec)
 
     def itemsize(self, parameter: str) -> int:
         """Bytes of an element."""
-        return self._dtypes[parameter].itemsize if parameter in self._dtypes else self._base.itemsize(parameter)
+        return self.dtypes[parameter].itemsize if parameter in self.dtypes else self.base.itemsize(parameter)
 
     def origin(self, parameter: str) -> str:
         """The file of a parameter, or the name of the values' origin."""
-        return self._where if self._where and parameter in self._dtypes else self._base.origin(parameter)
+        return self.where if self.where and parameter in self.dtypes else self.base.origin(parameter)
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. See the contract."""
-        if parameter in self._dtypes:
+        if parameter in self.dtypes:
             out.copy_(self._flat_values()[parameter][start : start + out.numel()])
         else:
-            self._base.read_into(parameter, out, start)
+            self.base.read_into(parameter, out, start)
 
     def _flat_values(self) -> Mapping[str, torch.Tensor]:
         with self._lock:
-            if self._values is None:
-                self._values = {name: value.view(-1) for name, value in self._make().items()}
-            return self._values
+            if self._made is None:
+                self._made = {name: value.view(-1) for name, value in self.values().items()}
+            return self._made
