@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import resource
 import shlex
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -466,44 +465,43 @@ class Measured:
         return whole.to(device)
 
 
+@dataclass(kw_only=True)
 class Processes:
     """A side in processes of its own, as many as it has workers."""
 
-    def __init__(self, side: Side) -> None:
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            port = int(bound.getsockname()[1])
-        self._given = [(side, rank, port) for rank in range(side.workers or 1)]
+    side: Side
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[], Taken]]:
         """The side's step, as long as the context lasts."""
         context, pipes = multiprocessing.get_context("spawn"), list[Connection]()
-        for given in self._given:
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, *given), daemon=True).start()
-            theirs.close()  # so that the end of the process is the end of the pipe
-            pipes.append(ours)
-
-        def step() -> Taken:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(self.side.workers or 1):
+                ours, theirs = context.Pipe()
+                given = (theirs, self.side, rank, f"file://{folder}/workers")
+                context.Process(target=serve, args=given, daemon=True).start()
+                theirs.close()  # so that the end of the process is the end of the pipe
+                pipes.append(ours)
             for pipe in pipes:
-                pipe.send("step")
-            first, *others = [pipe.recv() for pipe in pipes]
-            assert all(other.losses == first.losses for other in others), "the workers' losses differ"
-            taken: Taken = first
-            return taken
+                pipe.recv()
 
-        for pipe in pipes:
-            pipe.recv()
-        yield step
-        for pipe in pipes:
-            pipe.send(None)
+            def step() -> Taken:
+                for pipe in pipes:
+                    pipe.send("step")
+                first, *others = [pipe.recv() for pipe in pipes]
+                assert all(other.losses == first.losses for other in others), "the workers' losses differ"
+                taken: Taken = first
+                return taken
+
+            yield step
+            for pipe in pipes:
+                pipe.send(None)
 
     def peaks(self, step: Callable[[], object]) -> dict[str, int | None]:
         return {}  # each step tells what the process uses
 
 
-def serve(pipe: Connection, side: Side, rank: int, port: int) -> None:
+def serve(pipe: Connection, side: Side, rank: int, address: str) -> None:
     """A process that takes a step for each message, and tells its result."""
     if (largest := FREED[side.freed]) is not None:
         keep_freed_memory(largest)
@@ -514,7 +512,6 @@ def serve(pipe: Connection, side: Side, rank: int, port: int) -> None:
     with ExitStack() as opened:
         workers = None
         if side.workers > 1:
-            address = f"tcp://127.0.0.1:{port}"
             distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=side.workers)
             split = "rows" if side.by_gradients else "directions"
             workers = opened.enter_context(Workers(distributed.group.WORLD, split=split, neighbours=side.workers))
