@@ -553,7 +553,7 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [  # rows
         )
         for column, given in (("kind", "kind"), ("label", None))
     ),
-    ([{"prompt": "a", "label": label} for label in (1.0, 0.0, math.nan)], {}, "line 3", "found the keys 'prompt'"),
+    ([{"prompt": "a", "label": label} for label in (1.0, 0.0, math.nan)], {}, "line 3", "'prompt'; expected .*candidates"),
     ([{"prompt": "a", "label": "x"}, {"prompt": "a", "completion": " b"}], {}, "line 1", "found the keys 'prompt'"),
     ([{"prompt": "a", "completion": " b"}, {"prompt": "a", "label": "x"}], {}, "line 2", "found the keys 'prompt'"),
     ([{"kind": "good", "review": "a"}], {"label_column": "kind"}, "", r"'\{review\} Label:'"),
