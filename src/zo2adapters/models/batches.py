@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -352,6 +352,9 @@ HEADS: Mapping[str, Head] = {
 }
 
 
+Loss: TypeAlias = Callable[..., torch.Tensor]  # takes logits and labels, as transformers' loss functions do
+
+
 # Note: Losses one after another. A loss allocates its logits in float32, twice, and then a scalar. If that scalar were kept,
 # it would lie behind the freed memory, and glibc, which aligns torch's allocations, could not reuse all of it for the next
 # loss: 32 losses would take 32 times as much. So each scalar is copied into one tensor and freed.
@@ -380,7 +383,7 @@ class KeptLosses:
         return self._losses
 
 
-def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Loss) -> list[torch.Tensor]:
     """Compute each stream's loss from all logits at once."""
     kept = KeptLosses(len(batches))
     for logits_of_stream, batch in zip(torch.split(logits, len(batches[0]["labels"])), batches, strict=True):
@@ -389,11 +392,7 @@ def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Callable[
 
 
 def chunked_losses(
-    hidden: torch.Tensor,
-    batches: Sequence[Batch],
-    chunk: int,
-    logits: Callable[[torch.Tensor], torch.Tensor],
-    loss: Callable[..., torch.Tensor],
+    hidden: torch.Tensor, batches: Sequence[Batch], chunk: int, logits: Callable[[torch.Tensor], torch.Tensor], loss: Loss
 ) -> list[torch.Tensor]:
     """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not computed."""
     states = torch.split(hidden, len(batches[0]["labels"]))

@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from zo2core.checkpoint.shards import new_directory, require_unused, write_check
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
+Progress: TypeAlias = Callable[[int], object]  # is told the bytes of each parameter
 GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
 MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
@@ -100,12 +101,7 @@ def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch
 
 
 def export_merged(
-    runner: Engine,
-    model: PeftBlockModel,
-    directory: Path,
-    *,
-    files: Files = NO_FILES,
-    progress: Callable[[int], object] | None = None,
+    runner: Engine, model: PeftBlockModel, directory: Path, *, files: Files = NO_FILES, progress: Progress | None = None
 ) -> None:
     """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
     require_unused(directory)
@@ -116,7 +112,7 @@ def export_merged(
 
 
 def _whole_model(
-    runner: Engine, model: HFBlockModel, progress: Callable[[int], object] | None = None
+    runner: Engine, model: HFBlockModel, progress: Progress | None = None
 ) -> tuple[list[ParameterSpec], Generator[tuple[str, torch.Tensor], None, None]]:
     """The parameters of a model without an adapter, which is merged into them, by their names in the base, decoded."""
     specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
@@ -154,7 +150,7 @@ def require_mergeable(model: PeftBlockModel) -> None:
 
 
 def merged_parameters(
-    runner: Engine, model: PeftBlockModel, progress: Callable[[int], object] | None = None
+    runner: Engine, model: PeftBlockModel, progress: Progress | None = None
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the parameters of the base by their names in it, with the adapter merged into them."""
     values = adapter_values(runner, model)

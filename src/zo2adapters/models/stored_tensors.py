@@ -494,12 +494,11 @@ def _misfit(entry: TensorEntry, name: str, found: str) -> CheckpointError:
     return _malformed(entry, found, f"the tensors from which transformers makes {name}, as config.json says")
 
 
-def _malformed(
-    entry: TensorEntry,
-    found: str,
-    expected: str = "the description of a matrix in the format that config.json names",
-    remedy: str = "use the config.json that belongs to these shards, or get all files again",
-) -> CheckpointError:
+_DESCRIPTION = "the description of a matrix in the format that config.json names"
+_OF_SHARDS = "use the config.json that belongs to these shards, or get all files again"
+
+
+def _malformed(entry: TensorEntry, found: str, expected: str = _DESCRIPTION, remedy: str = _OF_SHARDS) -> CheckpointError:
     return CheckpointError(f"{entry.path}: {entry.name}", found, expected, remedy)
 
 
