@@ -15,7 +15,7 @@ from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, StepResult, Trace, WriteBackPolicy, ZerothOrder
+from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, StepResult, Trace, WriteBackPolicy, ZerothOrder, profiling
 from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
@@ -312,6 +312,16 @@ def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
         raise ZeroDivisionError
     (found,) = timeline.take()
     assert (found.name, found.nbytes) == ("block 0", 7)
+
+
+def test_of_too_many_spans_the_older_half_goes_and_one_that_is_not_done_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_CAPACITY", 4)
+    timeline = Timeline()
+    for name in "abcdef":
+        timeline.note(Lane.READ, name, PastEvent(0), PastEvent(1, passed=name != "e"))
+    assert [found.name for found in timeline.take()] == ["c", "d", "f"]
+    assert timeline.take() == []
+    assert [waiting.name for waiting in timeline._spans] == ["e"]
 
 
 def sweeps_in(path: str) -> list[str]:

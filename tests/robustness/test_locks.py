@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
 from zo2core import Engine, Journal, LowRankPerturbation, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
-from zo2core.io.durable import LockedFileError, RecordFile, close_locked, open_locked
+from zo2core.io import durable
+from zo2core.io.durable import DisturbedFileError, LockedFileError, RecordFile, close_locked, open_locked
 from zo2core.journal import copy_journal
 from zo2core.perturbation import DATA as FACTORS
 from zo2core.sources.slot_file import DATA, MANIFEST
@@ -146,6 +148,15 @@ def test_a_refused_engine_leaves_no_lock_and_no_file(run: Path, tmp_path: Path) 
         engine(run, journal=journal, lr=1e-3)
     resume(run)  # though the refused one's journal was not closed by its owner
     journal.close()
+
+
+def test_a_file_that_its_last_writer_removed_before_its_lock_was_free_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with patch.object(durable, "lock_descriptor", side_effect=lambda *given, **named: path.unlink() or True):
+        path.touch()
+        with pytest.raises(DisturbedFileError):
+            open_locked(path)
+    assert f"{path} (deleted)" not in [os.readlink(f"/proc/self/fd/{held}") for held in durable._locked]
 
 
 def test_a_journal_that_grew_between_reading_and_locking_is_refused(tmp_path: Path) -> None:
