@@ -349,6 +349,15 @@ def test_a_jump_that_lasts_stops_the_run_at_its_fifth_step() -> None:
     assert info.value.best_step == best_step(past) < 43
 
 
+def test_steps_that_were_not_applied_count_among_the_last_ten_alone() -> None:
+    estimator, past = Guarded(estimator=PLAIN), noisy(43)
+    for loss in (*[9.0] * 4, *[2.0] * 6, 9.0):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            past.append(step_of(estimator, past, loss))
+        assert ["not applied" in str(each.message) for each in warned] == [True] * (loss > 2)
+
+
 def test_a_run_that_lost_what_it_had_learned_stops_and_names_its_best_step() -> None:
     estimator, past, rng = Guarded(estimator=PLAIN), run_of(PLAIN, learning, 400), random.Random(1)
 

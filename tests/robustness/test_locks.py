@@ -150,13 +150,15 @@ def test_a_refused_engine_leaves_no_lock_and_no_file(run: Path, tmp_path: Path) 
     journal.close()
 
 
-def test_a_file_that_its_last_writer_removed_before_its_lock_was_free_is_not_taken(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with patch.object(durable, "lock_descriptor", side_effect=lambda *given, **named: path.unlink() or True):
-        path.touch()
-        with pytest.raises(DisturbedFileError):
-            open_locked(path)
-    assert f"{path} (deleted)" not in [os.readlink(f"/proc/self/fd/{held}") for held in durable._locked]
+def test_a_file_that_its_last_writer_moved_before_its_lock_was_free_is_not_taken(tmp_path: Path) -> None:
+    path, moved = tmp_path / "file", tmp_path / "moved"
+    path.touch()
+    with (
+        patch.object(durable, "lock_descriptor", side_effect=lambda *given, **named: path.rename(moved)),
+        pytest.raises(DisturbedFileError),
+    ):
+        open_locked(path)
+    assert str(moved) not in [os.readlink(f"/proc/self/fd/{held}") for held in durable._locked]
 
 
 def test_a_journal_that_grew_between_reading_and_locking_is_refused(tmp_path: Path) -> None:
