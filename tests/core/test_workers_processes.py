@@ -17,7 +17,7 @@ import pytest
 import torch
 from command_lines import environment, run_here, torchrun_command
 from crews import SECONDS, all_equal, distributed, free_port, group_of
-from engines import memory
+from engines import memory, outcome
 from models import make_batch
 from runs import small_run
 from toy import ToyBlockModel
@@ -44,20 +44,17 @@ def trained(
 
     The port is of the store; ``exact`` draws MeZO's noise.
     """
+    batches = [make_batch(40, [9, 3, 7, 5], seed=step) for step in range(STEPS)]
     with Engine(open_checkpoint(base)) as replayer:
-        alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
+        alone = [replayer.evaluate([batch]).loss for batch in batches]
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     noise = None if exact else PhiloxNoise(Distribution.GAUSSIAN)
     method = ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1), noise=noise)
     options: Any = {"journal": folder / "journal.jsonl", "memory": memory(1, budget=2**28)}
     try:
-        with (
-            Workers(group_of(store, rank, size), split=split) as workers,
-            Engine(open_checkpoint(base), method, workers=workers, **options) as engine,
-        ):
-            for step in range(STEPS):
-                engine.step(make_batch(40, [9, 3, 7, 5], seed=step))
-            return alone, b"".join(tensor.numpy().tobytes() for _, tensor in engine.parameters_now())
+        with Workers(group_of(store, rank, size), split=split) as workers:
+            _, made = outcome(Engine(open_checkpoint(base), method, workers=workers, **options), batches)
+            return alone, b"".join(tensor.numpy().tobytes() for tensor in made.values())
     except ZO2Error as error:
         return str(error)
 

@@ -199,13 +199,12 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
     with Trainer(options, quiet=True) as trainer:
         assert re.search(r"Disk writes: negligible, [0-9.]+ MB in 1,000 steps", trainer.first_lines()[0])
     beside = replace(options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage())
-    for number, (storage, kept) in enumerate(
-        (
-            (Storage(), r"factors of finished periods, [0-9.]+ [kM]B in 1,000 steps"),
-            (Storage(write_limit_tb=1e-12), "no factors of finished periods, because of --write-limit-tb"),
-            (Storage(write_back_every="never"), "no factors of finished periods, because of --write-back-every never"),
-        )
-    ):
+    rows = (
+        (Storage(), r"factors of finished periods, [0-9.]+ [kM]B in 1,000 steps"),
+        (Storage(write_limit_tb=1e-12), "no factors of finished periods, because of --write-limit-tb"),
+        (Storage(write_back_every="never"), "no factors of finished periods, because of --write-back-every never"),
+    )
+    for number, (storage, kept) in enumerate(rows):
         told = replace(beside, storage=storage, output=options.output.with_name(f"beside {number}"))
         with Trainer(told, quiet=True) as trainer:
             assert re.search(f"Disk writes: {kept}", trainer.first_lines()[0])
