@@ -403,6 +403,17 @@ def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Pa
     assert (tmp_path / "out" / "Modelfile").read_text() == "FROM ./model.gguf\n"
 
 
+DECISIVE = ("rope_parameters", "num_attention_heads", "num_key_value_heads", "hidden_size")
+DECISIVE += (
+    "intermediate_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "vocab_size",
+    "bos_token_id",
+    "eos_token_id",
+)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_directory_is_written_as_transformers_reads_it(architecture: str, tied: bool, tmp_path: Path) -> None:
@@ -410,8 +421,11 @@ def test_a_directory_is_written_as_transformers_reads_it(architecture: str, tied
     written = export(base, tmp_path / "out")
     assert loss(written) == loss(base)
     theirs = AutoModelForCausalLM.from_pretrained(written.parent, gguf_file=written.name, dtype=torch.float32)
-    state = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    original = AutoModelForCausalLM.from_pretrained(base)
+    state = original.state_dict()
     assert all(value.equal(state[name]) for name, value in theirs.state_dict().items())
+    assert {key: getattr(theirs.config, key) for key in DECISIVE} == {key: getattr(original.config, key) for key in DECISIVE}
+    assert theirs.config.rms_norm_eps == pytest.approx(original.config.rms_norm_eps, rel=1e-7)  # float32 in the file
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
