@@ -23,6 +23,7 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from profiles import each_choice, short_first
 from runs import small_run
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -360,6 +361,12 @@ def test_fewer_bytes_are_held_and_read(method: str, least: float, tmp_path: Path
     blocks, rest = divmod(lane.nbytes, sum(spec.nbytes for spec in block.parameters))
     assert 0 < blocks <= 3  # one may be the next step's
     assert rest == 0
+
+
+def test_codes_have_the_shape_in_which_bitsandbytes_saves_them(tmp_path: Path) -> None:
+    for method, shape in (("nf4", [128 * 64 // 2, 1]), ("int8", [128, 64])):
+        with safe_open(make(tmp_path / method, method) / "model.safetensors", "pt") as saved:
+            assert saved.get_slice(f"{LAYER}.weight").get_shape() == shape
 
 
 def test_a_changed_code_is_noticed(tmp_path: Path) -> None:
