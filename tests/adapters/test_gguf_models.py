@@ -403,15 +403,8 @@ def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Pa
     assert (tmp_path / "out" / "Modelfile").read_text() == "FROM ./model.gguf\n"
 
 
-DECISIVE = ("rope_parameters", "num_attention_heads", "num_key_value_heads", "hidden_size")
-DECISIVE += (
-    "intermediate_size",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "vocab_size",
-    "bos_token_id",
-    "eos_token_id",
-)
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+DECISIVE = (*SIZES, "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
