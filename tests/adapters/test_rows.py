@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import parsed_rows, saved_path
+from zo2adapters.tasks.row_source import DataFile, parsed_rows, saved_path
 from zo2adapters.tasks.rows import RowReader, Rows, TokenizedRow, collate, file_batches, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
 from zo2adapters.trainers.optimization import Optimization
@@ -431,6 +431,25 @@ def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_
     assert "'txt'" in caught.value.found
     assert "--columns text" in caught.value.expected
     assert "'text'" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_open_file_is_read_as_often_as_needed(name: str, tmp_path: Path) -> None:
+    path = KINDS[name](tmp_path / name, ROWS)
+    with DataFile(path) as file:
+        rows = list(file.rows())
+        next(iter(file.rows()))  # not to the end, as labels are looked for
+        digest = file.sha256()
+        assert (list(file.rows()), file.sha256()) == (rows, digest)
+    assert (list(parsed_rows(path)), data_sha256(path)) == (rows, digest)
+
+
+@pytest.mark.parametrize("labels", [[["4", "four"]] * 4, ["", "four", "4", "four"]], ids=["lists", "none at first"])
+def test_rows_of_rewards_keep_their_columns_and_their_order(labels: list[Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}", **({"label": label} if label else {}), "tests": f"t{n}"} for n, label in enumerate(labels)]
+    read = RowReader(TOKENIZER, 99, keeps_sources=True).read(write_rows(tmp_path / "rows.jsonl", rows))
+    kept = [(row.line, json.loads(row.source)["tests"]) for row in read.rows if isinstance(row, TokenizedRow)]
+    assert kept == [(n + 1, f"t{n}") for n in range(4)]
 
 
 def test_a_run_trains_on_each_kind_alike_and_its_provenance_has_the_digest(tmp_path: Path) -> None:

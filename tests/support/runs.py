@@ -1,6 +1,5 @@
 """A small run: model, tokenizer and rows in a folder, and the options that train on them."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from engines import fails_at
 from models import WORDS, save_model, save_tokenizer, small_config
 from safetensors.torch import load_file
 
-from zo2adapters.tasks.row_source import parsed_rows
+from zo2adapters.tasks.row_source import DataFile
 from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
@@ -40,10 +39,9 @@ def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float
 
 
 def data_sha256(path: Path) -> str:
-    """The digest of a data file, as reading its rows computes it."""
-    digest = hashlib.sha256()
-    assert list(parsed_rows(path, digest))
-    return digest.hexdigest()
+    """The digest of a data file."""
+    with DataFile(path) as file:
+        return file.sha256()
 
 
 STEPS = 6

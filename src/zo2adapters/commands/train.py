@@ -485,7 +485,8 @@ class Plan(Train):
             for name, values in [*differences.items()][:1]:
                 command = self._of_together(self.runs, name, values)
         options = command._planned_options()
-        planned = plan_of_options(options, has_rows=command.data is not None or command.resume is not None, runs=count)
+        resume = command.resume is not None
+        planned = plan_of_options(options, has_rows=resume or command.data is not None, resume=resume, runs=count)
         beside = ["the short runs that choose lr"] if options.optimization.lr == "auto" and command.lr_is_given else []
         beside += [f"the answers to {options.samples} samples"] if options.samples else []
         if beside:

@@ -155,7 +155,7 @@ class RowOptions:
         if takes_labels:
             self._require_label(row.get(self.label_column or "label"))
         if not columns and template is None:
-            return dict(row) if takes_labels else self.with_candidates(dict(row))
+            return dict(row) if takes_labels else self._with_candidates(dict(row))
         converted = {key: _column(row, column, f"--columns {key}") for key, column in columns.items()}
         made = "text" if takes_labels else "prompt"
         if template is not None:
@@ -176,14 +176,14 @@ class RowOptions:
             column = next((name for name in row if name != self.label_column and is_column(name)), "text")
             remedy = f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
             raise row_error(found, "a prompt before the label", remedy)
-        return self.with_candidates(converted)
+        return self._with_candidates(converted)
 
     def _require_label(self, label: Any) -> None:
         if isinstance(label, str) and not label.strip():
             found = f"that the column {self.label_column or 'label'!r} is empty"
             raise row_error(found, "a label in every row", "remove the row or fill it")
 
-    def with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
         """Turn a prompt with a label into a prompt with candidates, if the labels are known."""
         if not self.labels or not {"prompt", "label"} <= row.keys() or row.keys() & _LEARNED:
             return row
@@ -200,10 +200,6 @@ class RowOptions:
         prompt = row["prompt"]
         texts = [_separated(prompt, text) for text in self.labels] if isinstance(prompt, str) else list(self.labels)
         return {**row, "candidates": texts, "answer": index}
-
-    def is_labelled(self, row: Mapping[str, Any], *, after_others: bool) -> bool:
-        """Whether a converted row is a prompt with a label, which only a row that follows others may lack."""
-        return "prompt" in row and ("label" in row or after_others) and not row.keys() & _LEARNED
 
     @property
     def _by_index(self) -> bool:

@@ -10,9 +10,9 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 from zo2adapters.optional_package import optional_package
 from zo2core.errors import DataError, ZO2Error, system_errors_as
@@ -53,8 +53,10 @@ class _Dataset(NamedTuple):
     is_local: bool = True
 
 
-def parsed_rows(path: str | os.PathLike[str], digest: Any = None) -> Iterator[tuple[int, RowDict]]:
-    """Read the rows of a data file, without values that are null, or NaN, which pandas writes for an empty cell of numbers.
+class DataFile:
+    """An open data file, whose rows may be read several times.
+
+    Rows are without values that are null, or NaN, which pandas writes for an empty cell of numbers.
 
     The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows, ``.csv`` has a header line,
     ``.parquet`` is read with pyarrow, a directory with the package ``datasets``, and every other file is JSONL. A path that
@@ -67,20 +69,80 @@ def parsed_rows(path: str | os.PathLike[str], digest: Any = None) -> Iterator[tu
 
     Args:
         path: The data file, the directory or the name.
-        digest: A hash of hashlib, which gets a file's bytes, or the names and bytes of all files in a directory, or the rows
-            from the hub; None: nothing does.
     """
-    path, number, dataset = Path(path), 0, _dataset(Path(path))
-    is_of_hub = digest is not None and dataset is not None and not dataset.is_local
-    with system_errors_as(DataError, path, **_UNREADABLE):
-        for number, values in _rows(path, dataset, digest):
-            row = {key: value for key, value in values.items() if value is not None and not _is_nan(value)}
-            if is_of_hub:
-                digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
-            yield number, row
-    if not number:
-        expected = "a JSON object on each line" if _counts_lines(path) else "at least one row"
-        raise DataError(path, "no rows", expected, "write at least one row")
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._dataset = _dataset(self.path)
+        self._file: IO[bytes] | None = None
+        if self._dataset is None:
+            with self._typed_failures():
+                self._file = open_regular(self.path)
+
+    def rows(self) -> Iterator[tuple[int, RowDict]]:
+        """Read the rows from the first one on: number and values."""
+        number = 0
+        with self._typed_failures():
+            for number, values in self._values():
+                yield number, {key: value for key, value in values.items() if value is not None and not _is_nan(value)}
+        if not number:
+            expected = "a JSON object on each line" if _counts_lines(self.path) else "at least one row"
+            raise DataError(self.path, "no rows", expected, "write at least one row")
+
+    def sha256(self) -> str:
+        """SHA-256 of a file's bytes, of the names and bytes of all files in a directory, or of the rows from the hub."""
+        with self._typed_failures():
+            if self._file is not None:
+                self._file.seek(0)
+                return hashlib.file_digest(self._file, "sha256").hexdigest()
+            assert self._dataset is not None, "it is no file"
+            digest = hashlib.sha256()
+            if self._dataset.is_local:
+                digest.update(f"{self._dataset.split}\n".encode())
+                directory = Path(self._dataset.name)
+                for member in sorted(member for member in directory.rglob("*") if not member.is_dir()):
+                    name = f"{member.relative_to(directory)} {file_sha256(member)}\n"
+                    digest.update(name.encode(errors="surrogateescape"))
+                return digest.hexdigest()
+        for _, row in self.rows():
+            digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _values(self) -> Iterator[tuple[int, RowDict]]:
+        path, file = self.path, self._file
+        if file is None:
+            assert self._dataset is not None, "it is no file"
+            yield from _json_values(path, _dataset_rows(path, self._dataset), f"rows of text at {path}")
+            return
+        file.seek(0)
+        is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
+        file.seek(0)
+        match path.suffix.lower():
+            case ".csv":
+                yield from _csv_rows(path, file)
+            case ".parquet":
+                parquet = optional_package("pyarrow.parquet", install=_INSTALL_PARQUET)
+                yield from _json_values(path, _parquet_rows(parquet, file), "a Parquet file")
+            case ".json" if is_list:
+                yield from _list_rows(path, file)
+            case _:
+                yield from _jsonl_rows(path, file)
+
+    def _typed_failures(self) -> AbstractContextManager[None]:
+        return system_errors_as(DataError, self.path, **_UNREADABLE)
+
+
+def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
+    """Read the rows of a data file once. See ``DataFile``."""
+    with DataFile(path) as file:
+        yield from file.rows()
 
 
 def _is_nan(value: Any) -> bool:
@@ -145,33 +207,6 @@ def _counts_lines(path: Path) -> bool:
     with suppress(OSError), open_regular(path) as file:
         is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
     return path.suffix.lower() != ".json" or not is_list
-
-
-def _rows(path: Path, dataset: _Dataset | None, digest: Any) -> Iterator[tuple[int, RowDict]]:
-    if dataset is not None:
-        if digest is not None and dataset.is_local:
-            digest.update(f"{dataset.split}\n".encode())
-            directory = Path(dataset.name)
-            for member in sorted(member for member in directory.rglob("*") if not member.is_dir()):
-                digest.update(f"{member.relative_to(directory)} {file_sha256(member)}\n".encode(errors="surrogateescape"))
-        yield from _json_values(path, _dataset_rows(path, dataset), f"rows of text at {path}")
-        return
-    with open_regular(path) as file:
-        is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
-        file.seek(0)
-        if digest is not None:
-            hashlib.file_digest(file, lambda: digest)
-            file.seek(0)
-        match path.suffix.lower():
-            case ".csv":
-                yield from _csv_rows(path, file)
-            case ".parquet":
-                parquet = optional_package("pyarrow.parquet", install=_INSTALL_PARQUET)
-                yield from _json_values(path, _parquet_rows(parquet, file), "a Parquet file")
-            case ".json" if is_list:
-                yield from _list_rows(path, file)
-            case _:
-                yield from _jsonl_rows(path, file)
 
 
 def _parsed(text: bytes) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
+from zo2adapters.tasks.row_source import Cell, DataFile, at_row, row_error
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core.errors import BatchError, DataError, OptionError
 from zo2core.ranges import counted, require_whole
@@ -149,7 +149,7 @@ class Rows(Sequence[Any]):
     new_tokens: int = 0  # most tokens of an answer that is generated to each row
     columns: tuple[str, ...] = ()  # of the file's first row
     options: RowOptions = field(default_factory=RowOptions)  # how the file was read, with the labels that it has
-    sha256: str = ""  # of the file's content. See ``parsed_rows``
+    sha256: str = ""  # of the file's content; empty if it was not computed. See ``DataFile``
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -339,6 +339,7 @@ class RowReader:
     new_tokens: int | None = None  # most tokens of answers that are generated; None: rows with answers are texts
     keeps_sources: bool = False  # whether rows of text are kept as JSON as well
     vocabulary: int | None = None  # rows of the model's embedding; None: unknown
+    digests: bool = False  # whether the digests of files are computed, for the record of a run
 
     def read_files(self, data: Path, evaluation: Path | None, eval_split: float | None) -> tuple[Rows, Rows | None]:
         """Read the rows to train on, and those to evaluate on: of a file, or a share of the training rows.
@@ -356,43 +357,29 @@ class RowReader:
     def read(self, path: Path) -> Rows:
         """Read and tokenise a data file."""
         require_whole("sequence_length", self.sequence_length, 2)
-        takes_labels, options, digest = self.labelled_for is not None, self.options, hashlib.sha256()
-        rows, lengths, columns = [], [], tuple[str, ...]()
-        kind: RowFormat | None = None
-        waiting: list[tuple[int, Any, Any]] = []  # numbers, prompts and labels of rows, until all labels are known
-
-        def take(line: int, row: dict[str, Any], source: Mapping[str, Any]) -> None:
-            nonlocal kind
-            kind = kind or self._format_of(row)
-            tokenized, length = self._tokenized(kind, row, source, line)
-            lengths.append(length)
-            if self._is_kept(kind, length):
-                self._require_learnable(tokenized, length)
-                rows.append(tokenized)
-
-        for line, source in parsed_rows(path, digest):
-            columns = columns or tuple(source)
-            with at_row(path, line):
-                row = options.converted(source, takes_labels=takes_labels)
-                if not (takes_labels or options.labels) and options.is_labelled(row, after_others=bool(waiting)):
-                    waiting.append((line, row["prompt"], row.get("label")))
-                else:
-                    take(line, row, source)
-        if waiting and not lengths:
-            labels = RowOptions().labels_in({"prompt": prompt, "label": label} for _, prompt, label in waiting)
-            options = with_these_labels(options, labels, path)
-        for line, prompt, label in waiting:
-            with at_row(path, line):
-                row = {"prompt": prompt} | ({} if label is None else {"label": label})
-                take(line, options.with_candidates(row), row)
-        assert kind is not None, "a file without rows was refused"
+        with DataFile(path) as file:
+            takes_labels = self.labelled_for is not None
+            options = self.options if takes_labels else _with_labels(self.options, file)
+            rows, lengths = [], []
+            kind, columns = RowFormat.LABELS, tuple[str, ...]()
+            for line, source in file.rows():
+                with at_row(path, line):
+                    row = options.converted(source, takes_labels=takes_labels)
+                    if not columns:
+                        kind, columns = self._format_of(row), tuple(source)
+                    tokenized, length = self._tokenized(kind, row, source, line)
+                    lengths.append(length)
+                    if self._is_kept(kind, length):
+                        self._require_learnable(tokenized, length)
+                        rows.append(tokenized)
+            digest = file.sha256() if self.digests else ""
         long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
         if not rows:
             found = f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}"
             remedy = "raise `sequence_length`, or pass --too-long cut"
             raise DataError(path, found, "a row that is short enough, with --too-long drop", remedy)
         new_tokens = self.sequence_length - self._most(kind)
-        return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest.hexdigest())
+        return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest)
 
     def _format_of(self, row: Mapping[str, Any]) -> RowFormat:
         """The format of a file, by its first row."""
@@ -559,15 +546,16 @@ class RowReader:
 
 def with_labels(options: RowOptions, path: Path) -> RowOptions:
     """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels."""
-    labels = options.labels or options.labels_in(row for _, row in parsed_rows(path))
-    return with_these_labels(options, labels, path)
+    with DataFile(path) as file:
+        return _with_labels(options, file)
 
 
-def with_these_labels(options: RowOptions, labels: Sequence[str], path: Path) -> RowOptions:
-    """The options with the labels of a file, which are refused if there is one alone."""
+def _with_labels(options: RowOptions, file: DataFile) -> RowOptions:
+    labels = options.labels or options.labels_in(row for _, row in file.rows())
     if len(labels) == 1:
         remedy = "name all labels with --labels, or pass --columns completion=NAME"
-        raise DataError(path, f"the label {labels[0]!r} in every row", "at least two labels, which are compared", remedy)
+        found = f"the label {labels[0]!r} in every row"
+        raise DataError(file.path, found, "at least two labels, which are compared", remedy)
     return replace(options, labels=tuple(labels))
 
 

@@ -88,8 +88,17 @@ class RunInputs:
     evaluation: Rows | None  # None: the run does not evaluate
 
     @classmethod
-    def read(cls, options: TrainOptions, workers: Workers | None = None, *, resume: bool = False) -> Self:
-        """Open the model, and read and tokenise the rows; earlier versions let a run begin with labels that no row has."""
+    def read(
+        cls, options: TrainOptions, workers: Workers | None = None, *, resume: bool = False, digests: bool = False
+    ) -> Self:
+        """Open the model, and read and tokenise the rows.
+
+        Args:
+            options: Options of the run.
+            workers: Workers of the run; None: a run of one process.
+            resume: Whether the run has begun: earlier versions let a run begin with labels that no row has.
+            digests: Whether the digests of files are computed, as the record of a run has them.
+        """
         directory = resolve_directory(options.model)
         model, options = _settled_alike(options, workers, directory)
         tokenizer = load_tokenizer(directory)
@@ -98,7 +107,8 @@ class RunInputs:
         length = options.batching.length_for(model)
         labelled_for, vocabulary = model.config if options.takes_labels else None, vocabulary_of(model.config)
         sources = bool(options.rewards.reward)
-        reader = RowReader(tokenizer, length, options.rows, labelled_for, keeps_sources=sources, vocabulary=vocabulary)
+        more: Any = {"keeps_sources": sources, "vocabulary": vocabulary, "digests": digests}
+        reader = RowReader(tokenizer, length, options.rows, labelled_for, **more)
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
         inputs = cls(options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation)
         options.rows.require_labelled(are_labelled=resume or any(rows.are_labelled for rows in inputs.files))

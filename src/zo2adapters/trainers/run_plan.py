@@ -474,12 +474,12 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     return plan_run(inputs.options, inputs.model, inputs.shapes())
 
 
-def plan_of_options(options: TrainOptions, *, has_rows: bool, runs: int | None = None) -> RunPlan:
+def plan_of_options(options: TrainOptions, *, has_rows: bool, resume: bool = False, runs: int | None = None) -> RunPlan:
     """The plan of a run that is not to begin."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
     if has_rows:
-        inputs = RunInputs.read(options)
+        inputs = RunInputs.read(options, resume=resume)
         options, model, shapes = inputs.options, inputs.model, inputs.shapes()
     else:
         model, batching = options.opened(resolve_directory(options.model)), options.batching

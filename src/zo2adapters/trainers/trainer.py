@@ -66,7 +66,7 @@ class Trainer:
                 with closing(Journal(options.output / JOURNAL)) as journal:
                     require_same_files(options, journal.header)
                     self._first_step = self._method.first_step(journal)
-            self._inputs = inputs = RunInputs.read(options, workers, resume=resume)
+            self._inputs = inputs = RunInputs.read(options, workers, resume=resume, digests=True)
             self.options, self._model = options, model = inputs.options, inputs.model
             self._method.options = options  # with what was chosen for this machine
             require_same_steps(options.steps, workers)

@@ -279,7 +279,7 @@ def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[
     method_of(options)  # checks the options that depend on neither model nor data
     with closing(RunDirectory(options.output, resume=resume)) as run:
         try:
-            inputs = RunInputs.read(options)
+            inputs = RunInputs.read(options, resume=resume, digests=True)
             options, plan = inputs.options, planned(inputs)
             run.begin(inputs)
             inputs.model.weights.close()
