@@ -202,6 +202,7 @@ def main(
             process.join(min(limit, left))
             if process.is_alive():
                 process.kill()
+                process.join()  # its memory on the device is free for the next one
                 left_out.append(f"{name}, which was stopped after {min(limit, left):.0f} s")
                 continue
         if not file.exists():

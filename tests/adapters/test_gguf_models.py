@@ -295,6 +295,11 @@ def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -
     path.write_bytes(gguf_bytes(metadata("llama", config), written))
     with pytest.raises(UnsupportedModelError, match="rope_freqs"):
         open_checkpoint(path)
+    for shape, kind, nbytes in (((32,), "Q8_0", 34), ((1, 8), "F32", 32)):
+        written[-1] = Tensor("rope_freqs.weight", shape, kind, bytes(nbytes))
+        path.write_bytes(gguf_bytes(metadata("llama", config), written))
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight: found (dtype|shape)"):
+            open_checkpoint(path)
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,15 @@ def open_checkpoint(
     kind = head_of(head)
     _require_loss_chunk(loss_chunk, kind)
     adapter_config = None if adapter is None else peft_config(adapter)
-    directory = resolve_directory(path)
-    files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
     if adapter_config is not None:
-        _require_adapter_fits(adapter_config, files.config, kind)
         carried = precision.carried if isinstance(precision, Precision) else None
         _require_one_of("an adapter", "transfer_dtype", carried or transfer_dtype, "stored")
         _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
         precision = "exact" if precision == "auto" else precision
+    directory = resolve_directory(path)
+    files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
+    if adapter_config is not None:
+        _require_adapter_fits(adapter_config, files.config, kind)
     if files.is_encoded:
         _require_one_of("quantised weights", "transfer_dtype", transfer_dtype, "stored")
         _require_one_of("quantised weights", "precision", precision, "exact", "auto")

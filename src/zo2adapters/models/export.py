@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
-from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from zo2adapters.models import gguf_model, peft_adapter
@@ -296,10 +295,18 @@ def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: Pre
         found = f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, {config.hidden_act}"
         raise gguf_model.unwritable(base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu")
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    read: Any = GGUF_TO_TRANSFORMERS_MAPPING["config"]  # what transformers reads is written
-    own = {key: getattr(config, name) for key, name in read[architecture].items() if hasattr(config, name or "")}
-    own |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head)
-    own["rope.freq_base"] = float(rotary.get("rope_theta", 10000.0))
+    own = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head),
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rotary.get("rope_theta", 10000.0)),
+    }
     named = {"general.type": "model", "general.name": base.name, **{f"{architecture}.{key}": own[key] for key in own}}
     return {**named, **gguf_model.vocabulary(tokenizer, model.layouts[0].parameters[0].shape[0], base)}
 

@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from zo2adapters.models.stored_tensors import EncodedTensor, OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
-from zo2core.checkpoint.shards import DTYPE_NAMES, Piece, SafetensorsReader, TensorEntry, check_float
+from zo2core.checkpoint.shards import DTYPE_NAMES, Piece, SafetensorsReader, TensorEntry, check_float, malformed
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.encoding import grid_of, row_order
@@ -282,7 +282,12 @@ class GGUFModel:
 def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
     """The factors by which a file divides rotary frequencies, float32; None if it has none."""
     entry = file.tensors.get(ROTARY_FACTORS)
-    return None if entry is None else read_tensor(entry).to(check_float(entry)).float()
+    if entry is None:
+        return None
+    check_float(entry)
+    if len(entry.shape) != 1:
+        raise malformed(f"{entry.path}: {entry.name}", f"shape {list(entry.shape)}", "a vector")
+    return read_tensor(entry).float()
 
 
 def scaled_rotary_factors(config: PretrainedConfig) -> torch.Tensor:

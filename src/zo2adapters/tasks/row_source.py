@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -74,7 +75,7 @@ class DataFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._dataset = _dataset(self.path)
-        self._file: IO[bytes] | None = None
+        self._file: BufferedReader | None = None
         if self._dataset is None:
             with self._typed_failures():
                 self._file = open_regular(self.path)
