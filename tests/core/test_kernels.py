@@ -352,7 +352,7 @@ def run_program(program: str, cache: Path, **environment: str) -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("program", ["interpret", "engines"])  # the latter with one launch for a segment
+@pytest.mark.parametrize("program", ["interpret", pytest.param("engines", marks=pytest.mark.long_profile)])
 def test_the_interpreted_kernel_gives_the_references_bits(program: str, tmp_path: Path) -> None:
     run_program(program, tmp_path, TRITON_INTERPRET="1")
 
