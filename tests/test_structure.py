@@ -145,7 +145,7 @@ MOST_LINES = {
     "zo2adapters/models": 4194,
     "zo2adapters/tasks": 2533,
     "zo2adapters/trainers": 4017,
-    "zo2core": 4889,
+    "zo2core": 4888,
     "zo2core/checkpoint": 726,
     "zo2core/io": 386,
     "zo2core/kernels": 1058,

@@ -1,6 +1,5 @@
 """Typed errors: each says where, what was found, what was expected and what to do."""
 
-import copyreg
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -27,7 +26,7 @@ class ZO2Error(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle message and fields, with which a process tells its error to another one."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class OptionError(ZO2Error, ValueError):
