@@ -151,9 +151,10 @@ class RunMethod(ABC):
 
     def open(self, model: HFBlockModel, activations: int, least: int | None = None, **given: Any) -> Engine:
         """Open an engine on the run's device and within its limits; other engines of the model must be closed."""
-        rows, device = self.options.batching.micro_batch_size, local_device(self.options.storage.device, self.workers)
+        given = {"workers": self.workers, **given}
+        rows, device = self.options.batching.micro_batch_size, local_device(self.options.storage.device, given["workers"])
         given |= {"micro_batch_size": rows, "device": device, "memory": self.policy(activations, least)}
-        return Engine(model, workers=self.workers, shared=self.shared, **given)
+        return Engine(model, shared=self.shared, **given)
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
         """What the plan of a run that has taken no steps depends on, with so many rows in a batch."""
@@ -190,9 +191,8 @@ class RunMethod(ABC):
 
     def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
-        self.workers = None  # the first worker exports alone
         weights = weights_at(engine.journal, step, self.options.output)
-        return self.open(model, min(activations, engine.activation_bytes), **weights)
+        return self.open(model, min(activations, engine.activation_bytes), workers=None, **weights)  # the first worker alone
 
     def before_recording(self, engine: Engine, results: Results) -> None:
         """Prepare for writing an evaluation of the current step to the journal."""
