@@ -92,21 +92,20 @@ class DataFile:
 
     def sha256(self) -> str:
         """SHA-256 of a file's bytes, of the names and bytes of all files in a directory, or of the rows from the hub."""
+        digest = hashlib.sha256()
         with self._typed_failures():
             if self._file is not None:
                 self._file.seek(0)
-                return hashlib.file_digest(self._file, "sha256").hexdigest()
-            assert self._dataset is not None, "it is no file"
-            digest = hashlib.sha256()
-            if self._dataset.is_local:
+                hashlib.file_digest(self._file, lambda: digest)
+            elif self._dataset is not None and self._dataset.is_local:
                 digest.update(f"{self._dataset.split}\n".encode())
                 directory = Path(self._dataset.name)
                 for member in sorted(member for member in directory.rglob("*") if not member.is_dir()):
                     name = f"{member.relative_to(directory)} {file_sha256(member)}\n"
                     digest.update(name.encode(errors="surrogateescape"))
-                return digest.hexdigest()
-        for _, row in self.rows():
-            digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+            else:
+                for _, row in self.rows():
+                    digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()
 
     def __enter__(self) -> Self:
@@ -122,8 +121,7 @@ class DataFile:
             assert self._dataset is not None, "it is no file"
             yield from _json_values(path, _dataset_rows(path, self._dataset), f"rows of text at {path}")
             return
-        file.seek(0)
-        is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
+        is_list = _begins_list(file)
         file.seek(0)
         match path.suffix.lower():
             case ".csv":
@@ -204,10 +202,14 @@ def _counts_lines(path: Path) -> bool:
     """Whether the rows of a file are its lines."""
     if _dataset(path) is not None or path.suffix.lower() in (".csv", ".parquet"):
         return False
-    is_list = False
     with suppress(OSError), open_regular(path) as file:
-        is_list = file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
-    return path.suffix.lower() != ".json" or not is_list
+        return path.suffix.lower() != ".json" or not _begins_list(file)
+    return True
+
+
+def _begins_list(file: BufferedReader) -> bool:
+    file.seek(0)
+    return file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
 
 
 def _parsed(text: bytes) -> Any:
