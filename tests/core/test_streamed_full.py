@@ -568,6 +568,12 @@ def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
         Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, {"odd": {1}}))
 
 
+def test_a_snapshot_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    Snapshots(tmp_path, lambda step: 2, lambda step, name: None).write(Snapshot(4, {}))
+    with pytest.raises(CheckpointError, match=r"snapshot-4\.safetensors: found the snapshot of another run"):
+        Snapshots(tmp_path, lambda step: 1, lambda step, name: None).read(4)
+
+
 DEEP = "nested too deep"  # stands for a value that json cannot write
 
 FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
