@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks import row_source
 from zo2adapters.trainers import run_directory
+from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.process import device_kinds
@@ -273,6 +275,16 @@ def test_a_run_opens_its_data_once(options: TrainOptions, monkeypatch: pytest.Mo
     given = ("--model", options.model, "--data", data, "--output", options.output, "--steps", 2, "--batch-size", 2)
     assert run_here("train", *given, *labels).status == 0
     assert opened.count(str(data)) == 1
+
+
+def test_an_earlier_step_is_opened_by_the_first_worker_alone(options: TrainOptions) -> None:
+    workers: Any = SimpleNamespace(rank=0, size=2)
+    method, running = method_of(options, workers=workers), SimpleNamespace(journal=Journal(), activation_bytes=1 << 20)
+    with patch("zo2adapters.trainers.methods.Engine") as opened:
+        method.at_step(cast("Any", running), cast("Any", None), 1 << 20, 0)
+        assert opened.call_args.kwargs["workers"] is None, "the others have ended, and would be waited for"
+        method.open(cast("Any", None), 1 << 20)
+    assert opened.call_args.kwargs["workers"] is workers
 
 
 EVALUATED_STEPS = 4
