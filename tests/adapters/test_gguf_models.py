@@ -6,7 +6,7 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -490,17 +490,26 @@ def test_a_quoted_names_every_file_of_a_split_base(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "Modelfile").read_text() == "".join(named) + "ADAPTER ./adapter.gguf\n"
 
 
+@contextlib.contextmanager
+def trained_adapter(
+    base: Path, lr: float, steps: int, **options: Any
+) -> Iterator[tuple[Engine, Any, dict[str, torch.Tensor]]]:
+    """An engine of a LoRA that has taken steps, its model, and the batch of all steps."""
+    targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=targets, alpha_pattern={"v_proj": 3}, **options)
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    batch = make_batch(model.config.vocab_size, [9, 9])
+    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=lr))) as engine:
+        for _ in range(steps):
+            engine.step(batch)
+        yield engine, model, batch
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", "llama", EXPORTED)
-    options: Any = {"use_rslora": rslora, "rank_pattern": {"down_proj": 4}, "alpha_pattern": {"v_proj": 3}}
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"], **options)
-    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    batch = make_batch(model.config.vocab_size, [7, 5])
-    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))) as engine:
-        for _ in range(3):
-            engine.step(batch)
+    with trained_adapter(base, 1e-2, 3, use_rslora=rslora, rank_pattern={"down_proj": 4}) as (engine, model, _):
         engine.export(tmp_path / "peft")
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
     assert f"FROM {base}\nADAPTER ./adapter.gguf\n" == (tmp_path / "out" / "Modelfile").read_text()
@@ -712,13 +721,7 @@ def test_a_trained_gguf_base_gives_the_text_of_transformers(tmp_path: Path) -> N
 @by_llama_cpp
 def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", "llama", "F32")
-    targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=targets, alpha_pattern={"v_proj": 3})
-    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    batch = make_batch(model.config.vocab_size, [9, 9])
-    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=3e-2))) as engine:
-        for _ in range(10):
-            engine.step(batch)
+    with trained_adapter(base, 3e-2, 10) as (engine, model, batch):
         engine.export(tmp_path / "peft")
         export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
         export_gguf(engine, model, tmp_path / "merged", base=base, tokenizer=load_tokenizer)
