@@ -173,8 +173,9 @@ def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refuse
     carried = Precision(stored=torch.float32, transfer_dtype=torch.bfloat16)
     asked: list[dict[str, Any]] = [{"precision": carried}, {"transfer_dtype": "bfloat16"}, {"export_dtype": "bfloat16"}]
     for options in asked:
-        with pytest.raises(OptionError, match="with an adapter"):
-            open_checkpoint(base, adapter=adapter, **options)
+        for path in (base, tmp_path / "missing"):  # before anything is fetched or read
+            with pytest.raises(OptionError, match="with an adapter"):
+                open_checkpoint(path, adapter=adapter, **options)
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     beside = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))
     with pytest.raises(OptionError, match="exact precision beside the activations"):
