@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from command_lines import Apart, Forker
     from crews import Crew
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
+# before huggingface_hub is imported: no test reaches for the network
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -29,12 +30,16 @@ settings.register_profile("long", max_examples=100, **COMMON)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run all cases, and draw many more examples")
+    parser.addoption(
+        "--long", action="store_true", help="run all cases, and draw many more examples"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long_profile: a case that only the long profile runs")
-    config.addinivalue_line("markers", "few(count): so many cases of these parameters run in the default profile")
+    config.addinivalue_line(
+        "markers", "few(count): so many cases of these parameters run in the default profile"
+    )
     settings.load_profile("long" if config.getoption("--long") else "short")
     if config.getoption("numprocesses", None):
         return  # the processes that run the tests import the rest
@@ -42,9 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
     from transformers.utils import logging
 
     torch.set_num_threads(1)  # tiny models: a second thread only waits
-    # A shell's background ignores SIGINT, and nohup SIGHUP. Processes that tests start would inherit that, and some tests
-    # interrupt them. A handler is not inherited; that of SIGHUP does nothing, so that the tests go on as nohup wants.
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+    # A shell's background ignores SIGINT, and nohup SIGHUP. Processes that tests start would
+    # inherit that, and some tests interrupt them. A handler is not inherited; that of SIGHUP does
+    # nothing, so that the tests go on as nohup wants.
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, lambda *_: None),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -53,7 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The garbage collector leaves out what was imported: to go through it takes half a second, time and again."""
+    """The garbage collector leaves out what was imported: to go through it takes half a second,
+    time and again.
+    """
     gc.disable()
     try:
         return (yield)
@@ -67,7 +78,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --long, leave out what is slow: marked cases, and all but a few of the marked functions' cases."""
+    """Without --long, leave out what is slow: marked cases, and all but a few of the marked
+    functions' cases.
+    """
     if config.getoption("--long"):
         return
     from profiles import covering_cases
@@ -75,7 +88,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("long_profile") is not None}
     functions: dict[tuple[object, str], list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item not in left_out and item.get_closest_marker("few") is not None:
+        if (
+            isinstance(item, pytest.Function)
+            and item not in left_out
+            and item.get_closest_marker("few") is not None
+        ):
             functions.setdefault((item.parent, item.originalname), []).append(item)
     for cases in functions.values():
         left_out.update(set(cases) - covering_cases(cases))
@@ -85,7 +102,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def process_memory(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes of this process, which stay the same for every plan of the test: the real number may fall in the meantime."""
+    """Bytes of this process, which stay the same for every plan of the test: the real number may
+    fall in the meantime.
+    """
     from zo2core.devices import memory_in_use
 
     nbytes = memory_in_use()
@@ -95,7 +114,9 @@ def process_memory(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a base and rows, which is only read; modules that need more in it have their own."""
+    """A directory with a base and rows, which is only read; modules that need more in it have their
+    own.
+    """
     from command_lines import make_place
 
     return make_place(tmp_path_factory.mktemp("place"))

@@ -1,4 +1,6 @@
-"""README and docs: commands and examples run as printed, links lead somewhere, and the house is the one that is drawn."""
+"""README and docs: commands and examples run as printed, links lead somewhere, and the house is the
+one that is drawn.
+"""
 
 import argparse
 import importlib
@@ -39,7 +41,9 @@ CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content']
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 FIRST_PAGES = [page for page in PAGES if page.stem in {"README", "data", "first-order", "library"}]
 first_pages = pytest.mark.parametrize(
-    "page", short_first(FIRST_PAGES, [page for page in PAGES if page not in FIRST_PAGES]), ids=lambda page: page.stem
+    "page",
+    short_first(FIRST_PAGES, [page for page in PAGES if page not in FIRST_PAGES]),
+    ids=lambda page: page.stem,
 )
 
 
@@ -62,26 +66,48 @@ def prose(page: Path) -> str:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the models and files that the pages speak of, and a finished run."""
     folder = tmp_path_factory.mktemp("pages")
-    save_tokenizer(save_model(folder / "model", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64)))
+    save_tokenizer(
+        save_model(
+            folder / "model",
+            small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64),
+        )
+    )
     settings = folder / "model" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
     save_gguf(folder / "model.gguf", "llama", {"token_embd": "Q8_0", "": "Q4_0"})
-    sizes: Any = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4}
-    save_model(folder / "mistral", MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    sizes: Any = {
+        "vocab_size": 17,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "head_dim": 4,
+    }
+    save_model(
+        folder / "mistral", MistralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    )
     (folder / "pickled").mkdir()
     shutil.copy(folder / "model" / "config.json", folder / "pickled")
-    torch.save(load_file(folder / "model" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
+    torch.save(
+        load_file(folder / "model" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin"
+    )
     for name in ("train.jsonl", "eval.jsonl"):
-        write_rows(folder / name, [{"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]])
+        write_rows(
+            folder / name, [{"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]]
+        )
     write_rows(folder / "texts.jsonl", [{"text": "the cat sat"}, {"text": "the dog ran"}])
     messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     write_rows(folder / "messages.jsonl", [{"messages": messages}])
     write_rows(folder / "answers.jsonl", [{"prompt": "the cat", "answers": ["sat", "ran"]}])
-    [runs, *_] = [text for language, text in fences(ROOT / "docs" / "runs.md") if language == "text"]
+    [runs, *_] = [
+        text for language, text in fences(ROOT / "docs" / "runs.md") if language == "text"
+    ]
     (folder / "runs.yaml").write_text(runs)
     (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
     for name in ("reviews", "held-out"):
-        lines = (f"the {word},{'good' if number % 2 else 'bad'}\n" for number, word in enumerate(WORDS[2:] * 3))
+        lines = (
+            f"the {word},{'good' if number % 2 else 'bad'}\n"
+            for number, word in enumerate(WORDS[2:] * 3)
+        )
         (folder / f"{name}.csv").write_text("text,sentiment\n" + "".join(lines))
     datasets = importlib.import_module("datasets")
     tweets = datasets.Dataset.from_csv(str(folder / "tweets.csv"), cache_dir=str(folder / "cache"))
@@ -89,14 +115,25 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets.DatasetDict({"train": tweets}).save_to_disk(folder / "saved")
     (folder / "sst2").mkdir()
     for name in ("train", "validation"):
-        rows = [{"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)]
+        rows = [
+            {"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)
+        ]
         write_rows(folder / "sst2" / f"{name}.jsonl", rows)
-    [reward] = [text for language, text in fences(ROOT / "docs" / "tasks.md") if "def short_and_right" in text]
+    [reward] = [
+        text
+        for language, text in fences(ROOT / "docs" / "tasks.md")
+        if "def short_and_right" in text
+    ]
     (folder / "rewards.py").write_text(reward)
-    write_rows(folder / "choices.jsonl", [{"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"}])
+    write_rows(
+        folder / "choices.jsonl",
+        [{"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"}],
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        main(shlex.split("train --model model --data train.jsonl --output run --steps 20 --lr 1e-6"))
+        main(
+            shlex.split("train --model model --data train.jsonl --output run --steps 20 --lr 1e-6")
+        )
     return folder
 
 
@@ -145,7 +182,11 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str], crew: Crew) ->
         require_understood(arguments[0], arguments[1:])
     elif program == "torchrun":
         launched = parse_args(arguments)  # type: ignore[no-untyped-call]
-        assert (launched.standalone, launched.module, launched.training_script) == (True, True, "zo2adapters")
+        assert (launched.standalone, launched.module, launched.training_script) == (
+            True,
+            True,
+            "zo2adapters",
+        )
         assert launched.nproc_per_node == "2"
         workers = crew.run(*launched.training_script_args)
         assert all(worker.status == 0 for worker in workers), workers
@@ -160,7 +201,11 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str], crew: Crew) ->
 
 @first_pages
 def test_commands_and_examples_run_as_printed(
-    page: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crew: Crew
+    page: Path,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    crew: Crew,
 ) -> None:
     if page.stem == "trainers":  # of others, who warn of much
         warnings.simplefilter("ignore")
@@ -172,7 +217,9 @@ def test_commands_and_examples_run_as_printed(
         if language == "sh":
             for command in commands(text):
                 run_command(command, capsys, crew)
-        elif language == "python" and ("write_program" not in text or importlib.util.find_spec("executorch")):
+        elif language == "python" and (
+            "write_program" not in text or importlib.util.find_spec("executorch")
+        ):
             exec(compile(text, page.name, "exec"), {"__name__": page.stem})
 
 
@@ -181,7 +228,9 @@ def test_the_loop_with_accelerate_resumes_where_its_journal_ends(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     page = ROOT / "docs" / "trainers.md"
-    [example] = [text for language, text in fences(page) if language == "python" and "Accelerator" in text]
+    [example] = [
+        text for language, text in fences(page) if language == "python" and "Accelerator" in text
+    ]
     run = compile(example, page.name, "exec")
     shutil.copytree(prepared / "model", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -199,7 +248,13 @@ def test_the_loop_with_accelerate_resumes_where_its_journal_ends(
 
 
 def test_every_subcommand_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for page in PAGES for language, text in fences(page) if language == "sh" for line in commands(text)]
+    lines = [
+        line
+        for page in PAGES
+        for language, text in fences(page)
+        if language == "sh"
+        for line in commands(text)
+    ]
     shown = {line.split()[1] for line in lines if line.startswith("zo2 ")}
     shown.add("demo")  # behind `make demo`
     main(["--help"])
@@ -223,8 +278,14 @@ def headings(page: Path) -> set[str]:
 
 @every_page
 def test_lines_are_short_and_links_and_paths_lead_somewhere(page: Path) -> None:
-    most = {number: line for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 125}
-    assert not {number: line for number, line in most.items() if page == README or not line.startswith("|")}
+    most = {
+        number: line
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > 125
+    }
+    assert not {
+        number: line for number, line in most.items() if page == README or not line.startswith("|")
+    }
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
         if target.startswith("https://"):
             continue
@@ -238,12 +299,23 @@ def test_lines_are_short_and_links_and_paths_lead_somewhere(page: Path) -> None:
 
 def test_names_of_tables_contracts_and_extras_exist_and_mistral_takes_at_most_15_lines() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {extra for page in PAGES for extra in re.findall(r"pip install '\.\[(\w+)\]'", page.read_text())}
+    extras = {
+        extra
+        for page in PAGES
+        for extra in re.findall(r"pip install '\.\[(\w+)\]'", page.read_text())
+    }
     assert extras
     assert extras <= set(project["optional-dependencies"])
-    [example] = [text for page in PAGES for language, text in fences(page) if language == "python" and "MISTRAL" in text]
+    [example] = [
+        text
+        for page in PAGES
+        for language, text in fences(page)
+        if language == "python" and "MISTRAL" in text
+    ]
     assert len(example.splitlines()) <= 15
-    rows = re.findall(r"`(\w+)` in `((?:src|tests)/[\w/]+\.py)`", "".join(page.read_text() for page in PAGES))
+    rows = re.findall(
+        r"`(\w+)` in `((?:src|tests)/[\w/]+\.py)`", "".join(page.read_text() for page in PAGES)
+    )
     assert len(rows) >= 20
     for name, path in rows:
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), f"{name} in {path}"
@@ -251,7 +323,9 @@ def test_names_of_tables_contracts_and_extras_exist_and_mistral_takes_at_most_15
 
 def test_the_house_has_exactly_the_rooms_and_root_modules_that_are_drawn() -> None:
     drawn: dict[str, set[str]] = {}
-    picture = next(text for _, text in fences(ROOT / "docs" / "architecture.md") if text.startswith("src/"))
+    picture = next(
+        text for _, text in fences(ROOT / "docs" / "architecture.md") if text.startswith("src/")
+    )
     for line in picture.splitlines():
         name, description = line.split(maxsplit=1)
         assert description
@@ -260,6 +334,12 @@ def test_the_house_has_exactly_the_rooms_and_root_modules_that_are_drawn() -> No
         else:
             rooms.add(name)
     for package, rooms in drawn.items():
-        there = [path for path in (ROOT / package).iterdir() if path.name not in {"__init__.py", "__pycache__", "py.typed"}]
+        there = [
+            path
+            for path in (ROOT / package).iterdir()
+            if path.name not in {"__init__.py", "__pycache__", "py.typed"}
+        ]
         assert rooms == {f"{path.name}/" if path.is_dir() else path.name for path in there}, package
-    assert set(drawn) == {f"src/{path.name}/" for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()}
+    assert set(drawn) == {
+        f"src/{path.name}/" for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()
+    }

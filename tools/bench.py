@@ -4,7 +4,8 @@
     python tools/bench.py compare opt-125m --tokens 256
     python tools/bench.py compare --help
 
-Prints a table and JSON, or writes the JSON to ``--output``. A benchmark is a function whose arguments are its command line.
+Prints a table and JSON, or writes the JSON to ``--output``. A benchmark is a function whose
+arguments are its command line.
 """
 
 import importlib
@@ -44,17 +45,25 @@ def main() -> None:
     parser.prog += f" {name}"
     parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
     parser.add_argument("--output", type=Path, help="file for the JSON")
-    # What is no option of the benchmark, such as "--whole", is a value: the quoted options of a side or a run.
+    # What is no option of the benchmark, such as "--whole", is a value: the quoted options of a
+    # side or a run.
     known = parser._option_string_actions
-    words = (f" {word}" if word.startswith("--") and word.partition("=")[0] not in known else word for word in sys.argv[2:])
+    words = (
+        f" {word}" if word.startswith("--") and word.partition("=")[0] not in known else word
+        for word in sys.argv[2:]
+    )
     options = vars(parser.parse_args(list(words)))
     if options["threads"] is not None:
         torch.set_num_threads(options["threads"])
-    measured = benchmark(**{name: options[name] for name in inspect.signature(benchmark).parameters})
+    measured = benchmark(
+        **{name: options[name] for name in inspect.signature(benchmark).parameters}
+    )
     if measured is None:
         return
     print("\n".join(table(measured)))
-    text = json.dumps({"machine": machine(), "options": {"benchmark": name, **options}, **measured}, default=str)
+    text = json.dumps(
+        {"machine": machine(), "options": {"benchmark": name, **options}, **measured}, default=str
+    )
     if options["output"] is None:
         print(text)
     else:

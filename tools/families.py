@@ -1,17 +1,20 @@
-"""Test the decoder families of the installed transformers: a tiny model of each, against the resident model.
+"""Test the decoder families of the installed transformers: a tiny model of each, against the
+resident model.
 
     python tools/families.py --output families.json
     python tools/families.py --lora auto --output first-order-families.json
     python tools/families.py --lora auto experts --output first-order-families-experts.json
 
-For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its defaults; families that cannot be
-built are listed with the reason. A checkpoint with random weights is saved and opened without a declaration, and steps are
-compared with monolithic MeZO on the model that ``from_pretrained`` loads, without a cache of keys and values, in float32 and
-bfloat16: every loss has to be equal. The loss with logits in chunks has to be equal up to the order of its sum, as have the
-scores of candidates. Unless generation is refused, the tokens of ``generate`` for one prompt and for two of different
-lengths have to be those of transformers. An exported model has to load with ``from_pretrained`` and give the same loss.
-With ``--lora`` each is trained with LoRA on these targets instead, for three steps of SGD on a padded batch in float32, and
-losses and parameters have to equal peft's on the whole model. Prints a table and JSON.
+For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its
+defaults; families that cannot be built are listed with the reason. A checkpoint with random weights
+is saved and opened without a declaration, and steps are compared with monolithic MeZO on the model
+that ``from_pretrained`` loads, without a cache of keys and values, in float32 and bfloat16: every
+loss has to be equal. The loss with logits in chunks has to be equal up to the order of its sum, as
+have the scores of candidates. Unless generation is refused, the tokens of ``generate`` for one
+prompt and for two of different lengths have to be those of transformers. An exported model has to
+load with ``from_pretrained`` and give the same loss. With ``--lora`` each is trained with LoRA on
+these targets instead, for three steps of SGD on a padded batch in float32, and losses and
+parameters have to equal peft's on the whole model. Prints a table and JSON.
 """
 
 import inspect
@@ -57,21 +60,78 @@ MLA = {"num_key_value_heads": 4}  # latent attention has equally many heads of k
 
 # Names of sizes in configs, and small values.
 SMALL: Mapping[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "embed_dim", "word_embed_proj_dim"), 16),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "attention_hidden_size", "lru_width"), 16),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "moe_topk"), 2),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "n_embd",
+            "d_model",
+            "dim",
+            "embedding_size",
+            "embed_dim",
+            "word_embed_proj_dim",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "attention_hidden_size",
+            "lru_width",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "moe_topk"), 2
+    ),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_kv_heads", "linear_num_key_heads", "linear_num_value_heads"), 2
+    ),
     **dict.fromkeys(("num_experts_per_tok", "global_attn_every_n_layers"), 2),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "mamba_n_heads"), 4
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "mamba_n_heads",
+        ),
+        4,
     ),
-    **dict.fromkeys(("head_dim", "rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "moe_num_experts"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 4),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "rotary_dim",
+            "qk_rope_head_dim",
+            "qk_nope_head_dim",
+            "v_head_dim",
+            "moe_num_experts",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 4
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "mamba_n_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "mamba_n_groups"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "state_size", "mamba_d_head", "mamba_d_state", "sliding_window"), 8),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "mamba_n_groups"), 1
+    ),
+    **dict.fromkeys(
+        (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "state_size",
+            "mamba_d_head",
+            "mamba_d_state",
+            "sliding_window",
+        ),
+        8,
+    ),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     "attention_window_size": 8,
     "pad_token_id": 0,
@@ -82,8 +142,12 @@ SMALL: Mapping[str, Any] = {
 
 # Further values that a small model of a family needs.
 ALSO: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu"), MLA),
-    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "bailing_hybrid"), MLA),
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu"), MLA
+    ),
+    **dict.fromkeys(
+        ("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "bailing_hybrid"), MLA
+    ),
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 16, "mamba_d_head": 4},
     "gemma3n_text": {
@@ -96,14 +160,24 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 8, "n_groups": 2},
-    "nemotron_h": {"layers_block_type": ["full_attention", "mlp"], "mamba_head_dim": 8, "mamba_num_heads": 4},
+    "nemotron_h": {
+        "layers_block_type": ["full_attention", "mlp"],
+        "mamba_head_dim": 8,
+        "mamba_num_heads": 4,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba2": {
         "num_hidden_layers": 4,
-        "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],  # two hybrid layers share one transformer
+        # two hybrid layers share one transformer
+        "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],
         "layer_types": ["hybrid", "mamba", "hybrid", "hybrid"],
         "attention_hidden_size": 32,
         "attention_head_dim": 8,
@@ -124,7 +198,9 @@ def small_config(model_type: str) -> PretrainedConfig:
     default = kind()
     sizes = {name: size for name, size in SMALL.items() if _takes_size(default, name)}
     layer_types = getattr(default, "layer_types", None)
-    if layer_types is not None and not _is_computed(kind, kind.attribute_map.get("layer_types", "layer_types")):
+    if layer_types is not None and not _is_computed(
+        kind, kind.attribute_map.get("layer_types", "layer_types")
+    ):
         sizes["layer_types"] = (list(dict.fromkeys(layer_types)) * 2)[:2]  # one of each
     config: PretrainedConfig = kind(**{**sizes, **ALSO.get(model_type, {})})
     return config
@@ -143,7 +219,9 @@ def _is_computed(kind: type, name: str) -> bool:
 
 
 def small_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Make a model with random weights that takes the test's batch; one that is not tiny is refused."""
+    """Make a model with random weights that takes the test's batch; one that is not tiny is
+    refused.
+    """
     build: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in build(config).parameters())
@@ -164,13 +242,18 @@ def tried(work: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Any]
     try:
         return work()
     except ZO2Error as error:
-        return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
+        return {
+            "outcome": "refused",
+            "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base"),
+        }
     except Exception as error:  # this program lists all failures
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
 
 
 def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict[str, Any]:
-    """Open a model's checkpoint without a declaration, and compare its steps with the resident model's."""
+    """Open a model's checkpoint without a declaration, and compare its steps with the resident
+    model's.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory)
@@ -198,7 +281,10 @@ def compare_steps(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     agree = {
         "chunked loss": math.isclose(chunked, float(monolithic.loss(batch)), rel_tol=near),
         "scores": all(math.isclose(own, stock, rel_tol=near, abs_tol=near) for own, stock in pairs),
-        "generation": all(isinstance(own, str) or own == stock_tokens(whole, prompts) for own, prompts in generated),
+        "generation": all(
+            isinstance(own, str) or own == stock_tokens(whole, prompts)
+            for own, prompts in generated
+        ),
         "steps": losses == [monolithic.step(batch, step).losses for step in range(STEPS)],
         "export": trained == stock_loss(directory / "exported", dtype, batch),
     }
@@ -211,8 +297,12 @@ def compare_steps(dtype: torch.dtype, directory: Path) -> dict[str, Any]:
     }
 
 
-def generated_tokens(replayer: Engine, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
-    """The tokens with which greedy generation continues each prompt, or the reason why it is refused."""
+def generated_tokens(
+    replayer: Engine, model: HFBlockModel, prompts: list[list[int]]
+) -> list[list[int | None]] | str:
+    """The tokens with which greedy generation continues each prompt, or the reason why it is
+    refused.
+    """
     try:
         steps = list(generate(replayer, model, prompts, max_new_tokens=NEW_TOKENS))
     except UnsupportedModelError as error:
@@ -221,13 +311,17 @@ def generated_tokens(replayer: Engine, model: HFBlockModel, prompts: list[list[i
 
 
 def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens with which transformers continues the same prompts, padded on the left to one length."""
+    """The tokens with which transformers continues the same prompts, padded on the left to one
+    length.
+    """
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     whole.generation_config.eos_token_id = None
     given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
-    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[:, longest:].tolist()  # type: ignore[operator]
+    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[
+        :, longest:
+    ].tolist()  # type: ignore[operator]
     return tokens
 
 
@@ -238,7 +332,9 @@ def stock_scores(whole: PreTrainedModel) -> list[float]:
     for prompt, answers in zip(PROMPTS, CANDIDATES, strict=True):
         for answer in answers:
             ids = torch.tensor([[*prompt, *answer]])
-            logits = whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+            logits = whole(
+                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
+            ).logits.float()
             rated = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             scores.append(float(rated.gather(1, torch.tensor(answer)[:, None]).sum()))
     return scores
@@ -246,8 +342,12 @@ def stock_scores(whole: PreTrainedModel) -> list[float]:
 
 @torch.inference_mode()
 def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Tensor]) -> float:
-    """The loss of an exported model, loaded by transformers without missing or unexpected tensors."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    """The loss of an exported model, loaded by transformers without missing or unexpected
+    tensors.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, output_loading_info=True
+    )
     whole, loading = loaded
     if loading["missing_keys"] or loading["unexpected_keys"] or loading["mismatched_keys"]:
         return math.nan
@@ -262,10 +362,15 @@ def try_family(model_type: str, targets: Sequence[str] | None) -> dict[str, Any]
         return {"not_built": f"{type(error).__name__}: {error}"[:200]}
     with tempfile.TemporaryDirectory() as folder:
         if targets is None:
-            return {str(dtype).removeprefix("torch."): compare(model, dtype, Path(folder, str(dtype))) for dtype in DTYPES}
+            return {
+                str(dtype).removeprefix("torch."): compare(model, dtype, Path(folder, str(dtype)))
+                for dtype in DTYPES
+            }
         model.save_pretrained(folder)
         resident = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32)
-        return {"float32": tried(lambda: train_lora(Path(folder), targets, resident)[1], Path(folder))}
+        return {
+            "float32": tried(lambda: train_lora(Path(folder), targets, resident)[1], Path(folder))
+        }
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -286,41 +391,71 @@ def trained_by_peft(
     steps: int,
     make: Any = SGD,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train peft's adapter on the whole model from its first values; return losses and parameters."""
+    """Train peft's adapter on the whole model from its first values; return losses and
+    parameters.
+    """
     step = resident_step(whole, itertools.repeat(rows), make, config=config, first=first)
     losses = [step() for _ in range(steps)]
-    return losses, {name: parameter.detach() for name, parameter in whole.named_parameters() if name in first}
+    return losses, {
+        name: parameter.detach() for name, parameter in whole.named_parameters() if name in first
+    }
 
 
 def train_lora(
     checkpoint: Path, targets: Sequence[str], resident: Callable[[], Any], steps: int = LORA_STEPS
 ) -> tuple[HFBlockModel, dict[str, Any]]:
-    """Train LoRA over a checkpoint's blocks and by peft on the resident model; return the model and what differs."""
+    """Train LoRA over a checkpoint's blocks and by peft on the resident model; return the model and
+    what differs.
+    """
     config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False)
     model: Any = open_checkpoint(checkpoint, adapter=Adapter(config=config, seed=1))
     with Engine(model, FirstOrder(SGD)) as engine:
         first = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
         losses = [engine.step(batch()).loss for _ in range(steps)]
         learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    expected, trained = trained_by_peft(resident(), model.adapter.config, first, batch(), steps=steps)
-    other = [name for name in learned if name not in trained or not torch.equal(learned[name], trained[name])]
+    expected, trained = trained_by_peft(
+        resident(), model.adapter.config, first, batch(), steps=steps
+    )
+    other = [
+        name
+        for name in learned
+        if name not in trained or not torch.equal(learned[name], trained[name])
+    ]
     is_equal = not other and losses == expected
-    return model, {"outcome": "equal" if is_equal else "different", "losses": [losses, expected], "parameters": other[:5]}
+    return model, {
+        "outcome": "equal" if is_equal else "different",
+        "losses": [losses, expected],
+        "parameters": other[:5],
+    }
 
 
 def table(families: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     for name, family in families.items():
         if "not_built" not in family:
-            texts = (str(outcome.get("error", outcome.get("differing", ""))) for outcome in family.values())
+            texts = (
+                str(outcome.get("error", outcome.get("differing", "")))
+                for outcome in family.values()
+            )
             outcomes = "".join(f"{outcome['outcome']:11s}" for outcome in family.values())
             yield f"{name:24s}{outcomes}{next(filter(None, texts), '')[:110]}"
 
 
 def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
     """The number of families with each outcome, in both dtypes or in one of them."""
-    outcomes = [{one["outcome"] for one in family.values()} for family in families.values() if "not_built" not in family]
-    counted = {"families": len(families), "built": len(outcomes), "equal": sum(found == {"equal"} for found in outcomes)}
-    return counted | {name: sum(name in found for found in outcomes) for name in ("different", "refused", "failed")}
+    outcomes = [
+        {one["outcome"] for one in family.values()}
+        for family in families.values()
+        if "not_built" not in family
+    ]
+    counted = {
+        "families": len(families),
+        "built": len(outcomes),
+        "equal": sum(found == {"equal"} for found in outcomes),
+    }
+    return counted | {
+        name: sum(name in found for found in outcomes)
+        for name in ("different", "refused", "failed")
+    }
 
 
 @command
@@ -336,7 +471,12 @@ def main(
         torch.set_num_threads(1)
     found = {model_type: try_family(model_type, lora) for model_type in families}
     print("\n".join(table(found)), counted := counts(found), sep="\n")
-    measured = {"transformers": transformers.__version__, "lora": lora, "counts": counted, "families": found}
+    measured = {
+        "transformers": transformers.__version__,
+        "lora": lora,
+        "counts": counted,
+        "families": found,
+    }
     text = json.dumps(measured, indent=1)
     if output is None:
         print(text)

@@ -1,10 +1,12 @@
-"""Test which formats of weights are read in which families: LoRA on tiny models, beside peft on the decoded model.
+"""Test which formats of weights are read in which families: LoRA on tiny models, beside peft on the
+decoded model.
 
     python tools/formats.py --output formats.json
 
-For each family and format a tiny checkpoint is written, opened with LoRA on its linear layers, and trained for two steps of
-SGD. It is also decoded by `export`, loaded by transformers and trained with peft: losses and adapters have to be equal,
-bit for bit. Prints a table in Markdown: an equals sign, or the number of the reason below it.
+For each family and format a tiny checkpoint is written, opened with LoRA on its linear layers, and
+trained for two steps of SGD. It is also decoded by `export`, loaded by transformers and trained
+with peft: losses and adapters have to be equal, bit for bit. Prints a table in Markdown: an equals
+sign, or the number of the reason below it.
 """
 
 import json
@@ -28,24 +30,52 @@ from zo2core import Engine, ZO2Error
 
 FORMATS = ("bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4")
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
-MIXTURES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax", "phimoe"]
+MIXTURES = [
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "minimax",
+    "phimoe",
+]
 MIXTURES += ["gpt_oss", "llama4_text", "granitemoe"]
 STEPS = 2
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code of a word, from its lowest bits up
-CODED = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # ends of names of layers' linear weights
-FOUR_BITS = ["gptq", "gptq_v2", "gptq, ordered", "awq", "int4", "int4, asymmetric", "int4, channels", "nvfp4"]
+# ends of names of layers' linear weights
+CODED = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+FOUR_BITS = [
+    "gptq",
+    "gptq_v2",
+    "gptq, ordered",
+    "awq",
+    "int4",
+    "int4, asymmetric",
+    "int4, channels",
+    "nvfp4",
+]
 Tensors = dict[str, torch.Tensor]
 
 
 def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack 8 columns into one of 32 bits; ``order`` has the column of each code, from the lowest bits up."""
-    eights = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).long().view(len(codes), -1, 8)[..., list(order)]
+    """Pack 8 columns into one of 32 bits; ``order`` has the column of each code, from the lowest
+    bits up.
+    """
+    eights = (
+        torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
+        .long()
+        .view(len(codes), -1, 8)[..., list(order)]
+    )
     packed = (eights << 4 * torch.arange(8)).sum(dim=-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
 
 
-def random_matrix(kind: str, rows: int, columns: int, group: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+def random_matrix(
+    kind: str, rows: int, columns: int, group: int, seed: int
+) -> tuple[Tensors, torch.Tensor]:
     """A matrix's tensors in a format, and its weights in float32, (rows, columns)."""
     generator = torch.Generator().manual_seed(seed)
     name, _, option = kind.partition(", ")
@@ -60,9 +90,17 @@ def random_matrix(kind: str, rows: int, columns: int, group: int, seed: int) -> 
         values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
         packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
         weights = values * (small.float() / divisor)[:, of_column]
-        return {"weight_packed": packed, "weight_scale": small, "weight_global_scale": divisor}, weights
+        return {
+            "weight_packed": packed,
+            "weight_scale": small,
+            "weight_global_scale": divisor,
+        }, weights
     if name == "int4":
-        tensors = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
+        tensors = {
+            "weight_packed": words(codes),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor([rows, columns]),
+        }
         if option == "asymmetric":
             tensors["weight_zero_point"] = words(zeros.t()).t().contiguous()
         else:
@@ -70,10 +108,17 @@ def random_matrix(kind: str, rows: int, columns: int, group: int, seed: int) -> 
     else:
         stored = zeros.t() - 1 if name == "gptq" else zeros.t()
         packed = words(codes.t(), AWQ) if name == "awq" else words(codes).t().contiguous()
-        tensors = {"qweight": packed, "qzeros": words(stored, AWQ if name == "awq" else tuple(range(8)))}
+        tensors = {
+            "qweight": packed,
+            "qzeros": words(stored, AWQ if name == "awq" else tuple(range(8))),
+        }
         tensors["scales"] = scales.t().contiguous()
         if name != "awq":
-            of_column = of_column[torch.randperm(columns, generator=generator)] if option == "ordered" else of_column
+            of_column = (
+                of_column[torch.randperm(columns, generator=generator)]
+                if option == "ordered"
+                else of_column
+            )
             tensors["g_idx"] = of_column.int()
     return tensors, (codes - zeros[:, of_column]).float() * scales.float()[:, of_column]
 
@@ -82,22 +127,49 @@ def described(kind: str, group: int) -> dict[str, Any]:
     """The quantization_config of a format."""
     name, _, option = kind.partition(", ")
     if name.startswith("gptq"):
-        return {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False, "checkpoint_format": name}
+        return {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": group,
+            "sym": False,
+            "checkpoint_format": name,
+        }
     if name == "awq":
-        return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": option != "asymmetric"}
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": group,
+            "zero_point": True,
+            "version": "gemm",
+        }
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": group,
+        "symmetric": option != "asymmetric",
+    }
     if option == "channels":
         weights |= {"strategy": "channel", "group_size": None}
     if name == "nvfp4":
-        weights |= {"type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+        weights |= {
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "symmetric": True,
+        }
     form = "nvfp4-pack-quantized" if name == "nvfp4" else "pack-quantized"
     scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
     common = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
     return {**common, "format": form, "config_groups": scheme, "ignore": ["lm_head"]}
 
 
-def save_four_bits(kind: str, directory: Path, family: str = "llama", group: int = 16) -> tuple[Path, Path]:
-    """A model whose layers' linear weights are in a format, and the same model with the weights that these stand for."""
+def save_four_bits(
+    kind: str, directory: Path, family: str = "llama", group: int = 16
+) -> tuple[Path, Path]:
+    """A model whose layers' linear weights are in a format, and the same model with the weights
+    that these stand for.
+    """
     plain, coded = directory / "plain", directory / "coded"
     model: Any = small_model(small_config(family))
     model.half().save_pretrained(plain)
@@ -113,7 +185,9 @@ def save_four_bits(kind: str, directory: Path, family: str = "llama", group: int
     coded.mkdir()
     others = {name: value for name, value in tensors.items() if not name.endswith(CODED)}
     save_file(others | packed, coded / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_bytes()) | {"quantization_config": described(kind, group)}
+    config = json.loads((plain / "config.json").read_bytes()) | {
+        "quantization_config": described(kind, group)
+    }
     (coded / "config.json").write_text(json.dumps(config))
     return plain, coded
 
@@ -127,7 +201,9 @@ def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
     stacks = with_mxfp4_experts(base, directory / "mxfp4", torch.Generator().manual_seed(3))
     tensors = load_file(base / "model.safetensors")
     for name, (blocks, scales) in stacks.items():
-        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+        tensors[name] = convert_moe_packed_tensors(
+            blocks, scales, dtype=torch.bfloat16
+        ).contiguous()
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     return base, directory / "mxfp4"
 
@@ -155,21 +231,30 @@ def outcome(family: str, form: str, folder: Path) -> str:
         with Engine(open_checkpoint(checkpoint)) as replayer:
             replayer.export(folder / "decoded")
         resident: Any = AutoModelForCausalLM.from_pretrained
-        model, found = train_lora(checkpoint, ["auto"], lambda: resident(folder / "decoded", dtype="auto"), STEPS)
+        model, found = train_lora(
+            checkpoint, ["auto"], lambda: resident(folder / "decoded", dtype="auto"), STEPS
+        )
     except ZO2Error as error:
         return f"refused: {type(error).__name__}, found {error.found}"
     if found["outcome"] != "equal":
         return "different"
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     coded = [spec for spec in specs if spec.encoding is not None]
-    stacks = [spec for spec in specs if len(spec.shape) == 3 and min(spec.shape) > 1]  # without convolutions
+    # without convolutions
+    stacks = [spec for spec in specs if len(spec.shape) == 3 and min(spec.shape) > 1]
     if form != "bfloat16" and not coded:
         return "equal, and no weight of this checkpoint is in the format"
-    return "equal, with experts in bfloat16" if form != "bfloat16" and not {*stacks} <= {*coded} else "="
+    return (
+        "equal, with experts in bfloat16"
+        if form != "bfloat16" and not {*stacks} <= {*coded}
+        else "="
+    )
 
 
 def cell(family: str, form: str) -> str:
-    """The outcome, also where transformers or peft fails, or there is a defect: the table lists it."""
+    """The outcome, also where transformers or peft fails, or there is a defect: the table
+    lists it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             return outcome(family, form, Path(folder))
@@ -179,7 +264,10 @@ def cell(family: str, form: str) -> str:
 
 @command
 def main(
-    *, families: Sequence[str] = (*DENSE, *MIXTURES), formats: Sequence[str] = FORMATS, output: Path | None = None
+    *,
+    families: Sequence[str] = (*DENSE, *MIXTURES),
+    formats: Sequence[str] = FORMATS,
+    output: Path | None = None,
 ) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -188,8 +276,15 @@ def main(
     print("| family |" + " | ".join(formats) + " |\n" + "|---" * (1 + len(formats)) + "|")
     for family in families:
         found[family] = {form: cell(family, form) for form in formats}
-        reasons += (text for text in dict.fromkeys(found[family].values()) if text not in ("", "=", *reasons))
-        cells = (text if text in ("", "=") else str(reasons.index(text) + 1) for text in found[family].values())
+        reasons += (
+            text
+            for text in dict.fromkeys(found[family].values())
+            if text not in ("", "=", *reasons)
+        )
+        cells = (
+            text if text in ("", "=") else str(reasons.index(text) + 1)
+            for text in found[family].values()
+        )
         print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
     print("", *(f"{number}. {text}" for number, text in enumerate(reasons, 1)), sep="\n")
     if output is not None:

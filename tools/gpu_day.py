@@ -1,14 +1,16 @@
-"""Check and measure everything on a GPU, most telling first, each job in a process of its own with a time limit.
+"""Check and measure everything on a GPU, most telling first, each job in a process of its own with
+a time limit.
 
     python tools/gpu_day.py --minutes 8 --output results
     python tools/gpu_day.py --device cpu --tiny --minutes 2 --output results
 
-Each job's result is written as it ends, so that an end at any moment loses nothing. A second call with the same output
-leaves out what has a result. What does not fit into the minutes is left out and named. Exits with 1 if a check has failed.
+Each job's result is written as it ends, so that an end at any moment loses nothing. A second call
+with the same output leaves out what has a result. What does not fit into the minutes is left out
+and named. Exits with 1 if a check has failed.
 
-Checks and benchmarks are comparisons of ``bench.py``. In a check a run over blocks that stream has the losses of
-transformers and peft on the whole model, or of a run alone: bit for bit, or within the tolerance that the job names. What
-``tests/core/test_gpu.py`` checks is one job.
+Checks and benchmarks are comparisons of ``bench.py``. In a check a run over blocks that stream has
+the losses of transformers and peft on the whole model, or of a run alone: bit for bit, or within
+the tolerance that the job names. What ``tests/core/test_gpu.py`` checks is one job.
 """
 
 import json
@@ -56,7 +58,11 @@ class Job(NamedTuple):
 def save_llama(place: Place, dtype: torch.dtype) -> Path:
     """A Llama of 4 blocks, or of 8 wider ones."""
     hidden, blocks = (64, 4) if place.tiny else (512, 8)
-    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": blocks}
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": blocks,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}
     torch.manual_seed(0)
     made: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads))  # type: ignore[no-untyped-call]
@@ -101,9 +107,16 @@ def check_tests(place: Place) -> Result:
 
 
 def bench(
-    seconds: int, model: str, *sides: str, tokens: int = 2048, dtype: torch.dtype | None = None, encoding: str = ""
+    seconds: int,
+    model: str,
+    *sides: str,
+    tokens: int = 2048,
+    dtype: torch.dtype | None = None,
+    encoding: str = "",
 ) -> Job:
-    """A comparison of sides on a GPU, with a sparse checkpoint if there is a dtype; on the CPU of steps of a small model."""
+    """A comparison of sides on a GPU, with a sparse checkpoint if there is a dtype; on the CPU of
+    steps of a small model.
+    """
 
     def run(place: Place) -> Result:
         if place.tiny:
@@ -127,28 +140,60 @@ def compared(place: Place, model: Path | str, sides: Any, **given: Any) -> Resul
     if place.device == "cpu":
         chosen = [side.split("--gpu")[0] for side in chosen]
     [rows] = compare(str(model), sides=chosen, steps=STEPS, **given).values()
-    return {"seconds": {name: row["step"]["median"] for name, row in rows.items()}, "compared": rows}
+    return {
+        "seconds": {name: row["step"]["median"] for name, row in rows.items()},
+        "compared": rows,
+    }
 
 
-LORA, FULL, SHARED = "--lora adamw --lr 1e-2", "--full adamw --lr 1e-3", "--lora adamw --gpu --device-memory 8GB"
+LORA, FULL, SHARED = (
+    "--lora adamw --lr 1e-2",
+    "--full adamw --lr 1e-3",
+    "--lora adamw --gpu --device-memory 8GB",
+)
 JOBS = {
     "check: the tests of a GPU": Job(300, check_tests),
-    "check: lora, float32, graphs kept": check(f"{LORA} --whole --gpu", f"{LORA} --gpu", f"{LORA} --buckets 2 --gpu"),
-    "check: lora, bfloat16, run anew": check(f"{LORA} --whole --gpu", f"{LORA} --recompute --gpu --kept 4", dtype=BFLOAT16),
-    "check: lora, nf4": check(
-        f"{LORA} --whole --gpu", f"{LORA} --buckets 2 --model CODED --gpu", dtype=BFLOAT16, save=save_nf4
+    "check: lora, float32, graphs kept": check(
+        f"{LORA} --whole --gpu", f"{LORA} --gpu", f"{LORA} --buckets 2 --gpu"
     ),
-    "check: lora, mxfp4": check(f"{LORA} --whole --gpu", f"{LORA} --model CODED --gpu", save=save_mxfp4),
+    "check: lora, bfloat16, run anew": check(
+        f"{LORA} --whole --gpu", f"{LORA} --recompute --gpu --kept 4", dtype=BFLOAT16
+    ),
+    "check: lora, nf4": check(
+        f"{LORA} --whole --gpu",
+        f"{LORA} --buckets 2 --model CODED --gpu",
+        dtype=BFLOAT16,
+        save=save_nf4,
+    ),
+    "check: lora, mxfp4": check(
+        f"{LORA} --whole --gpu", f"{LORA} --model CODED --gpu", save=save_mxfp4
+    ),
     # The updates run on the host.
-    "check: all parameters, graphs kept": check(f"{FULL} --whole --gpu", f"{FULL} --gpu", tolerance=1e-4),
-    "check: all parameters, run anew": check(f"{FULL} --whole --gpu", f"{FULL} --recompute --gpu", tolerance=1e-4),
-    "check: the first of two runs over one base": check(f"{LORA} --gpu", f"{LORA} --together 2 --gpu"),
-    "check: the second of two runs over one base": check(f"{LORA} --run 1 --gpu", f"{LORA} --run 1 --together 2 --gpu"),
-    "bench: mezo, opt-1.3b": bench(120, "opt-1.3b", "--dtype float16 --whole --gpu", "--dtype float16 --noise mezo --gpu"),
+    "check: all parameters, graphs kept": check(
+        f"{FULL} --whole --gpu", f"{FULL} --gpu", tolerance=1e-4
+    ),
+    "check: all parameters, run anew": check(
+        f"{FULL} --whole --gpu", f"{FULL} --recompute --gpu", tolerance=1e-4
+    ),
+    "check: the first of two runs over one base": check(
+        f"{LORA} --gpu", f"{LORA} --together 2 --gpu"
+    ),
+    "check: the second of two runs over one base": check(
+        f"{LORA} --run 1 --gpu", f"{LORA} --run 1 --together 2 --gpu"
+    ),
+    "bench: mezo, opt-1.3b": bench(
+        120, "opt-1.3b", "--dtype float16 --whole --gpu", "--dtype float16 --noise mezo --gpu"
+    ),
     "bench: overlap, opt-1.3b": bench(120, "opt-1.3b", "--serial --gpu", "--gpu"),
-    "bench: lora, opt-13b": bench(180, "opt-13b", "--lora adamw --whole --gpu", SHARED, tokens=512, dtype=BFLOAT16),
-    "bench: lora, qwen3-30b-a3b nf4": bench(180, "qwen3-30b-a3b", SHARED, tokens=512, dtype=BFLOAT16, encoding="nf4"),
-    "bench: disk to device": bench(60, "opt-6.7b", "--rank 2 --buckets 3 --gpu", tokens=64, dtype=FLOAT16),
+    "bench: lora, opt-13b": bench(
+        180, "opt-13b", "--lora adamw --whole --gpu", SHARED, tokens=512, dtype=BFLOAT16
+    ),
+    "bench: lora, qwen3-30b-a3b nf4": bench(
+        180, "qwen3-30b-a3b", SHARED, tokens=512, dtype=BFLOAT16, encoding="nf4"
+    ),
+    "bench: disk to device": bench(
+        60, "opt-6.7b", "--rank 2 --buckets 3 --gpu", tokens=64, dtype=FLOAT16
+    ),
 }
 
 
@@ -209,7 +254,11 @@ def main(
             failed.append(f"{name}, whose process ended without a result")
         elif not json.loads(file.read_text()).get("equal", True):
             failed.append(name)
-    print(*(f"left out: {name}" for name in left_out), *(f"failed: {name}" for name in failed), sep="\n")
+    print(
+        *(f"left out: {name}" for name in left_out),
+        *(f"failed: {name}" for name in failed),
+        sep="\n",
+    )
     return 1 if failed else 0
 
 

@@ -1,13 +1,15 @@
-"""Write a checkpoint of a known geometry with random weights, shard by shard; the whole model is never in memory.
+"""Write a checkpoint of a known geometry with random weights, shard by shard; the whole model is
+never in memory.
 
     python tools/make_checkpoint.py opt-125m /tmp/opt-125m --dtype float16
 
-Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model. With ``--sparse`` the files
-have their full names, headers and sizes, but their data is a hole, which reads as zeros and takes no disk space. That is
-enough to measure layout, size and reads, and OPT-175B is written in a second. With ``--nf4`` or ``--int8``, too, one layer
-is encoded, and all layers have its header, its scales and a hole; gpt-oss has MXFP4 experts instead. Of a mixture the
-embedding and the routers are written, so that tokens are routed to all experts. ``--gguf Q4_K`` writes a GGUF file of a
-Llama in the same way, with all matrices of this type.
+Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model.
+With ``--sparse`` the files have their full names, headers and sizes, but their data is a hole,
+which reads as zeros and takes no disk space. That is enough to measure layout, size and reads, and
+OPT-175B is written in a second. With ``--nf4`` or ``--int8``, too, one layer is encoded, and all
+layers have its header, its scales and a hole; gpt-oss has MXFP4 experts instead. Of a mixture the
+embedding and the routers are written, so that tokens are routed to all experts. ``--gguf Q4_K``
+writes a GGUF file of a Llama in the same way, with all matrices of this type.
 """
 
 import json
@@ -28,7 +30,12 @@ from synthetic import scaled
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
@@ -39,13 +46,16 @@ from zo2core.encodings import GGUF_BLOCKS
 from zo2core.io.direct_file import byte_view
 from zo2core.types import ParameterSpec
 
-LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
+# bytes: smaller tensors of an encoded layer are written, larger ones are a hole
+LARGEST_SCALES = 1 << 18
 
 
 def geometries() -> dict[str, PretrainedConfig]:
     """All geometries by name, with the sizes of the published configs, from ``geometries.json``."""
     configs = json.loads(Path(__file__).with_name("geometries.json").read_text(encoding="utf-8"))
-    return {name: CONFIG_MAPPING[values.pop("model_type")](**values) for name, values in configs.items()}
+    return {
+        name: CONFIG_MAPPING[values.pop("model_type")](**values) for name, values in configs.items()
+    }
 
 
 def write_shards(
@@ -55,7 +65,9 @@ def write_shards(
     value_of: Callable[[ParameterSpec], torch.Tensor | None],
     max_shard: int = MAX_SHARD,
 ) -> int:
-    """Write config and shards, with a hole for each parameter without a value; return the bytes of the weights."""
+    """Write config and shards, with a hole for each parameter without a value; return the bytes of
+    the weights.
+    """
     with new_checkpoint(directory, specs, {"config.json": config.encode()}, max_shard) as locations:
         for spec in specs:
             file, start = locations[spec.name]
@@ -68,18 +80,31 @@ def write_shards(
 
 
 def make_checkpoint(
-    config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, sparse: bool = False, max_shard: int = MAX_SHARD
+    config: PretrainedConfig,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    sparse: bool = False,
+    max_shard: int = MAX_SHARD,
 ) -> int:
-    """Write config and shards, whose data is a hole if ``sparse``; return the bytes of the weights."""
+    """Write config and shards, whose data is a hole if ``sparse``; return the bytes of the
+    weights.
+    """
     config.dtype = dtype
     layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
     text = config.to_json_string(use_diff=False)
-    return write_shards(directory, specs, text, lambda spec: None if sparse else random_tensor(spec), max_shard)
+    return write_shards(
+        directory, specs, text, lambda spec: None if sparse else random_tensor(spec), max_shard
+    )
 
 
-def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, encoding: str = "nf4") -> int:
-    """Write config and shards of a model with coded layers, whose data is a hole; return the bytes of the weights."""
+def make_sparse_coded(
+    config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, encoding: str = "nf4"
+) -> int:
+    """Write config and shards of a model with coded layers, whose data is a hole; return the bytes
+    of the weights.
+    """
     layers, layer_types = config.num_hidden_layers, getattr(config, "layer_types", None)
     is_dense = config.model_type in ARCHITECTURES
     config.num_hidden_layers = 1
@@ -106,14 +131,18 @@ def make_sparse_coded(config: PretrainedConfig, directory: Path, *, dtype: torch
             for name, tensor in load_file(shard).items()  # mapped, not read
             for layer in range(layers if ".layers.0." in name else 1)
         }
-        specs = [ParameterSpec(name, tuple(tensor.shape), tensor.dtype, 0, decays=False) for name, tensor in tensors.items()]
+        specs = [
+            ParameterSpec(name, tuple(tensor.shape), tensor.dtype, 0, decays=False)
+            for name, tensor in tensors.items()
+        ]
 
         def value_of(spec: ParameterSpec) -> torch.Tensor | None:
             if spec.nbytes > LARGEST_SCALES and (is_dense or not is_routing(spec.name)):
                 return None
             value = tensors[spec.name].clone()
             if spec.name.endswith(".weight.quant_map"):
-                value[0] = 0.0  # of holes, as in other formats: weights of -1.0 would choose the same few experts
+                # of holes, as in other formats: weights of -1.0 would choose the same few experts
+                value[0] = 0.0
             return value
 
         return write_shards(directory, specs, json.dumps(described), value_of)
@@ -127,12 +156,18 @@ def is_routing(name: str) -> bool:
 def with_mxfp4_experts(
     plain: Path, coded: Path, generator: torch.Generator | None = None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Write a model of gpt-oss with experts in MXFP4, of zeros or drawn; return each stack's blocks and scales.
+    """Write a model of gpt-oss with experts in MXFP4, of zeros or drawn; return each stack's blocks
+    and scales.
 
     Blocks have 32 weights, each block a scale.
     """
-    tensors, stacks = load_file(plain / "model.safetensors"), dict[str, tuple[torch.Tensor, torch.Tensor]]()
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    tensors, stacks = (
+        load_file(plain / "model.safetensors"),
+        dict[str, tuple[torch.Tensor, torch.Tensor]](),
+    )
+    for name in [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, inputs, outputs = tensors.pop(name).shape
         blocks = torch.zeros((experts, outputs, inputs // 32, 16), dtype=torch.uint8)
         scales = torch.zeros((experts, outputs, inputs // 32), dtype=torch.uint8)
@@ -143,7 +178,10 @@ def with_mxfp4_experts(
     coded.mkdir()
     save_file(tensors, coded / "model.safetensors", {"format": "pt"})
     described = json.loads((plain / "config.json").read_bytes())
-    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    described["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+    }
     (coded / "config.json").write_text(json.dumps(described))
     return stacks
 
@@ -221,13 +259,17 @@ def main(
     int8: Annotated[bool, "with --sparse: layers are encoded as int8, gpt-oss as MXFP4"] = False,
     scale: Annotated[int, "width, heads and vocabulary are divided by this"] = 1,
     layers: Annotated[int | None, "number of layers to keep; by default all"] = None,
-    gguf: Annotated[str | None, list(GGUF_BLOCKS), "with --sparse: a GGUF file with matrices of this type"] = None,
+    gguf: Annotated[
+        str | None, list(GGUF_BLOCKS), "with --sparse: a GGUF file with matrices of this type"
+    ] = None,
 ) -> None:
     encoding = "nf4" if nf4 else "int8" if int8 else None
     if gguf and not sparse:
         raise SystemExit("--gguf needs --sparse; export other models with zo2 export --format gguf")
     if encoding and not sparse:
-        raise SystemExit(f"--{encoding} needs --sparse; encode other checkpoints with zo2 convert --quantize")
+        raise SystemExit(
+            f"--{encoding} needs --sparse; encode other checkpoints with zo2 convert --quantize"
+        )
     config = scaled(geometries()[geometry], scale, tokens=128)
     config.num_hidden_layers = layers or config.num_hidden_layers
     if gguf:

@@ -1,4 +1,6 @@
-"""What the benchmarks share: command lines, sides in turn, medians with ranges, tables, methods and counted memory."""
+"""What the benchmarks share: command lines, sides in turn, medians with ranges, tables, methods and
+counted memory.
+"""
 
 import argparse
 import inspect
@@ -36,27 +38,38 @@ from zo2core.planning.memory import ACTIVATIONS
 from zo2core.types import Batch, Lane, StepResult
 
 WARM_UP = 2  # rounds that do not count
-MARKS = {str: "help", list: "choices", object: "type"}  # what an option's annotation is, by its type
+# what an option's annotation is, by its type
+MARKS = {str: "help", list: "choices", object: "type"}
 Result = TypeVar("Result")
 
 
 def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
     """Add an option for each argument of a function, which is positional if it has no default.
 
-    A type may be annotated with a help text, with a list of choices, or with the function that reads the value.
+    A type may be annotated with a help text, with a list of choices, or with the function that
+    reads the value.
     """
     for name, argument in inspect.signature(function).parameters.items():
         kind, given = argument.annotation, dict[str, Any]()
         if get_origin(kind) is Annotated:
             kind, *marks = get_args(kind)
-            given = {next(name for type_, name in MARKS.items() if isinstance(mark, type_)): mark for mark in marks}
+            given = {
+                next(name for type_, name in MARKS.items() if isinstance(mark, type_)): mark
+                for mark in marks
+            }
         if type(None) in get_args(kind):
             kind = get_args(kind)[0]
         if get_origin(kind) is Sequence and "type" not in given:
             kind, given["nargs"] = get_args(kind)[0], "+"
         if get_origin(kind) is Literal:
             kind, given["choices"] = str, list(get_args(kind))
-        given |= {"action": "store_true"} if kind is bool else {"type": kind} if "type" not in given else {}
+        given |= (
+            {"action": "store_true"}
+            if kind is bool
+            else {"type": kind}
+            if "type" not in given
+            else {}
+        )
         if argument.default is inspect.Parameter.empty:
             parser.add_argument(name, **given)
         else:
@@ -64,10 +77,14 @@ def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -
 
 
 def command_line(function: Callable[..., Any]) -> argparse.ArgumentParser:
-    """The parser of the command line of a function, which its documentation or that of its module describes."""
+    """The parser of the command line of a function, which its documentation or that of its module
+    describes.
+    """
     text = inspect.getdoc(function) or sys.modules[function.__module__].__doc__
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=text, formatter_class=raw, conflict_handler="resolve")
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=raw, conflict_handler="resolve"
+    )
     add_options(parser, function)
     return parser
 
@@ -95,8 +112,12 @@ def timed(work: Callable[[], Result]) -> tuple[float, Result]:
     return time.perf_counter() - began, result
 
 
-def alternate(sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: int = WARM_UP) -> dict[str, Rounds]:
-    """Run all sides in turn; in every second round in reverse order, since a side may slow its neighbour."""
+def alternate(
+    sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: int = WARM_UP
+) -> dict[str, Rounds]:
+    """Run all sides in turn; in every second round in reverse order, since a side may slow its
+    neighbour.
+    """
     measured = {name: Rounds([], []) for name in sides}
     for number in range(warm_up + rounds):
         for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
@@ -130,7 +151,10 @@ def lanes_of(steps: Sequence[StepResult]) -> dict[str, Any]:
     busy = [{lane.value: use.busy_seconds for lane, use in step.lanes.items()} for step in steps]
     for seconds in busy:
         seconds["compute"] = seconds.pop(Lane.REPLAY.value) + seconds.pop(Lane.EVALUATE.value)
-    nbytes = {f"{lane.value}_bytes": [step.lanes[lane].nbytes for step in steps] for lane in steps[0].lanes}
+    nbytes = {
+        f"{lane.value}_bytes": [step.lanes[lane].nbytes for step in steps]
+        for lane in steps[0].lanes
+    }
     used = {name: spread([seconds[name] for seconds in busy]) for name in busy[0]}
     return {name: value for name, value in used.items() if value["max"]} | {
         name: statistics.median(values) for name, values in nbytes.items() if any(values)
@@ -141,22 +165,34 @@ def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     processor = platform.processor() or platform.machine()
     cores = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    versions = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
     return {"processor": processor, **cores, **versions, "gpu": gpu}
 
 
 def table(measured: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Format measurements: a line each, or a row for each side if all sides have the same columns."""
+    """Format measurements: a line each, or a row for each side if all sides have the same
+    columns.
+    """
     shown = {name: value for name, value in measured.items() if not isinstance(value, list)}
     groups = {name: value for name, value in shown.items() if _is_group(value)}
     for name, value in shown.items():
         if name not in groups:
             yield f"{indent}{name:36s} {_cell(value)}"
-    rows = {name: {key: value for key, value in row.items() if not isinstance(value, list)} for name, row in groups.items()}
+    rows = {
+        name: {key: value for key, value in row.items() if not isinstance(value, list)}
+        for name, row in groups.items()
+    }
     is_nested = any(_is_group(value) for row in rows.values() for value in row.values())
     if len(rows) > 1 and not is_nested and set.intersection(*map(set, rows.values())):
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        lines = {name: [_cell(row[column]) if column in row else "" for column in columns] for name, row in rows.items()}
+        lines = {
+            name: [_cell(row[column]) if column in row else "" for column in columns]
+            for name, row in rows.items()
+        }
         lines = {"": columns, **lines}
         widths = [max(map(len, column)) + 2 for column in zip(*lines.values(), strict=True)]
         for name, cells in lines.items():
@@ -203,7 +239,9 @@ def zeroth_order(
     noise: Distribution | None = Distribution.RADEMACHER,
     seed: int = 0,
 ) -> ZerothOrder:
-    """Steps along directions of full or of low rank, that leave no rounding; noise of None is exact MeZO."""
+    """Steps along directions of full or of low rank, that leave no rounding; noise of None is exact
+    MeZO.
+    """
     given: dict[str, Any] = {"lr": lr, "zo_eps": 1e-3, "perturb_in_place": noise is None}
     return ZerothOrder(
         MeZOSGD(**given) if queries == 1 else MultiQueryRGE(**given, q=queries),
@@ -213,26 +251,40 @@ def zeroth_order(
     )
 
 
-def memory_of(buckets: int | None = None, activations: int | str = ACTIVATIONS, *, kept: int | None = None) -> MemoryPolicy:
-    """Memory for so many blocks in host memory, for all of them if None, and of a device for ``kept`` between visits."""
+def memory_of(
+    buckets: int | None = None, activations: int | str = ACTIVATIONS, *, kept: int | None = None
+) -> MemoryPolicy:
+    """Memory for so many blocks in host memory, for all of them if None, and of a device for
+    ``kept`` between visits.
+    """
     host = HostPlan((), 1 << 40, buckets=buckets, keep_noise=False)
     room = activations if isinstance(activations, int) else 1 << 30
-    device: Any = "auto" if kept is None else DevicePlan((), 1 << 40, kept=kept, activation_bytes=room)
+    device: Any = (
+        "auto" if kept is None else DevicePlan((), 1 << 40, kept=kept, activation_bytes=room)
+    )
     return MemoryPolicy(host=host, device=device, activations=activations)
 
 
 def lora(rank: int = 8, **given: Any) -> peft.LoraConfig:
     """LoRA of the projections of queries and values."""
-    return peft.LoraConfig(**{"r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], **given})
+    return peft.LoraConfig(
+        **{"r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], **given}
+    )
 
 
 def lora_fa(base: Path | str, config: peft.LoraConfig, **given: Any) -> MonolithicMeZO:
-    """Plain LoRA-FA over peft's model: steps of two forwards, with the matrices B perturbed in the weights."""
+    """Plain LoRA-FA over peft's model: steps of two forwards, with the matrices B perturbed in the
+    weights.
+    """
     whole = AutoModelForCausalLM.from_pretrained(base)
     peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = "lora_B" in name
-    return MonolithicMeZO(whole, draw=lambda z, seed, parameter: fill(z, Distribution.RADEMACHER, seed, parameter), **given)
+    return MonolithicMeZO(
+        whole,
+        draw=lambda z, seed, parameter: fill(z, Distribution.RADEMACHER, seed, parameter),
+        **given,
+    )
 
 
 def resident_step(
@@ -243,12 +295,15 @@ def resident_step(
     config: peft.LoraConfig | None = None,
     first: Mapping[str, torch.Tensor] | None = None,
 ) -> Callable[[], float]:
-    """The step of torch on the whole model, or on peft's adapter from its ``first`` values; it returns the loss."""
+    """The step of torch on the whole model, or on peft's adapter from its ``first`` values; it
+    returns the loss.
+    """
     if config is not None:
         peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = first is None or name in first
-        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
+        # Memory mapped from a file has another alignment than allocated memory, with which products
+        # round differently.
         parameter.data = (first or {}).get(name, parameter.data).to(parameter.device, copy=True)
     optimizer = make([parameter for parameter in whole.parameters() if parameter.requires_grad])
 
@@ -263,7 +318,9 @@ def resident_step(
 
 
 class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors: of those that are registered and, while active, of results of operations."""
+    """Counts the bytes of tensors: of those that are registered and, while active, of results of
+    operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -296,7 +353,9 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._known.pop(address)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results; inference mode passes composite operations whole."""
+        """Run an operation and count its results; inference mode passes composite operations
+        whole.
+        """
         with self:
             out = func.decompose(*args, **(kwargs or {}))
         if out is not NotImplemented:

@@ -2,8 +2,8 @@
 
     python tools/run_within.py 6GiB -- python tools/bench.py train /tmp/opt-13b --steps 1
 
-It needs version 1 control groups and root. The peak counts resident memory and page cache; the kernel kills processes that
-exceed the size.
+It needs version 1 control groups and root. The peak counts resident memory and page cache; the
+kernel kills processes that exceed the size.
 """
 
 import json
@@ -35,7 +35,11 @@ def main() -> None:
             "limit_bytes": limit,
             "peak_bytes_with_cache": int((group / "memory.max_usage_in_bytes").read_text()),
             "times_at_limit": int((group / "memory.failcnt").read_text()),
-            "swap_bytes": int(dict(map(str.split, (group / "memory.stat").read_text().splitlines())).get("swap", 0)),
+            "swap_bytes": int(
+                dict(map(str.split, (group / "memory.stat").read_text().splitlines())).get(
+                    "swap", 0
+                )
+            ),
             "exit_status": code,
             "seconds": time.perf_counter() - began,
         }

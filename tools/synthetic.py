@@ -1,7 +1,8 @@
-"""Models of any geometry without files, block by block and whole, with the same synthetic weights, and a slower disk.
+"""Models of any geometry without files, block by block and whole, with the same synthetic weights,
+and a slower disk.
 
-Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are finite, as for a newly
-initialised model, and filling a bucket costs a copy.
+Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are
+finite, as for a newly initialised model, and filling a bucket costs a copy.
 """
 
 import threading
@@ -25,7 +26,9 @@ _TABLE = 1_000_003  # numbers; prime, so that rows of a matrix are not alike
 
 
 class PatternReader:
-    """The checkpoint of a model with synthetic weights; ``vectors`` are the names of its norms and biases."""
+    """The checkpoint of a model with synthetic weights; ``vectors`` are the names of its norms and
+    biases.
+    """
 
     fingerprint = "a repeated table"
 
@@ -58,7 +61,9 @@ class PatternReader:
 
 
 class SlowReader:
-    """A reader that takes at least the time of a slower disk, of so many bytes a second for all threads together."""
+    """A reader that takes at least the time of a slower disk, of so many bytes a second for all
+    threads together.
+    """
 
     def __init__(self, inner: TensorReader, rate: float) -> None:
         self._inner, self._rate, self._lock = inner, rate, threading.Lock()
@@ -74,14 +79,17 @@ class SlowReader:
 
 
 def slowed(model: HFBlockModel, rate: str | None) -> HFBlockModel:
-    """A model with the reads of a slower disk, of so many bytes a second; None leaves it as it is."""
+    """A model with the reads of a slower disk, of so many bytes a second; None leaves it as
+    it is.
+    """
     if rate is not None:
         model.weights = SlowReader(model.weights, parse_size(rate))
     return model
 
 
 def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:
-    """Divide width, heads and vocabulary of a geometry, for sequences of at least ``tokens`` tokens.
+    """Divide width, heads and vocabulary of a geometry, for sequences of at least ``tokens``
+    tokens.
 
     Depth stays: blocks, embedding, activations and logits then keep their shares of the memory.
     """
@@ -95,7 +103,9 @@ def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:
         small.ffn_dim, small.word_embed_proj_dim = config.ffn_dim // by, small.hidden_size
     else:
         small.intermediate_size = config.intermediate_size // by
-        small.num_key_value_heads = _divisor(small.num_attention_heads, config.num_key_value_heads // by)
+        small.num_key_value_heads = _divisor(
+            small.num_attention_heads, config.num_key_value_heads // by
+        )
     for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(small, special, None)
         if isinstance(token, int) and token >= small.vocab_size:
@@ -113,13 +123,17 @@ def block_model(config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
     config.dtype = dtype
     skeleton = build_skeleton(config, dtype)
     vectors = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 1]
-    return HFBlockModel(skeleton, ARCHITECTURES[config.model_type], PatternReader(dtype, vectors), {})
+    return HFBlockModel(
+        skeleton, ARCHITECTURES[config.model_type], PatternReader(dtype, vectors), {}
+    )
 
 
 def whole_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: TensorReader
 ) -> PreTrainedModel:
-    """The whole model on a device with a checkpoint's weights, which pass through host memory one by one."""
+    """The whole model on a device with a checkpoint's weights, which pass through host memory one
+    by one.
+    """
     config.dtype = dtype
     model = build_skeleton(config, dtype)
     modules = dict(model.named_modules())

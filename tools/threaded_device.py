@@ -1,8 +1,8 @@
 """A simulated device: copies run in threads of their own, with a given delay, into poisoned memory.
 
-A missing wait, which fails on a GPU once in a while, fails here every time. The memory that a copy fills is set to 255 (NaN
-in every floating-point dtype) until the copy is done. Compute runs in the caller's thread, or in a further thread in the
-order of its launch.
+A missing wait, which fails on a GPU once in a while, fails here every time. The memory that a copy
+fills is set to 255 (NaN in every floating-point dtype) until the copy is done. Compute runs in the
+caller's thread, or in a further thread in the order of its launch.
 """
 
 import threading
@@ -42,7 +42,8 @@ class ThreadedStreams:
     """Streams as threads, one for each lane.
 
     Args:
-        delay: Returns the seconds that a copy takes in addition to the copying itself, from its lane and bytes.
+        delay: Returns the seconds that a copy takes in addition to the copying itself, from its
+            lane and bytes.
         asynchronous: Whether compute runs in a thread, too; see ``compute``.
         without: Waits that are left out.
         poison: Whether a copy's target is set to 255 until the copy is done.
@@ -59,10 +60,14 @@ class ThreadedStreams:
         self._delay, self._without, self._poison = delay, frozenset(without), poison
         lanes = [Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT]
         lanes += [Lane.REPLAY] if asynchronous else []
-        self._lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"zo2-{lane.value}") for lane in lanes}
+        self._lanes = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=f"zo2-{lane.value}") for lane in lanes
+        }
         self.errors: list[BaseException] = []  # errors of compute
 
-    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
+    ) -> Transfer:
         started, done = ThreadEvent(), ThreadEvent()
 
         def run() -> None:

@@ -1,7 +1,8 @@
 """Hugging Face models for zo2core: open a checkpoint, declare an architecture.
 
-Importing this package imports nothing else, since torch and transformers take seconds. A name is imported when it is first
-used. A star import imports all names but Lightning's modules, which need the extra ``zo2core[lightning]``.
+Importing this package imports nothing else, since torch and transformers take seconds. A name is
+imported when it is first used. A star import imports all names but Lightning's modules, which need
+the extra ``zo2core[lightning]``.
 """
 
 from typing import TYPE_CHECKING
@@ -13,12 +14,18 @@ if TYPE_CHECKING:
     from zo2adapters.edge.program import TrainingProgram as TrainingProgram
     from zo2adapters.edge.program import write_program as write_program
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
-    from zo2adapters.frameworks.lightning_modules import BackpropLightningModule as BackpropLightningModule
-    from zo2adapters.frameworks.lightning_modules import FullBackpropLightningModule as FullBackpropLightningModule
+    from zo2adapters.frameworks.lightning_modules import (
+        BackpropLightningModule as BackpropLightningModule,
+    )
+    from zo2adapters.frameworks.lightning_modules import (
+        FullBackpropLightningModule as FullBackpropLightningModule,
+    )
     from zo2adapters.frameworks.lightning_modules import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixins import BackpropGRPOMixin as BackpropGRPOMixin
     from zo2adapters.frameworks.trainer_mixins import BackpropTrainerMixin as BackpropTrainerMixin
-    from zo2adapters.frameworks.trainer_mixins import FullBackpropTrainerMixin as FullBackpropTrainerMixin
+    from zo2adapters.frameworks.trainer_mixins import (
+        FullBackpropTrainerMixin as FullBackpropTrainerMixin,
+    )
     from zo2adapters.frameworks.trainer_mixins import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
     from zo2adapters.models.architecture import Precision as Precision

@@ -1,12 +1,13 @@
 """The command ``zo2``: each subcommand is a dataclass whose fields are its options.
 
-Nothing slow is imported here: until the signal handlers are installed, Python's own would print a traceback. Then a command
-imports what it uses.
+Nothing slow is imported here: until the signal handlers are installed, Python's own would print a
+traceback. Then a command imports what it uses.
 
-Note: SIGINT, SIGTERM and SIGHUP. No signal may leave a traceback or a damaged file, whenever it comes. While a command
-starts (imports, the command line) a signal ends the process immediately. While it runs, the first signal raises in the main
-thread: the current step is dropped, files are closed, and one line says how to continue. A second signal prints a line, and
-a third ends the process immediately, which loses no step either: a run survives SIGKILL at any moment.
+Note: SIGINT, SIGTERM and SIGHUP. No signal may leave a traceback or a damaged file, whenever it
+comes. While a command starts (imports, the command line) a signal ends the process immediately.
+While it runs, the first signal raises in the main thread: the current step is dropped, files are
+closed, and one line says how to continue. A second signal prints a line, and a third ends the
+process immediately, which loses no step either: a run survives SIGKILL at any moment.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
 _NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What to do: free memory."
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNALS_UNTIL_EXIT = 3  # number of signals that ends the process immediately
-_RESERVE_BYTES = 8 << 20  # address space that is freed when an error has to be printed: printing takes memory, too
+# address space that is freed when an error has to be printed: printing takes memory, too
+_RESERVE_BYTES = 8 << 20
 
 
-COMMANDS: dict[str, tuple[str, str]] = {  # modules of zo2adapters.commands, and the dataclasses in them
+# modules of zo2adapters.commands, and the dataclasses in them
+COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "Demo"),
     "init": ("init", "Init"),
     "train": ("train", "Train"),
@@ -61,18 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every error becomes one line and exit status 2.
 
     Args:
-        arguments: The command line without the program's name; None takes the process's own and handles its signals.
+        arguments: The command line without the program's name; None takes the process's own and
+            handles its signals.
     """
     if arguments is not None:
         status = _status(list(arguments), None)
     else:
-        # Texts are tokenised one by one, so the tokenizer has no use for threads; where it cannot start any, it ends the
-        # process with a message of many lines.
+        # Texts are tokenised one by one, so the tokenizer has no use for threads; where it cannot
+        # start any, it ends the process with a message of many lines.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         signals = SignalHandling()
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if isinstance(stream, io.TextIOWrapper):  # a path may hold bytes that are not valid text
+            if isinstance(stream, io.TextIOWrapper):
+                # a path may hold bytes that are not valid text
                 stream.reconfigure(errors="backslashreplace")
                 setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
         try:
@@ -106,10 +111,20 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         print(_NO_MEMORY, file=sys.stderr)
         return REFUSED
     try:
-        from zo2adapters.commands.options import command_help, first_steps, parse_command, program_help, require_command
+        from zo2adapters.commands.options import (
+            command_help,
+            first_steps,
+            parse_command,
+            program_help,
+            require_command,
+        )
 
         if not name or name in {*_HELP, "help"}:
-            print(program_help({other: command_class(other) for other in COMMANDS}) if name else first_steps())
+            print(
+                program_help({other: command_class(other) for other in COMMANDS})
+                if name
+                else first_steps()
+            )
             return 0
         require_command(name, list(COMMANDS))
         options = command_class(name)
@@ -129,7 +144,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     except BrokenPipeError:  # the reader of the pipe has closed it
         _drop_output(sys.stdout)
         return _BROKEN_PIPE
-    except Exception as error:  # ``as_zo2_error`` recognises errors of the user or the machine; others are raised again
+    except Exception as error:
+        # ``as_zo2_error`` recognises errors of the user or the machine; others are raised again
         reserve.close()
         from zo2adapters.commands.options import as_zo2_error, error_line
 
@@ -150,7 +166,11 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
 
 def _interrupted(interruption: KeyboardInterrupt, command: Any, *message: str) -> int:
     """Print how to continue; return the exit status."""
-    if command is not None and _program_name() == "zo2" and (how := command.after_interruption()) is not None:
+    if (
+        command is not None
+        and _program_name() == "zo2"
+        and (how := command.after_interruption()) is not None
+    ):
         message = (*message, how)
     try:
         print(*message, sep="\n", end="\n" if message else "", file=sys.stderr, flush=True)
@@ -160,7 +180,9 @@ def _interrupted(interruption: KeyboardInterrupt, command: Any, *message: str) -
 
 
 def _program_name() -> str:
-    """Prefix of messages: the program's name and, in a run of several workers, the worker's rank."""
+    """Prefix of messages: the program's name and, in a run of several workers, the worker's
+    rank.
+    """
     rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else "0"
     return "zo2" if rank == "0" else f"zo2, worker {rank}"
 
@@ -184,9 +206,11 @@ def _quieten_libraries() -> None:
 
 
 class GuardedStream:
-    """A stream on which control characters of names, metadata, errors and generated texts are written as escapes.
+    """A stream on which control characters of names, metadata, errors and generated texts are
+    written as escapes.
 
-    Progress bars move the cursor by writes of their own: a line after a carriage return, or line feeds and moves up alone.
+    Progress bars move the cursor by writes of their own: a line after a carriage return, or line
+    feeds and moves up alone.
     """
 
     def __init__(self, stream: TextIO, *, has_bars: bool) -> None:
@@ -199,11 +223,15 @@ class GuardedStream:
         """Write a text."""
         moves = _BAR.match(text) if self._has_bars else None
         start = 0 if moves is None else moves.end()
-        return self._stream.write(text[:start] + _CONTROL.sub(lambda found: repr(found[0])[1:-1], text[start:]))
+        return self._stream.write(
+            text[:start] + _CONTROL.sub(lambda found: repr(found[0])[1:-1], text[start:])
+        )
 
 
 def _drop_output(stream: TextIO) -> None:
-    """Discard what could not be written: at exit Python would try to write it again, and print an error."""
+    """Discard what could not be written: at exit Python would try to write it again, and print an
+    error.
+    """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -211,7 +239,11 @@ def _drop_output(stream: TextIO) -> None:
 
 
 def format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
 ) -> str:
     """Format a warning of this library as one line, and others as Python does."""
     from zo2core.errors import ZO2Warning
@@ -230,7 +262,10 @@ def show_warning(
     line: str | None = None,
 ) -> None:
     """Print a warning on a line of its own, above a progress bar if there is one."""
-    text, output = format_warning(message, category, filename, lineno, line), sys.stderr if file is None else file
+    text, output = (
+        format_warning(message, category, filename, lineno, line),
+        sys.stderr if file is None else file,
+    )
     if "tqdm" in sys.modules:
         importlib.import_module("tqdm").tqdm.write(text, file=output, end="")
     else:
@@ -248,7 +283,8 @@ class Interrupted(KeyboardInterrupt):
 class SignalHandling:
     """The handlers of this process.
 
-    A signal that was ignored when the process started stays ignored, as ``nohup`` and background jobs of a shell require.
+    A signal that was ignored when the process started stays ignored, as ``nohup`` and background
+    jobs of a shell require.
     """
 
     def __init__(self) -> None:
@@ -260,7 +296,9 @@ class SignalHandling:
         sys.unraisablehook = self._handle_unraisable
 
     def end(self) -> None:
-        """Ignore signals while Python shuts down, which removes handlers and cannot handle an exception."""
+        """Ignore signals while Python shuts down, which removes handlers and cannot handle an
+        exception.
+        """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -276,14 +314,18 @@ class SignalHandling:
             raise Interrupted(number)
 
     def _handle_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """End the process where Python would ignore the interruption, in a destructor or a callback."""
+        """End the process where Python would ignore the interruption, in a destructor or a
+        callback.
+        """
         if isinstance(unraisable.exc_value, Interrupted):
             _exit(unraisable.exc_value.number, "stopped immediately")
         sys.__unraisablehook__(unraisable)
 
 
 def interruption_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption that caused an error, if any: interrupted code, such as a context manager, may raise an error."""
+    """The interruption that caused an error, if any: interrupted code, such as a context manager,
+    may raise an error.
+    """
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
         if isinstance(error, KeyboardInterrupt):

@@ -1,18 +1,22 @@
-"""A child process that answers requests under limits of memory and computing time: for files that strangers wrote.
+"""A child process that answers requests under limits of memory and computing time: for files that
+strangers wrote.
 
-Note: why a child. A limit of memory holds for a whole process, and an instruction that runs in C cannot be interrupted from
-inside its process. The template ``{{ 'x' * 10**10 }}`` takes 10 GB in one instruction. A pickle of 800 bytes, which
-``torch.load(weights_only=True)`` accepts, doubles a string 28 times by ``_codecs.encode(..., "hex")``. Tuples in tuples, as
-a key, crash the interpreter or are hashed for ever. None of them runs code; each ends the process that reads it.
+Note: why a child. A limit of memory holds for a whole process, and an instruction that runs in C
+cannot be interrupted from inside its process. The template ``{{ 'x' * 10**10 }}`` takes 10 GB in
+one instruction. A pickle of 800 bytes, which ``torch.load(weights_only=True)`` accepts, doubles a
+string 28 times by ``_codecs.encode(..., "hex")``. Tuples in tuples, as a key, crash the interpreter
+or are hashed for ever. None of them runs code; each ends the process that reads it.
 
-This file is both sides. The parent imports it; the child is run by its path, with the path of a task's file as argument,
-and imports nothing of this package but the task. A request is a line of JSON on standard input, {"request", "memory",
-"seconds"}; the answer is a line on standard output, {"answer"} or {"failure"}. The child runs no task itself. It forks the
-process that does, and ends it with the parent, and with it every process that it has started.
+This file is both sides. The parent imports it; the child is run by its path, with the path of a
+task's file as argument, and imports nothing of this package but the task. A request is a line of
+JSON on standard input, {"request", "memory", "seconds"}; the answer is a line on standard output,
+{"answer"} or {"failure"}. The child runs no task itself. It forks the process that does, and ends
+it with the parent, and with it every process that it has started.
 
-Note: what a task has started. A process may leave its session by setsid, and outlive its parent. The child is the subreaper
-of all of them: an orphan becomes its child, so that it finds them as its descendants. Where the system has no subreapers,
-which are Linux's, it ends the process group of the task.
+Note: what a task has started. A process may leave its session by setsid, and outlive its parent.
+The child is the subreaper of all of them: an orphan becomes its child, so that it finds them as its
+descendants. Where the system has no subreapers, which are Linux's, it ends the process group of the
+task.
 """
 
 from __future__ import annotations
@@ -52,8 +56,8 @@ class LimitedProcess:
     """A child process that answers one request after the other. It starts with the first one.
 
     Args:
-        task: File of a Python module that imports nothing of this package. Its function ``answer`` takes a JSON value and
-            returns one.
+        task: File of a Python module that imports nothing of this package. Its function ``answer``
+            takes a JSON value and returns one.
     """
 
     def __init__(self, task: Path) -> None:
@@ -61,23 +65,29 @@ class LimitedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, request: object, *, seconds: float, memory: int, wall_seconds: float | None = None) -> Any:
+    def ask(
+        self, request: object, *, seconds: float, memory: int, wall_seconds: float | None = None
+    ) -> Any:
         """Send a request and wait for the answer.
 
         Args:
             request: A JSON value.
             seconds: Processor time that the child may take.
-            wall_seconds: Time after which the child is ended, even if it only waits; None: no limit.
-            memory: Bytes of address space that the child may take beside what it has. Not limited where the system has no
-                /proc/self/statm.
+            wall_seconds: Time after which the child is ended, even if it only waits; None: no
+                limit.
+            memory: Bytes of address space that the child may take beside what it has. Not limited
+                where the system has no /proc/self/statm.
 
         Returns:
             What the task's ``answer`` returned.
 
         Raises:
-            LimitedProcessError: if the child fails, exceeds a limit or dies. The next request starts another child.
+            LimitedProcessError: if the child fails, exceeds a limit or dies. The next request
+                starts another child.
         """
-        line = json.dumps({"request": request, "memory": memory, "seconds": seconds}).encode() + b"\n"
+        line = (
+            json.dumps({"request": request, "memory": memory, "seconds": seconds}).encode() + b"\n"
+        )
         with self._lock:
             try:
                 result = self._exchange(line, wall_seconds)
@@ -121,7 +131,9 @@ class LimitedProcess:
             process.stdin.flush()
         waiting = select.poll()
         waiting.register(process.stdout, select.POLLIN)
-        is_late = not waiting.poll(None if wall_seconds is None else min(wall_seconds * 1000, _LONGEST_WAIT))
+        is_late = not waiting.poll(
+            None if wall_seconds is None else min(wall_seconds * 1000, _LONGEST_WAIT)
+        )
         # Or the end of the file, at the latest when the system ends the child.
         answer = b"" if is_late else process.stdout.readline()
         if not answer.endswith(b"\n"):
@@ -162,7 +174,9 @@ def _cause_of(status: int) -> str:
 
 
 def _supervise() -> None:
-    """The child: fork, return in the forked process alone, and end it and all that it has started with the parent."""
+    """The child: fork, return in the forked process alone, and end it and all that it has started
+    with the parent.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signals = signal.SIGTERM, signal.SIGCHLD
     woken, wake = os.pipe()
@@ -183,10 +197,15 @@ def _supervise() -> None:
         return
     os.close(1)
     waiting = select.poll()
-    waiting.register(0, 0)  # hung up when the parent has ended, or closes it; the requests are the worker's
+    # hung up when the parent has ended, or closes it; the requests are the worker's
+    waiting.register(0, 0)
     waiting.register(woken, select.POLLIN)
     ended = status = 0
-    while not ended and 0 not in dict(waiting.poll()) and signal.SIGTERM not in os.read(woken, 1 << 12):
+    while (
+        not ended
+        and 0 not in dict(waiting.poll())
+        and signal.SIGTERM not in os.read(woken, 1 << 12)
+    ):
         ended, status = os.waitpid(worker, os.WNOHANG)
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
@@ -209,7 +228,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _descendants(worker: int) -> list[int]:
-    """This process's descendants, or the worker's group (negative, for ``kill``) where the system does not tell them."""
+    """This process's descendants, or the worker's group (negative, for ``kill``) where the system
+    does not tell them.
+    """
     if sys.platform != "linux":
         return [-worker]
     return [child.pid for child in psutil.Process().children(recursive=True)]
@@ -218,7 +239,8 @@ def _descendants(worker: int) -> list[int]:
 def _serve(task_file: str) -> None:
     """The worker: answer requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.register_at_fork(after_in_child=answers.close)  # a fork of the task answers nothing, and keeps no answer from ending
+    # a fork of the task answers nothing, and keeps no answer from ending
+    os.register_at_fork(after_in_child=answers.close)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # the task reads no requests
     os.dup2(2, 1)  # what a library prints is no answer
@@ -233,7 +255,9 @@ def _serve(task_file: str) -> None:
         answers.flush()
 
 
-def _limited(answer: Callable[[Any], Any], request: Any, *, memory: int, seconds: float) -> dict[str, Any]:
+def _limited(
+    answer: Callable[[Any], Any], request: Any, *, memory: int, seconds: float
+) -> dict[str, Any]:
     address_space = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_bytes().split()[0])
@@ -246,7 +270,9 @@ def _limited(answer: Callable[[Any], Any], request: Any, *, memory: int, seconds
         return {"failure": _MEMORY}
     except (Exception, SystemExit) as error:  # any: the parent raises it
         text = " ".join(str(error).split())[:_TEXT]
-        return {"failure": _MEMORY if "allocate memory" in text else f"{type(error).__name__}: {text}"}
+        return {
+            "failure": _MEMORY if "allocate memory" in text else f"{type(error).__name__}: {text}"
+        }
     finally:
         resource.setrlimit(resource.RLIMIT_AS, address_space)
 

@@ -23,7 +23,9 @@ def optional_package(name: str, *, install: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         extra = install.removeprefix("zo2core")
-        remedy = f"pip install '{install}'" + (f"; in a clone: pip install '.{extra}'" if extra != install else "")
+        remedy = f"pip install '{install}'" + (
+            f"; in a clone: pip install '.{extra}'" if extra != install else ""
+        )
         raise MissingPackageError(name, "no such package", "it installed", remedy) from error
 
 

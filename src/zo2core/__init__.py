@@ -1,6 +1,7 @@
 """Zeroth-order fine-tuning of models larger than their device: versioned blocks and a journal.
 
-Importing this package imports nothing else, since torch takes a second. A name is imported when it is first used.
+Importing this package imports nothing else, since torch takes a second. A name is imported when it
+is first used.
 """
 
 import typing as _typing

@@ -1,7 +1,7 @@
 """Building a run: it is planned, and the parts of the plan are opened.
 
-Parts that a caller passes stay the caller's. Parts that are opened here are put on an ``ExitStack`` at once, so that a
-refused run leaves nothing open, and an engine closes exactly these parts.
+Parts that a caller passes stay the caller's. Parts that are opened here are put on an ``ExitStack``
+at once, so that a refused run leaves nothing open, and an engine closes exactly these parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import DRAWN, Journal, digest, json_object
 from zo2core.kernels.programs import seeds_of
-from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, FirstOrder, require_trainable, steps_of, trained_bytes
+from zo2core.methods.first_order import (
+    TRAINED_COPIES,
+    AtSnapshot,
+    FirstOrder,
+    require_trainable,
+    steps_of,
+    trained_bytes,
+)
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
 from zo2core.perturbation import (
@@ -61,7 +68,8 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runne
         if options.source is not None:
             opened.enter_context(sole_use(options.source))
         else:
-            opened.callback(model.weights.close)  # closed last: the other parts may read until they are closed
+            # closed last: the other parts may read until they are closed
+            opened.callback(model.weights.close)
         runner = Runner(model, options, opened)
         _open_journal(runner, method)
         _choose_directions(runner, method)
@@ -75,13 +83,16 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runne
             model.layouts,
             runner.device,
             runner.noise,
-            keep_noise=runner.device.in_place and (runner.spec is None or runner.spec.host_plan.keep_noise),
+            keep_noise=runner.device.in_place
+            and (runner.spec is None or runner.spec.host_plan.keep_noise),
             perturbs_in_place=runner.perturb_in_place,
             allocate=None if options.shared is None else options.shared.work_memory,
         )
         runner.trained = _trained(runner, method)
         if runner.device.torch_device.type == "cpu":
-            runner.helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
+            runner.helper = opened.enter_context(
+                ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb")
+            )
         runner.visits = Visits(
             layouts=model.layouts,
             perturber=runner.perturber,
@@ -97,8 +108,13 @@ def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runne
         return runner, steps
 
 
-def request_of(model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1) -> RunRequest:
-    """What the plan of a run depends on, as far as first-order methods are concerned. Nothing is opened."""
+def request_of(
+    model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1
+) -> RunRequest:
+    """What the plan of a run depends on, as far as first-order methods are concerned.
+
+    Nothing is opened.
+    """
     request = RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(model.layouts, model.weights),
@@ -108,18 +124,24 @@ def request_of(model: BlockModel, method: Method, options: RunOptions, *, worker
         overlap=options.overlap,
     )
     if isinstance(method, AtSnapshot):
-        return replace(request, stays_in_memory=method.parameters is not None and _trains_all(model))
+        return replace(
+            request, stays_in_memory=method.parameters is not None and _trains_all(model)
+        )
     if isinstance(method, ZerothOrder):
         return request
     update, layouts = method.update, model.layouts
     if update is None:
-        return replace(request, trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers))
+        return replace(
+            request, trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers)
+        )
     gradients, optimizer = trained_bytes(update, layouts)
     request = replace(request, gradient_bytes=gradients, optimizer_bytes=optimizer)
     if options.commit_every is None:
         return replace(request, stays_in_memory=True)
     assert options.run is not None, "it is required for commits"
-    request = replace(request, changing=1, write_back=WriteBackPolicy(directory=options.run, every=1))
+    request = replace(
+        request, changing=1, write_back=WriteBackPolicy(directory=options.run, every=1)
+    )
     if update.turn is not None:
         return request
     stored = [replace(layout, states=tuple(update.states(layout))) for layout in layouts]
@@ -144,11 +166,19 @@ def _open_journal(runner: Runner, method: Method) -> None:
     trace = options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
-    runner.recorder = TraceRecorder(Timeline() if options.timeline is None else options.timeline, trace)
+    runner.recorder = TraceRecorder(
+        Timeline() if options.timeline is None else options.timeline, trace
+    )
     takes_steps = isinstance(method, ZerothOrder) and method.estimator is not None
     runner.is_kept = options.run is not None if isinstance(method, FirstOrder) else takes_steps
-    path = options.journal if options.journal is not None or options.run is None else Path(options.run) / JOURNAL
-    journal = runner.journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
+    path = (
+        options.journal
+        if options.journal is not None or options.run is None
+        else Path(options.run) / JOURNAL
+    )
+    journal = runner.journal = (
+        path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
+    )
     if runner.is_kept:  # a run that only replays may do so while another process trains
         opened.push(journal.withdraw_if_refused)
         journal.lock()
@@ -168,12 +198,19 @@ def _choose_directions(runner: Runner, method: Method) -> None:
     """Choose estimator, perturbation and noise."""
     model, journal, device = runner.model, runner.journal, runner.device.torch_device
     zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
-    perturbation, noise, estimator = choose_perturbation(zeroth.perturbation, journal), zeroth.noise, zeroth.estimator
+    perturbation, noise, estimator = (
+        choose_perturbation(zeroth.perturbation, journal),
+        zeroth.noise,
+        zeroth.estimator,
+    )
     if estimator is not None:
-        estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, DensePerturbation))
+        estimator = with_perturb_in_place(
+            estimator, default=isinstance(perturbation, DensePerturbation)
+        )
     if noise is None and journal.noise is None:
         if estimator is None or isinstance(perturbation, LowRankPerturbation):
-            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also if nothing is drawn: it fits all other options
+            # also if nothing is drawn: it fits all other options
+            noise = PhiloxNoise(Distribution.GAUSSIAN)
         elif estimator.distribution is not None:
             noise = PhiloxNoise(estimator.distribution)
     if noise is None:
@@ -215,10 +252,20 @@ def _begin(runner: Runner, method: Method) -> None:
     """Begin or continue the journal of a run that was planned."""
     policy = runner.options.write_back
     runner.journal.begin(_header(runner, method))
-    require_agreement(runner.journal, runner.noise, runner.model.layouts, runner.device.torch_device, runner.workers)
+    require_agreement(
+        runner.journal,
+        runner.noise,
+        runner.model.layouts,
+        runner.device.torch_device,
+        runner.workers,
+    )
     if runner.factors is not None and policy is not None:
         directory, layouts = Path(policy.directory), runner.model.layouts
-        runner.opened.callback(runner.factors.keep_periods(directory, layouts, runner.journal, policy.bytes_a_step).close)
+        runner.opened.callback(
+            runner.factors.keep_periods(
+                directory, layouts, runner.journal, policy.bytes_a_step
+            ).close
+        )
 
 
 def _request(runner: Runner, method: Method) -> RunRequest:
@@ -240,10 +287,20 @@ def _request(runner: Runner, method: Method) -> RunRequest:
 
 
 def _place_planned(runner: Runner, method: Method) -> None:
-    """Plan a run on this machine, whose free memory the workers of a host divide, and open the parts of the plan."""
-    device, model, journal, opened, options = runner.device, runner.model, runner.journal, runner.opened, runner.options
+    """Plan a run on this machine, whose free memory the workers of a host divide, and open the
+    parts of the plan.
+    """
+    device, model, journal, opened, options = (
+        runner.device,
+        runner.model,
+        runner.journal,
+        runner.opened,
+        runner.options,
+    )
     request, timeline = _request(runner, method), runner.recorder.timeline
-    spec = runner.spec = plan(request, Machine.of(device, runner.workers.neighbours), MeasuredSpeeds(model.weights))
+    spec = runner.spec = plan(
+        request, Machine.of(device, runner.workers.neighbours), MeasuredSpeeds(model.weights)
+    )
     own_noise = isinstance(method, ZerothOrder) and method.noise is not None
     if not own_noise and not isinstance(runner.noise, CounterNoise):
         # The same noise, whose generators may be kept in memory that the plan leaves over.
@@ -254,10 +311,16 @@ def _place_planned(runner: Runner, method: Method) -> None:
     if request.changing:
         assert options.run is not None, "it is required for commits"
         scratch = runner.generations = Generations(
-            Path(options.run), spec.layouts, journal.chain, journal.require_version, spare=request.changing
+            Path(options.run),
+            spec.layouts,
+            journal.chain,
+            journal.require_version,
+            spare=request.changing,
         )
     elif spec.write_back is not None:
-        scratch = Scratch(Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version)
+        scratch = Scratch(
+            Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version
+        )
     if scratch is not None:
         opened.callback(scratch.close)
     runner.base_digests = BaseDigests(journal.base_digests, learns=runner.is_kept)
@@ -282,7 +345,9 @@ def _place_planned(runner: Runner, method: Method) -> None:
 
 def _place_given(runner: Runner, method: Method, source: BlockSource) -> None:
     """Use a source that the caller passed."""
-    expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in runner.model.layouts]
+    expected = [
+        (layout.kind, layout.parameters, layout.borrowed) for layout in runner.model.layouts
+    ]
     found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
     if found != expected:
         raise OptionError(
@@ -293,7 +358,9 @@ def _place_given(runner: Runner, method: Method, source: BlockSource) -> None:
         )
     if not isinstance(method, ZerothOrder) or runner.factors is not None:
         kind = "a run whose weights are not replayed where they are stored"
-        raise without_effect("source", kind, "ZerothOrder with dense perturbations, for a source of the caller")
+        raise without_effect(
+            "source", kind, "ZerothOrder with dense perturbations, for a source of the caller"
+        )
     require_drawable(runner.model.layouts, runner.noise)
     _begin(runner, method)
     timeline, options = runner.recorder.timeline, runner.options
@@ -301,7 +368,11 @@ def _place_given(runner: Runner, method: Method, source: BlockSource) -> None:
     if scheduler is None:
         scheduler = open_scheduler(source, runner.device, timeline, overlap=options.overlap)
     runner.opened.callback(scheduler.release_all)  # the source stays open
-    runner.source, runner.scheduler, runner.base_digests = source, scheduler, BaseDigests({}, learns=False)
+    runner.source, runner.scheduler, runner.base_digests = (
+        source,
+        scheduler,
+        BaseDigests({}, learns=False),
+    )
     runner.activations = StreamActivations(runner.device, None, timeline=timeline)
     runner.activation_bytes, runner.spare_bytes = options.memory.activation_bytes, lambda: 0
 
@@ -319,9 +390,13 @@ def _place_shared(runner: Runner, method: Method, base: SharedBase) -> None:
 
 
 def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource) -> Scheduler:
-    """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares them."""
+    """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares
+    them.
+    """
     timeline, device, overlap = runner.recorder.timeline, runner.device, runner.options.overlap
-    open_plain = partial(open_scheduler, device=device, timeline=timeline, overlap=overlap, kept=spec.kept)
+    open_plain = partial(
+        open_scheduler, device=device, timeline=timeline, overlap=overlap, kept=spec.kept
+    )
     if spec.low_bit is None:
         return open_plain(source)
     assert isinstance(runner.noise, CounterNoise), "other noise was refused"
@@ -329,7 +404,9 @@ def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource) -> Scheduler:
     runner.opened.callback(host.close)
     low_bit = LowBitSource(
         source,
-        spread([index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept),
+        spread(
+            [index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept
+        ),
         device.host_memory,
         host.replay,
         comes_back=spec.low_bit == "device",
@@ -340,19 +417,27 @@ def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource) -> Scheduler:
 
 
 def _trained(runner: Runner, method: Method) -> Trained | None:
-    """What first-order steps train: all parameters where they are stored, or an adapter's in memory."""
+    """What first-order steps train: all parameters where they are stored, or an adapter's in
+    memory.
+    """
     if isinstance(method, ZerothOrder):
         return None
     if (method.update is not None) if isinstance(method, FirstOrder) else _trains_all(runner.model):
         return StoredParameters(runner.work_buffer, runner.layouts)
     model = runner.model
-    return TrainedParameters(runner.work_buffer, model.layouts, model.weights, runner.device.torch_device)
+    return TrainedParameters(
+        runner.work_buffer, model.layouts, model.weights, runner.device.torch_device
+    )
 
 
 def _steps(runner: Runner, method: Method) -> Steps:
     """Choose the kind of steps, and go on from what a run has kept."""
     if isinstance(method, ZerothOrder):
-        return Steps(runner) if runner.estimator is None else ZerothOrderSteps(runner, runner.estimator, method.seed)
+        return (
+            Steps(runner)
+            if runner.estimator is None
+            else ZerothOrderSteps(runner, runner.estimator, method.seed)
+        )
     if isinstance(method, AtSnapshot):
         at_snapshot = TrainedSteps(runner)
         at_snapshot.version = method.step
@@ -363,13 +448,25 @@ def _steps(runner: Runner, method: Method) -> Steps:
 
 
 def _header(runner: Runner, method: Method) -> Mapping[str, Any]:
-    """Return the journal's header, which identifies the run. A value of None matches any value of the journal."""
-    model, noise, estimator, provenance = runner.model, runner.noise, runner.estimator, runner.options.provenance
+    """Return the journal's header, which identifies the run.
+
+    A value of None matches any value of the journal.
+    """
+    model, noise, estimator, provenance = (
+        runner.model,
+        runner.noise,
+        runner.estimator,
+        runner.options.provenance,
+    )
     steps: Mapping[str, Any]
     if isinstance(method, FirstOrder):
         steps = {"method": json_object("method", method.journal_options)}
     else:
-        drawn = numbers_drawn(runner.device.torch_device) if isinstance(noise, SequentialNoise) else None
+        drawn = (
+            numbers_drawn(runner.device.torch_device)
+            if isinstance(noise, SequentialNoise)
+            else None
+        )
         seed = method.seed if isinstance(method, ZerothOrder) and estimator is not None else None
         recorded = None if estimator is None else estimator.options
         steps = {"noise": noise.name, DRAWN: drawn, "estimator": recorded, "seed": seed}
@@ -380,7 +477,11 @@ def _header(runner: Runner, method: Method) -> Mapping[str, Any]:
         **steps,
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
-        **({} if isinstance(perturbation, DensePerturbation) else {"perturbation": dict(perturbation.options)}),
+        **(
+            {}
+            if isinstance(perturbation, DensePerturbation)
+            else {"perturbation": dict(perturbation.options)}
+        ),
     }
 
 
@@ -388,7 +489,10 @@ def _require_kind(journal: Journal, method: Method) -> None:
     """Refuse a journal of steps of the other kind."""
     is_replayable = not isinstance(method, FirstOrder)
     if journal.header is not None and journal.is_replayable is not is_replayable:
-        kinds = {True: "zeroth-order steps, which are replayed", False: "first-order steps, which have snapshots"}
+        kinds = {
+            True: "zeroth-order steps, which are replayed",
+            False: "first-order steps, which have snapshots",
+        }
         raise JournalError(
             journal.name,
             found=f"a run of {kinds[journal.is_replayable]}",
@@ -409,7 +513,9 @@ def require_whole_model(model: BlockModel) -> None:
 
 
 def _require_consistent(model: BlockModel, method: Method, options: RunOptions) -> None:
-    """Refuse options that would have no effect, and models that a method cannot train, before anything is opened."""
+    """Refuse options that would have no effect, and models that a method cannot train, before
+    anything is opened.
+    """
     first = method if isinstance(method, FirstOrder) else None
     update = None if first is None else first.update
     if first is not None and not isinstance(model, DifferentiableModel):
@@ -425,7 +531,10 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
         or (isinstance(method, ZerothOrder) and method.estimator is not None)
     ):
         require_whole_model(model)
-    with_method, workers = f"none with {type(method).__name__}", 1 if options.workers is None else options.workers.size
+    with_method, workers = (
+        f"none with {type(method).__name__}",
+        1 if options.workers is None else options.workers.size,
+    )
     beside_source = "none beside a source, which has a scratch file of its own"
     for option, is_refused, expected in (
         ("write_back", not isinstance(method, ZerothOrder), with_method),
@@ -436,12 +545,23 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
         ("run", isinstance(method, AtSnapshot), with_method),
         ("journal", isinstance(method, AtSnapshot), with_method),
         ("workers", workers > 1 and options.shared is not None, "one process for a shared base"),
-        ("workers", workers > 1 and update is not None, "one process, where all parameters are trained"),
+        (
+            "workers",
+            workers > 1 and update is not None,
+            "one process, where all parameters are trained",
+        ),
     ):
         value = getattr(options, option)
         if value is not None and is_refused:
-            raise without_effect(option, f"{workers} workers" if option == "workers" else value, expected)
+            raise without_effect(
+                option, f"{workers} workers" if option == "workers" else value, expected
+            )
     if first is not None and options.journal is not None and options.run is None:
-        raise OptionError("run", "None, and a journal", "a directory for snapshots", f"pass run=..., with its {JOURNAL}")
+        raise OptionError(
+            "run",
+            "None, and a journal",
+            "a directory for snapshots",
+            f"pass run=..., with its {JOURNAL}",
+        )
     if first is not None and update is not None:
         require_trainable(model, first, update, options)

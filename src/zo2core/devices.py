@@ -1,4 +1,5 @@
-"""Compute devices: the CPU, which computes in the buckets, and a CUDA GPU, whose streams no other module uses.
+"""Compute devices: the CPU, which computes in the buckets, and a CUDA GPU, whose streams no other
+module uses.
 
 This process's memory is read, and freed memory returned, here, too.
 """
@@ -26,7 +27,9 @@ from zo2core.types import Event, Lane
 class HostStreams:
     """Does all work at once, so that nothing is ever in flight."""
 
-    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
+    ) -> Transfer:
         """Copy now. See the contract."""
         start = now()
         target.copy_(source)
@@ -51,7 +54,10 @@ class HostDevice:
     streams = HostStreams()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate page-aligned memory of exactly this size. Pages take memory once they are touched."""
+        """Allocate page-aligned memory of exactly this size.
+
+        Pages take memory once they are touched.
+        """
         return torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)[:nbytes]
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -66,7 +72,8 @@ class HostDevice:
         """Do nothing: memory is freed with its tensors."""
 
 
-_COPY_BYTES = 64 << 20  # size of one copy, after which a copy engine may serve another queue: a few milliseconds
+# size of one copy, after which a copy engine may serve another queue: a few milliseconds
+_COPY_BYTES = 64 << 20
 
 
 class _Clock:
@@ -95,7 +102,8 @@ class CudaEvent:
     @property
     def seconds(self) -> float:
         """The time at which the stream reached it, on the clock of ``time.perf_counter``."""
-        return self._clock.seconds + float(self._clock.origin.elapsed_time(self.recorded)) / 1e3  # from milliseconds
+        # from milliseconds
+        return self._clock.seconds + float(self._clock.origin.elapsed_time(self.recorded)) / 1e3
 
 
 class CudaStreams:
@@ -104,20 +112,24 @@ class CudaStreams:
     def __init__(self, index: int) -> None:
         self._index = index
         with torch.cuda.device(index):
-            # One copy engine uploads while kernels run, a second one offloads. Activations have their own streams, so that
-            # they need not wait for a whole block.
+            # One copy engine uploads while kernels run, a second one offloads. Activations have
+            # their own streams, so that they need not wait for a whole block.
             lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
             self._lanes: dict[Lane, Any] = {lane: torch.cuda.Stream() for lane in lanes}  # type: ignore[no-untyped-call]
             self._clock = _Clock()
 
-    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+    def copy(
+        self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
+    ) -> Transfer:
         """Start a copy between page-locked memory and the GPU. See the contract."""
         stream = self._lanes[lane]
         for event in after.values():
             stream.wait_event(_recorded(event))
         start = CudaEvent(self._clock, stream)
         with torch.cuda.stream(stream):
-            for to, origin in zip(torch.split(target, _COPY_BYTES), torch.split(source, _COPY_BYTES), strict=True):
+            for to, origin in zip(
+                torch.split(target, _COPY_BYTES), torch.split(source, _COPY_BYTES), strict=True
+            ):
                 to.copy_(origin, non_blocking=True)
         return Transfer(target, source, start, CudaEvent(self._clock, stream))
 
@@ -162,16 +174,16 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.streams = CudaStreams(index)
         self._locked: list[torch.Tensor] = []
-        # Locking fails at an address that was unmapped and mapped again while CUDA still takes it for locked. So a device
-        # that was not closed also unlocks its memory before it is freed.
+        # Locking fails at an address that was unmapped and mapped again while CUDA still takes it
+        # for locked. So a device that was not closed also unlocks its memory before it is freed.
         self._unlock = weakref.finalize(self, _unlock, self.streams, self._locked)
         self._unlock.atexit = False
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-locked memory of exactly this size.
 
-        torch's own allocator would round up to a power of two (pytorch issue 150517): 576 GiB instead of 324 for the
-        blocks of OPT-175B.
+        torch's own allocator would round up to a power of two (pytorch issue 150517): 576 GiB
+        instead of 324 for the blocks of OPT-175B.
 
         Raises:
             DeviceError: if the memory cannot be locked.
@@ -197,7 +209,9 @@ class CudaDevice:
     def free_memory(self) -> int:
         """Return the driver's free memory and torch's unused cache, in bytes."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(
+            self.torch_device
+        )
         return free + kept
 
     def close(self) -> None:
@@ -248,13 +262,17 @@ def resident_memory() -> int:
 def memory_in_use() -> int:
     """Resident bytes of this process, without what it has freed and will use again before it grows.
 
-    What an allocator keeps would otherwise count twice in the plan of a later run: as part of the process, and as the run's.
+    What an allocator keeps would otherwise count twice in the plan of a later run: as part of the
+    process, and as the run's.
     """
     return_freed_memory()
     return resident_memory()
 
 
 def return_freed_memory() -> None:
-    """Return memory that was freed to the system, whole pages of it. Without effect where the C library is not glibc."""
+    """Return memory that was freed to the system, whole pages of it.
+
+    Without effect where the C library is not glibc.
+    """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

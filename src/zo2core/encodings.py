@@ -1,4 +1,7 @@
-"""Encodings of matrices with 8 or 4 bits a weight: the order of their parts in memory. The kernels decode them."""
+"""Encodings of matrices with 8 or 4 bits a weight: the order of their parts in memory.
+
+The kernels decode them.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +31,29 @@ class EncodedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """A signed byte per weight, a float32 per row: ``code * scale / 127`` (arXiv 2208.07339, without outliers)."""
+    """A signed byte per weight, a float32 per row: ``code * scale / 127`` (arXiv 2208.07339,
+    without outliers).
+    """
 
     name: str = field(default="int8", init=False)
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
         """Parts of a matrix of shape (rows, columns)."""
         rows, columns = shape
-        return EncodedPart("codes", torch.int8, (rows, columns)), EncodedPart("scales", torch.float32, (rows,))
+        return EncodedPart("codes", torch.int8, (rows, columns)), EncodedPart(
+            "scales", torch.float32, (rows,)
+        )
 
 
 @dataclass(frozen=True)
 class Float8Blocks:
-    """An e4m3 number per weight and a scale per block: ``code * scale``, as in released FP8 checkpoints.
+    """An e4m3 number per weight and a scale per block: ``code * scale``, as in released FP8
+    checkpoints.
 
     Args:
         block: Rows and columns of a block; blocks at the edges may have fewer.
-        scale_dtype: Dtype of the scales: float32, bfloat16, or float8_e8m0fnu, which are powers of 2.
+        scale_dtype: Dtype of the scales: float32, bfloat16, or float8_e8m0fnu, which are powers of
+            2.
     """
 
     block: tuple[int, int] = (128, 128)
@@ -55,14 +64,18 @@ class Float8Blocks:
         """Parts of a matrix of shape (rows, columns)."""
         rows, columns = shape
         blocks = -(-rows // self.block[0]), -(-columns // self.block[1])
-        return EncodedPart("codes", FP8, (rows, columns)), EncodedPart("scales", self.scale_dtype, blocks)
+        return EncodedPart("codes", FP8, (rows, columns)), EncodedPart(
+            "scales", self.scale_dtype, blocks
+        )
 
 
 @dataclass(frozen=True)
 class NF4Blocks:
-    """Four bits per weight, the first of two in the higher bits, and a scale per block (QLoRA, arXiv 2305.14314).
+    """Four bits per weight, the first of two in the higher bits, and a scale per block (QLoRA,
+    arXiv 2305.14314).
 
-    A weight is ``table[code] * scale``. A double quantised scale is ``nested_table[code] * nested_scale + offset``.
+    A weight is ``table[code] * scale``. A double quantised scale is ``nested_table[code] *
+    nested_scale + offset``.
 
     Args:
         block: Number of weights of the flattened matrix that share a scale.
@@ -96,7 +109,8 @@ class GGUFBlock(NamedTuple):
     nbytes: int
 
 
-GGUF_BLOCKS: Mapping[str, GGUFBlock] = {  # by the names of ggml's types, in the order of gguf.c's enum
+# by the names of ggml's types, in the order of gguf.c's enum
+GGUF_BLOCKS: Mapping[str, GGUFBlock] = {
     "F32": GGUFBlock(0, 1, 4),
     "F16": GGUFBlock(1, 1, 2),
     "BF16": GGUFBlock(30, 1, 2),
@@ -131,8 +145,9 @@ class GGUFRows:
 
     Args:
         name: The type of ggml, one of ``GGUF_BLOCKS``.
-        heads: Attention heads whose rows are stored in pairs, as llama.cpp rotates them: stored row 2 i + j of a head is row
-            j * half + i of the weight, where half is half of the head's rows. 0: rows are stored in the weight's order.
+        heads: Attention heads whose rows are stored in pairs, as llama.cpp rotates them: stored row
+            2 i + j of a head is row j * half + i of the weight, where half is half of the head's
+            rows. 0: rows are stored in the weight's order.
     """
 
     name: str
@@ -150,8 +165,9 @@ class FourBitGroups:
     """Four bits a weight, and a scale and mostly a zero for a group of a row's weights.
 
     Args:
-        name: ``gptq``, ``gptq_v2`` (whose zeros are not stored less 1) or ``awq``, which store inputs first, ``int4`` of
-            compressed-tensors, or ``nvfp4``, whose scales are e4m3 numbers with a common divisor.
+        name: ``gptq``, ``gptq_v2`` (whose zeros are not stored less 1) or ``awq``, which store
+            inputs first, ``int4`` of compressed-tensors, or ``nvfp4``, whose scales are e4m3
+            numbers with a common divisor.
         group: Weights of a row that share a scale.
         scale_dtype: Dtype of the scales.
         has_zeros: Whether zeros are stored; without, the zero is the code 8. Of ``int4`` only.
@@ -181,10 +197,16 @@ class FourBitGroups:
             return codes, scales, EncodedPart("global", torch.float32, (1,))
         if self.inputs_first:
             packed = (columns, rows // 8) if self.name == "awq" else (columns // 8, rows)
-            scales, zeros = EncodedPart("scales", self.scale_dtype, (groups, rows)), (groups, rows // 8)
+            scales, zeros = (
+                EncodedPart("scales", self.scale_dtype, (groups, rows)),
+                (groups, rows // 8),
+            )
         else:
             packed = rows, -(-columns // 8)
-            scales, zeros = EncodedPart("scales", self.scale_dtype, (rows, groups)), (-(-rows // 8), groups)
+            scales, zeros = (
+                EncodedPart("scales", self.scale_dtype, (rows, groups)),
+                (-(-rows // 8), groups),
+            )
         parts = [EncodedPart("codes", torch.int32, packed), scales]
         parts += [EncodedPart("zeros", torch.int32, zeros)] if self.has_zeros else []
         parts += [EncodedPart("order", torch.int32, (columns,))] if self.is_ordered else []
@@ -193,9 +215,11 @@ class FourBitGroups:
 
 @dataclass(frozen=True)
 class MXFP4Stack:
-    """A 4-bit float (e2m1) per weight, the first of two in the lower bits, and a power of 2 (e8m0) for each 32 (OCP MX 1.0).
+    """A 4-bit float (e2m1) per weight, the first of two in the lower bits, and a power of 2 (e8m0)
+    for each 32 (OCP MX 1.0).
 
-    A weight is (..., inputs, outputs); its codes are stored with inputs last, as gpt-oss has its experts.
+    A weight is (..., inputs, outputs); its codes are stored with inputs last, as gpt-oss has its
+    experts.
     """
 
     name: str = field(default="mxfp4", init=False)
@@ -204,12 +228,15 @@ class MXFP4Stack:
         """Parts of a stack of matrices of shape (..., inputs, outputs)."""
         *stack, inputs, outputs = shape
         rows = (*stack, outputs, inputs // MXFP4_BLOCK)
-        return EncodedPart("codes", torch.uint8, (*rows, MXFP4_BLOCK // 2)), EncodedPart("scales", torch.uint8, rows)
+        return EncodedPart("codes", torch.uint8, (*rows, MXFP4_BLOCK // 2)), EncodedPart(
+            "scales", torch.uint8, rows
+        )
 
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """Matrices that are encoded each for itself and stacked by rows, such as the experts of a mixture.
+    """Matrices that are encoded each for itself and stacked by rows, such as the experts of a
+    mixture.
 
     Args:
         matrices: The encoding of each matrix, and its number of rows.
@@ -224,7 +251,9 @@ class MatrixStack:
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
         """Parts of all matrices, one matrix after the other."""
-        return tuple(part for encoding, rows in self.matrices for part in encoding.parts((rows, shape[-1])))
+        return tuple(
+            part for encoding, rows in self.matrices for part in encoding.parts((rows, shape[-1]))
+        )
 
 
 MatrixEncoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | FourBitGroups | GGUFRows

@@ -39,40 +39,50 @@ Part = TypeVar("Part")
 class Engine:
     """Trains, evaluates and exports a model that need not fit into memory, one segment at a time.
 
-    Objects that the caller passes stay the caller's. The engine closes what it opens (paths, devices by name) and, unless a
-    source is passed, the model's checkpoint. One engine at a time uses a model.
+    Objects that the caller passes stay the caller's. The engine closes what it opens (paths,
+    devices by name) and, unless a source is passed, the model's checkpoint. One engine at a time
+    uses a model.
 
-    A first-order step of all parameters that fails after the first update, or is interrupted there, leaves weights of two
-    steps. The engine then refuses all further use.
+    A first-order step of all parameters that fails after the first update, or is interrupted there,
+    leaves weights of two steps. The engine then refuses all further use.
 
     Args:
         model: A model that is divided into embedding, blocks and head.
-        method: How steps are made: ``ZerothOrder(estimator)`` or ``FirstOrder(optimizer)``. None takes no steps: the engine
-            evaluates and exports the model with all updates of the journal. ``AtSnapshot``: with the parameters of a
-            snapshot.
-        journal: Records the steps: a journal, or its path; a missing file is created. None: that of ``run``, or none on
-            disk. A journal with updates continues its run. Without a method only its updates are read.
-        run: Directory of a run that is kept, with its journal and, of first-order steps, its snapshots or weights. The run
-            resumes from the last of them, and repeats the steps since with the same bits. None keeps no directory.
-        provenance: Other values that decide the run, as JSON values. The journal records them, and other values are refused.
+        method: How steps are made: ``ZerothOrder(estimator)`` or ``FirstOrder(optimizer)``. None
+            takes no steps: the engine evaluates and exports the model with all updates of the
+            journal. ``AtSnapshot``: with the parameters of a snapshot.
+        journal: Records the steps: a journal, or its path; a missing file is created. None: that of
+            ``run``, or none on disk. A journal with updates continues its run. Without a method
+            only its updates are read.
+        run: Directory of a run that is kept, with its journal and, of first-order steps, its
+            snapshots or weights. The run resumes from the last of them, and repeats the steps since
+            with the same bits. None keeps no directory.
+        provenance: Other values that decide the run, as JSON values. The journal records them, and
+            other values are refused.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         memory: Memory that the process may use, or its size ("6GiB").
-        write_back: When zeroth-order steps write changed segments to disk. None: never; a resumed run replays the whole
-            journal.
-        commit_every: For first-order steps of all parameters of a model that is larger than memory: steps between two
-            commits of the segments, with their optimizer states, to ``run``. With more than 1, embedding, head and the
-            blocks that memory has room for are written that seldom; other blocks are written at each step. An optimizer
-            with turns commits at their ends. None: all blocks stay in memory.
-        micro_batch_size: Rows of the micro-batches into which a batch is split; None does not split batches.
-        overlap: Whether transfers and disk reads overlap with compute. The bits are the same without.
-        replay: For a device with its own memory: "device" replays there, "host" on the host, without offloads; "auto"
-            chooses.
+        write_back: When zeroth-order steps write changed segments to disk. None: never; a resumed
+            run replays the whole journal.
+        commit_every: For first-order steps of all parameters of a model that is larger than memory:
+            steps between two commits of the segments, with their optimizer states, to ``run``. With
+            more than 1, embedding, head and the blocks that memory has room for are written that
+            seldom; other blocks are written at each step. An optimizer with turns commits at their
+            ends. None: all blocks stay in memory.
+        micro_batch_size: Rows of the micro-batches into which a batch is split; None does not split
+            batches.
+        overlap: Whether transfers and disk reads overlap with compute. The bits are the same
+            without.
+        replay: For a device with its own memory: "device" replays there, "host" on the host,
+            without offloads; "auto" chooses.
         trace: Records the work of every sweep: a trace, or the path of a new one.
-        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a first-order
-            step's forward and backward. None: ``run``, or else the system's for temporary files.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory
+            between a first-order step's forward and backward. None: ``run``, or else the system's
+            for temporary files.
         workers: Workers that share steps and evaluations; None: a run of one process.
-        shared: A base that other runs read, too; its device and memory are used. None: the run reads its base alone.
-        source: Stores the model's segments, instead of one that is planned. Then ``memory`` gives only activations.
+        shared: A base that other runs read, too; its device and memory are used. None: the run
+            reads its base alone.
+        source: Stores the model's segments, instead of one that is planned. Then ``memory`` gives
+            only activations.
         scheduler: Scheduler of that source and device; None makes one.
         timeline: Timeline in which that source and scheduler record their work; None makes one.
 
@@ -81,8 +91,10 @@ class Engine:
         OptionError: if an option is out of its range, or would have no effect.
         MemoryBudgetError: if not even the smallest plan fits into the memory.
         JournalError: if the journal is damaged, or belongs to another run.
-        CheckpointError: if the checkpoint cannot be read, or there are snapshots, but all are damaged.
-        DeviceError, OutputError, ScratchError: if the device is missing or too small, or a file cannot be written.
+        CheckpointError: if the checkpoint cannot be read, or there are snapshots, but all are
+            damaged.
+        DeviceError, OutputError, ScratchError: if the device is missing or too small, or a file
+            cannot be written.
     """
 
     def __init__(
@@ -167,18 +179,28 @@ class Engine:
 
     @property
     def write_back_every(self) -> int | None:
-        """Steps that a segment may be ahead of its bytes on disk; None: segments are never written."""
+        """Steps that a segment may be ahead of its bytes on disk; None: segments are never
+        written.
+        """
         return self._runner.write_back_every
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of an adapter, for learning rate schedules. The engine calls its ``step``."""
+        """The optimizer of an adapter, for learning rate schedules.
+
+        The engine calls its ``step``.
+        """
         return _required(self._steps, AdapterSteps, "optimizer").optimizer
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """An adapter's parameters by name, in registration order, on the device. Only change them in place."""
-        return MappingProxyType(_required(self._steps, AdapterSteps, "parameters").trained.parameters)
+        """An adapter's parameters by name, in registration order, on the device.
+
+        Only change them in place.
+        """
+        return MappingProxyType(
+            _required(self._steps, AdapterSteps, "parameters").trained.parameters
+        )
 
     @property
     def snapshots(self) -> Snapshots:
@@ -191,28 +213,39 @@ class Engine:
         return _required(self._steps, CommittedSteps, "committed").committed
 
     def watch(self, visited: Callable[[int, int], object] | None) -> None:
-        """Have a function called after each visit of a sweep, such as one that draws a progress bar.
+        """Have a function called after each visit of a sweep, such as one that draws a progress
+        bar.
 
         Args:
-            visited: Called in the thread of the sweep, with the number of the sweep's visits so far and of all. On a device
-                with its own memory the visit's work may not have ended yet. None: nothing is called.
+            visited: Called in the thread of the sweep, with the number of the sweep's visits so far
+                and of all. On a device with its own memory the visit's work may not have ended yet.
+                None: nothing is called.
         """
         self._runner.watch = visited
 
-    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None, *, seed: int | None = None) -> StepResult:
+    def step(
+        self,
+        batch: Batch | Sequence[Batch],
+        forward: Forward | None = None,
+        *,
+        seed: int | None = None,
+    ) -> StepResult:
         """Take one step.
 
-        A zeroth-order step is one sweep of evaluations, then one record in the journal; the weights change when they are
-        next visited. A first-order step is a sweep forward and backward, and the optimizer's update; it is committed if
-        that is due.
+        A zeroth-order step is one sweep of evaluations, then one record in the journal; the weights
+        change when they are next visited. A first-order step is a sweep forward and backward, and
+        the optimizer's update; it is committed if that is due.
 
         Args:
-            batch: Input of the forward; for the model's loss, with labels. Several batches count as one, as with gradient
-                accumulation: the model's loss is the mean over the labelled tokens of all.
-            forward: Computes the number to minimise: an ``Objective``, or any forward whose head returns a 0-d tensor, for
-                one batch without micro-batches; by default the model, whose head returns its loss. First-order steps need
-                one that ``torch.autograd`` can differentiate.
-            seed: Seed of the first direction of a zeroth-order step; None draws it from the run's seed.
+            batch: Input of the forward; for the model's loss, with labels. Several batches count as
+                one, as with gradient accumulation: the model's loss is the mean over the labelled
+                tokens of all.
+            forward: Computes the number to minimise: an ``Objective``, or any forward whose head
+                returns a 0-d tensor, for one batch without micro-batches; by default the model,
+                whose head returns its loss. First-order steps need one that ``torch.autograd`` can
+                differentiate.
+            seed: Seed of the first direction of a zeroth-order step; None draws it from the run's
+                seed.
 
         Returns:
             The result of the step.
@@ -220,14 +253,16 @@ class Engine:
         Raises:
             BatchError: if the model cannot take the batch.
             NonFiniteLossError: if a loss, a projected gradient or a gradient is not finite.
-            OptionError: if the learning rate of this step, the seed, or the micro-batch size for this forward is out of its
-                range, the forward's result is not a number or has no gradient, or the engine takes no steps.
-            JournalError: if the record cannot be written, has a value that would overflow weights, or differs from that of
-                the step that it repeats.
+            OptionError: if the learning rate of this step, the seed, or the micro-batch size for
+                this forward is out of its range, the forward's result is not a number or has no
+                gradient, or the engine takes no steps.
+            JournalError: if the record cannot be written, has a value that would overflow weights,
+                or differs from that of the step that it repeats.
             WorkerError: if another worker does not answer, or has another batch or step.
             CheckpointError, ScratchError: if a block cannot be read, or a file cannot be written.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
-            In all these cases the step was not taken, unless the message says that segments had been changed: then the
+            In all these cases the step was not taken, unless the message says that segments had
+                been changed: then the
             engine is closed.
             OutputError: if the trace cannot be written; the step was taken.
         """
@@ -235,9 +270,11 @@ class Engine:
         return self._steps.step(batch, forward, seed=seed)
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> float:
-        """Add the gradients of a batch's loss to ``grad`` of an adapter's parameters, as ``loss.backward()`` does.
+        """Add the gradients of a batch's loss to ``grad`` of an adapter's parameters, as
+        ``loss.backward()`` does.
 
-        A custom training loop calls ``engine.gradients(batch)``, ``optimizer.step()`` and ``optimizer.zero_grad()``.
+        A custom training loop calls ``engine.gradients(batch)``, ``optimizer.step()`` and
+        ``optimizer.zero_grad()``.
 
         Args:
             batch: As for ``step``.
@@ -247,22 +284,26 @@ class Engine:
             The loss.
 
         Raises:
-            ZO2Error: as for ``step``, except that a loss that is not finite is returned. All gradients are cleared then.
+            ZO2Error: as for ``step``, except that a loss that is not finite is returned. All
+                gradients are cleared then.
         """
         self._runner.use.require_open()
         return _required(self._steps, AdapterSteps, "gradients").gradients(batch, forward)
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
-        """Start a zeroth-order step whose losses the caller computes, by ``forwards_at``, and passes to ``tell``.
+        """Start a zeroth-order step whose losses the caller computes, by ``forwards_at``, and
+        passes to ``tell``.
 
         Args:
             seed: Seed of the first direction; None draws it from the run's seed.
 
         Returns:
-            The evaluations of the step, or this worker's part of them. A step that was started before is dropped.
+            The evaluations of the step, or this worker's part of them. A step that was started
+            before is dropped.
 
         Raises:
-            OptionError: if the learning rate of this step or the seed is out of its range, or workers cannot share the step.
+            OptionError: if the learning rate of this step or the seed is out of its range, or
+                workers cannot share the step.
             BusyError, ClosedError: as for ``step``.
         """
         return self._zeroth_order("ask").ask(seed=seed)
@@ -271,27 +312,33 @@ class Engine:
         """Take the step that ``ask`` started: write its record to the journal.
 
         Args:
-            losses: The loss of each evaluation that ``ask`` returned, in order: numbers, or 0-d tensors, in whose dtype the
-                projected gradients are computed. The call waits for the losses of other workers.
+            losses: The loss of each evaluation that ``ask`` returned, in order: numbers, or 0-d
+                tensors, in whose dtype the projected gradients are computed. The call waits for the
+                losses of other workers.
 
         Returns:
             The result of the step.
 
         Raises:
             OptionError: if no step is open, or there are more or fewer losses.
-            NonFiniteLossError, JournalError, WorkerError: as for ``step``. In these cases the step was not taken.
+            NonFiniteLossError, JournalError, WorkerError: as for ``step``. In these cases the step
+                was not taken.
         """
         return self._zeroth_order("tell").tell(losses)
 
-    def evaluate(self, batches: Iterable[Batch], forward: Objective | None = None) -> EvaluationResult:
-        """Evaluate the present weights; memory for activations limits the number of batches in a sweep.
+    def evaluate(
+        self, batches: Iterable[Batch], forward: Objective | None = None
+    ) -> EvaluationResult:
+        """Evaluate the present weights; memory for activations limits the number of batches in a
+        sweep.
 
         Args:
             batches: Inputs of the forward. The model's loss weights a batch by its labelled tokens.
             forward: The objective to evaluate; by default the model's loss.
 
         Returns:
-            The mean loss over labelled tokens, and the loss of each batch; for an objective, its loss of all batches.
+            The mean loss over labelled tokens, and the loss of each batch; for an objective, its
+            loss of all batches.
 
         Raises:
             BatchError: if the model cannot take a batch, or there is no batch.
@@ -302,25 +349,34 @@ class Engine:
         runner.use.require_open()
         if forward is None and isinstance(runner.model, Objective):
             forward = runner.model
-        return evaluate(partial(self.forwards, forward=forward), batches, rows, runner.workers, forward)
+        return evaluate(
+            partial(self.forwards, forward=forward), batches, rows, runner.workers, forward
+        )
 
     def forwards(
-        self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None
+        self,
+        batches: Iterable[Batch],
+        forward: Forward | None = None,
+        *,
+        at: Evaluation | None = None,
     ) -> Iterator[list[torch.Tensor]]:
-        """Run batches with the present weights or those of an evaluation; memory for activations limits batches per sweep.
+        """Run batches with the present weights or those of an evaluation; memory for activations
+        limits batches per sweep.
 
         Args:
             batches: Inputs of ``forward``, taken as sweeps run.
             forward: Runs the segments; by default the model, whose head returns losses.
-            at: One of the evaluations that ``ask`` returned; None: unperturbed weights. Where weights are perturbed in
-                place, a sweep passes all evaluations before it, too: ``forwards_at`` runs several in one sweep.
+            at: One of the evaluations that ``ask`` returned; None: unperturbed weights. Where
+                weights are perturbed in place, a sweep passes all evaluations before it, too:
+                ``forwards_at`` runs several in one sweep.
 
         Yields:
             The head's output for each batch, in order, one list for each sweep.
 
         Raises:
             BatchError: if the model cannot take a batch.
-            OptionError: if no step is open, the evaluation is not part of it, or is for a group of rows only.
+            OptionError: if no step is open, the evaluation is not part of it, or is for a group of
+                rows only.
         """
         run = self._runner.model if forward is None else forward
         for group in self._runner.filled(batches, run):
@@ -336,16 +392,18 @@ class Engine:
         """Run batches at several evaluations in one sweep, whatever memory they take.
 
         Args:
-            groups: Evaluations of the open step, each with the inputs of ``forward`` to run at it; None instead of an
-                evaluation stands for the present weights.
-            forward: Runs the segments. One with ``stacked`` and ``heads`` runs low-rank evaluations as one batch.
+            groups: Evaluations of the open step, each with the inputs of ``forward`` to run at it;
+                None instead of an evaluation stands for the present weights.
+            forward: Runs the segments. One with ``stacked`` and ``heads`` runs low-rank evaluations
+                as one batch.
 
         Returns:
             The head's output for each batch, one list for each group.
 
         Raises:
             BatchError: if the forward cannot take a batch.
-            OptionError: if an evaluation is not one of the open step, or is for a group of rows only.
+            OptionError: if an evaluation is not one of the open step, or is for a group of rows
+                only.
         """
         self._runner.use.require_open()
         merged: dict[Evaluation | None, list[Batch]] = {}  # a sweep has each evaluation once
@@ -357,11 +415,17 @@ class Engine:
         prepared = [(at, list(self._runner.prepared(batches, forward))) for at, batches in path]
         with self._runner.recorder.sweep("evaluation"):
             outputs = self._runner.sweep(self.version, prepared, forward)
-        left = {at: iter(of_evaluation) for (at, _), of_evaluation in zip(prepared, outputs, strict=True)}
+        left = {
+            at: iter(of_evaluation)
+            for (at, _), of_evaluation in zip(prepared, outputs, strict=True)
+        }
         return [list(islice(left[at], len(batches))) for at, batches in groups]
 
     def flush(self) -> None:
-        """Bring every segment to the present version. The write-back policy decides what is written to disk."""
+        """Bring every segment to the present version.
+
+        The write-back policy decides what is written to disk.
+        """
         self._runner.use.require_open()
         with self._runner.recorder.sweep("flush"):
             self._runner.sweep(self.version, [], self._runner.model)
@@ -370,7 +434,8 @@ class Engine:
         """Yield every parameter at the present version, one at a time, in visiting order.
 
         Yields:
-            Name and tensor, with its shape and dtype, on the CPU: a view, valid until the next one, and not to be changed.
+            Name and tensor, with its shape and dtype, on the CPU: a view, valid until the next one,
+            and not to be changed.
         """
         yield from self._present(range(len(self._runner.layouts)))
 
@@ -391,7 +456,9 @@ class Engine:
                 expected="low-rank perturbations, whose changes are separate from the weights",
                 remedy="export the model instead",
             )
-        with closing(self._runner.parameters_at(self.version, range(len(self._runner.layouts)))) as visited:
+        with closing(
+            self._runner.parameters_at(self.version, range(len(self._runner.layouts)))
+        ) as visited:
             for spec, view in visited:
                 if not spec.frozen:
                     yield spec.name, factors.learned(spec, view)
@@ -403,48 +470,68 @@ class Engine:
         files: Mapping[str, Path | bytes] | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> None:
-        """Write the model at the present version: a directory that ``from_pretrained`` loads, or the model's own format.
+        """Write the model at the present version: a directory that ``from_pretrained`` loads, or
+        the model's own format.
 
         Args:
             directory: A directory that does not exist or is empty. It appears whole or not at all.
-            files: Further files of the directory: content, or path of the file to copy, by name. None: no further files.
-            progress: Called with the bytes of each parameter once it is written. None: nothing is called.
+            files: Further files of the directory: content, or path of the file to copy, by name.
+                None: no further files.
+            progress: Called with the bytes of each parameter once it is written. None: nothing is
+                called.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
         self._runner.use.require_open()
-        directory, model, files = Path(directory), self._runner.model, {} if files is None else files
+        directory, model, files = (
+            Path(directory),
+            self._runner.model,
+            {} if files is None else files,
+        )
         require_unused(directory)
         if isinstance(model, CustomExport):
             exported, layouts = model.exported_parameters, enumerate(model.layouts)
-            segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
+            segments = [
+                i
+                for i, layout in layouts
+                if any(spec.name in exported for spec in layout.parameters)
+            ]
             with closing(self._present(segments, progress)) as tensors:
                 model.write(directory, tensors, files)
             return
-        specs, form = [spec.decoded for layout in model.layouts for spec in layout.parameters], saved_form(model)
+        specs, form = (
+            [spec.decoded for layout in model.layouts for spec in layout.parameters],
+            saved_form(model),
+        )
         with closing(self._present(range(len(model.layouts)), progress)) as tensors:
             companions = {**model.companions, **files}
-            write_checkpoint(directory, specs, tensors, companions, dtype=model.export_dtype, form=form)
+            write_checkpoint(
+                directory, specs, tensors, companions, dtype=model.export_dtype, form=form
+            )
 
     def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Set the values of the parameters that first-order steps train: of all of them, before the first step.
+        """Set the values of the parameters that first-order steps train: of all of them, before the
+        first step.
 
         Args:
             parameters: Values by name, as in ``state_dict``.
 
         Raises:
-            CheckpointError: if they belong to other parameters, or are not finite; nothing is changed then.
+            CheckpointError: if they belong to other parameters, or are not finite; nothing is
+                changed then.
             OptionError: if the state of the run is elsewhere, or belongs to its weights.
         """
         self._runner.use.require_open()
         self._steps.load(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later first-order steps depend: parameters, the optimizer's state, number of steps.
+        """Return the state on which later first-order steps depend: parameters, the optimizer's
+        state, number of steps.
 
-        Another engine of the same model and optimizer continues from it with the same bits. The parameters of an adapter are
-        copies; all parameters of a model are not: the next step changes them.
+        Another engine of the same model and optimizer continues from it with the same bits. The
+        parameters of an adapter are copies; all parameters of a model are not: the next step
+        changes them.
 
         Raises:
             OptionError: if the state is the journal, or is committed on disk.
@@ -465,13 +552,15 @@ class Engine:
         self._steps.restore(state)
 
     def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot of the present first-order step durably, and delete all older ones but the newest of them.
+        """Write a snapshot of the present first-order step durably, and delete all older ones but
+        the newest of them.
 
         Args:
             keep: Steps whose snapshots are kept as well.
 
         Raises:
-            OptionError: if the engine has no directory of a run, or commits its segments on disk instead.
+            OptionError: if the engine has no directory of a run, or commits its segments on disk
+                instead.
             OutputError: if it cannot be written.
             WorkerError: if another worker has other parameters.
         """
@@ -479,7 +568,9 @@ class Engine:
         self._steps.take_snapshot(keep)
 
     def commit(self) -> None:
-        """Commit the present step of a run with ``commit_every`` durably. Optimizers with turns commit at their ends only.
+        """Commit the present step of a run with ``commit_every`` durably.
+
+        Optimizers with turns commit at their ends only.
 
         Raises:
             ScratchError: if it cannot be written; the engine is closed then.
@@ -488,7 +579,8 @@ class Engine:
         _required(self._steps, CommittedSteps, "commit").commit()
 
     def note_evaluation(self, results: Mapping[str, float]) -> None:
-        """Record the results of an evaluation of the present weights in the journal, after the base's digests.
+        """Record the results of an evaluation of the present weights in the journal, after the
+        base's digests.
 
         Args:
             results: Numbers by name.
@@ -512,13 +604,17 @@ class Engine:
     def _present(
         self, segments: Iterable[int], progress: Callable[[int], object] | None = None
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield the present parameters of segments, and report the bytes of each once the next is asked for."""
+        """Yield the present parameters of segments, and report the bytes of each once the next is
+        asked for.
+        """
         factors = self._runner.factors
         require_whole_model(self._runner.model)
         with closing(self._runner.parameters_at(self.version, segments)) as visited:
             for spec, view in visited:
                 weights = view if spec.encoding is None else decoded(spec, view)
-                present = weights if factors is None or spec.frozen else factors.present(spec, weights)
+                present = (
+                    weights if factors is None or spec.frozen else factors.present(spec, weights)
+                )
                 yield spec.name, present.view(spec.shape)
                 if progress is not None:
                     progress(present.nbytes)
@@ -528,10 +624,17 @@ class Engine:
         return _required(self._steps, ZerothOrderSteps, asked)
 
 
-_NEEDED: Mapping[type, tuple[str, str]] = {  # what an engine lacks without such a part, and the method that has it
+# what an engine lacks without such a part, and the method that has it
+_NEEDED: Mapping[type, tuple[str, str]] = {
     ZerothOrderSteps: ("zeroth-order steps", "ZerothOrder(estimator)"),
-    AdapterSteps: ("first-order steps of an adapter", "FirstOrder with a function that makes an optimizer"),
-    CommittedSteps: ("segments that are committed on disk", "FirstOrder(BlockUpdate) with run and commit_every"),
+    AdapterSteps: (
+        "first-order steps of an adapter",
+        "FirstOrder with a function that makes an optimizer",
+    ),
+    CommittedSteps: (
+        "segments that are committed on disk",
+        "FirstOrder(BlockUpdate) with run and commit_every",
+    ),
 }
 
 

@@ -10,7 +10,8 @@ class ZO2Error(Exception):
     """Base of every error this library raises for a user's input or environment.
 
     Args:
-        where: File, option, parameter or object the error is about, as exact as it is known (path, line, tensor name).
+        where: File, option, parameter or object the error is about, as exact as it is known (path,
+            line, tensor name).
         found: The value or state that was found.
         expected: The expected value or state.
         remedy: What the user can do, as an imperative sentence without a full stop.
@@ -38,7 +39,9 @@ class CheckpointError(ZO2Error):
 
 
 class UnsupportedModelError(ZO2Error):
-    """A model that cannot be trained here: unknown architecture, quantised weights, pickled shards."""
+    """A model that cannot be trained here: unknown architecture, quantised weights, pickled
+    shards.
+    """
 
 
 class BatchError(ZO2Error, ValueError):
@@ -66,11 +69,15 @@ class MemoryBudgetError(ZO2Error):
 
 
 class ScratchError(ZO2Error):
-    """A file of written-back blocks, or a temporary file, cannot be read or written; the journal is intact."""
+    """A file of written-back blocks, or a temporary file, cannot be read or written; the journal is
+    intact.
+    """
 
 
 class WorkerError(ZO2Error):
-    """Another worker of the run does not answer, or sends a message that does not fit; no step was taken."""
+    """Another worker of the run does not answer, or sends a message that does not fit; no step was
+    taken.
+    """
 
 
 class MissingPackageError(ZO2Error, ImportError):
@@ -89,7 +96,9 @@ class DivergenceError(ZO2Error):
         best_step: Version of the best weights, from which to branch the run.
     """
 
-    def __init__(self, where: object, found: str, expected: str, remedy: str, *, best_step: int) -> None:
+    def __init__(
+        self, where: object, found: str, expected: str, remedy: str, *, best_step: int
+    ) -> None:
         self.best_step = best_step
         super().__init__(where, found=found, expected=expected, remedy=remedy)
 
@@ -117,8 +126,12 @@ def without_effect(option: str, value: object, expected: str) -> OptionError:
 
 
 @contextmanager
-def system_errors_as(kind: type[ZO2Error], where: object, *, expected: str, remedy: str) -> Iterator[None]:
-    """A context in which errors of the system, such as a disk without space, become a typed error."""
+def system_errors_as(
+    kind: type[ZO2Error], where: object, *, expected: str, remedy: str
+) -> Iterator[None]:
+    """A context in which errors of the system, such as a disk without space, become a typed
+    error.
+    """
     try:
         yield
     except (OSError, EOFError) as error:

@@ -1,8 +1,10 @@
-"""Zeroth-order gradient estimators: which evaluations a step has, and what update follows from their losses.
+"""Zeroth-order gradient estimators: which evaluations a step has, and what update follows from
+their losses.
 
 A wrapped estimator's updates are clipped, or guarded against divergence by the health of the run.
 
-``ESTIMATORS`` has the names by which users choose them. The ``name`` of each class is its name in journals.
+``ESTIMATORS`` has the names by which users choose them. The ``name`` of each class is its name in
+journals.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ def learning_rate(estimator: ZOEstimator, step: int) -> float:
     """Return the learning rate of a step.
 
     Raises:
-        OptionError: if it is not positive and finite. A schedule may also return 0, as a warm-up does at its first step.
+        OptionError: if it is not positive and finite. A schedule may also return 0, as a warm-up
+            does at its first step.
     """
     if callable(estimator.lr):
         value = estimator.lr(step)
-        require_number(f"lr at step {step}", value, least=0, remedy="correct the learning rate schedule")
+        require_number(
+            f"lr at step {step}", value, least=0, remedy="correct the learning rate schedule"
+        )
     else:
         value = estimator.lr
         require_number("lr", value, above=0)
@@ -46,7 +51,8 @@ def direction_seeds(run_seed: int, step: int, first: int | None) -> Iterator[int
     Args:
         run_seed: Seed of the run.
         step: 0-based.
-        first: A first seed that the caller chose, from which the others follow; None draws all seeds.
+        first: A first seed that the caller chose, from which the others follow; None draws all
+            seeds.
     """
     if first is not None:
         yield first
@@ -56,7 +62,10 @@ def direction_seeds(run_seed: int, step: int, first: int | None) -> Iterator[int
 
 
 def distinct(seeds: Iterator[int], count: int) -> tuple[int, ...]:
-    """Take ``count`` different seeds. A repeated seed is skipped, so that q directions are different."""
+    """Take ``count`` different seeds.
+
+    A repeated seed is skipped, so that q directions are different.
+    """
     taken: dict[int, None] = {}
     while len(taken) < count:
         taken[next(seeds)] = None
@@ -78,7 +87,9 @@ def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Estimator(ABC):
-    """The numbers that all estimators have, and the record of a step; a subclass computes the projected gradients."""
+    """The numbers that all estimators have, and the record of a step; a subclass computes the
+    projected gradients.
+    """
 
     name: ClassVar[str]
     distribution: ClassVar[Distribution | None] = None  # directions may have any distribution
@@ -97,15 +108,25 @@ class _Estimator(ABC):
 
     @classmethod
     def forwards(cls, queries: int) -> int:
-        """Number of evaluations: both sides of each direction, or one side of each and the unperturbed weights."""
+        """Number of evaluations: both sides of each direction, or one side of each and the
+        unperturbed weights.
+        """
         return 2 * queries if cls.is_two_sided else queries + 1
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and numbers. A schedule is described by its ``repr`` if it is a dataclass, else as "a function"."""
+        """Name and numbers.
+
+        A schedule is described by its ``repr`` if it is a dataclass, else as "a function".
+        """
         lr = self.lr
         described = (repr(lr) if is_dataclass(lr) else "a function") if callable(lr) else float(lr)
-        return {"name": self.name, "lr": described, "zo_eps": self.zo_eps, "weight_decay": self.weight_decay}
+        return {
+            "name": self.name,
+            "lr": described,
+            "zo_eps": self.zo_eps,
+            "weight_decay": self.weight_decay,
+        }
 
     @abstractmethod
     def projected_grads(self, losses: Sequence[torch.Tensor]) -> tuple[float, ...]:
@@ -119,7 +140,10 @@ class _Estimator(ABC):
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """Compute the update: of q directions, each is applied with ``lr / q``. Its record does not name rows."""
+        """Compute the update: of q directions, each is applied with ``lr / q``.
+
+        Its record does not name rows.
+        """
         seeds = tuple(dict.fromkeys(evaluation.seed for evaluation in evaluations))
         return Update(
             step=step,
@@ -136,17 +160,20 @@ class _Estimator(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class MeZOSGD(_Estimator):
-    """The two-point estimator ``g = (l(theta + eps z) - l(theta - eps z)) / (2 eps)`` with plain SGD.
+    """The two-point estimator ``g = (l(theta + eps z) - l(theta - eps z)) / (2 eps)`` with plain
+    SGD.
 
     This is MeZO (arXiv 2305.17333, Algorithm 1): two evaluations along one direction.
 
     Args:
         lr: Learning rate, or a function from the 0-based step to it.
         zo_eps: Perturbation scale.
-        weight_decay: Weight decay; MeZO adds ``weight_decay * theta`` to the gradient estimate of parameters that decay.
-        perturb_in_place: True is MeZO's arithmetic bit for bit: +eps, -2 eps and +eps are added to the weights, which keep
-            the rounding. False starts each evaluation from the unperturbed weights, so that evaluations leave no rounding.
-            None is True for dense perturbations, and False for low-rank ones, which change no weight.
+        weight_decay: Weight decay; MeZO adds ``weight_decay * theta`` to the gradient estimate of
+            parameters that decay.
+        perturb_in_place: True is MeZO's arithmetic bit for bit: +eps, -2 eps and +eps are added to
+            the weights, which keep the rounding. False starts each evaluation from the unperturbed
+            weights, so that evaluations leave no rounding. None is True for dense perturbations,
+            and False for low-rank ones, which change no weight.
 
     Raises:
         OptionError: if a number is not finite or has the wrong sign.
@@ -190,19 +217,22 @@ class _Queries(_Estimator):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiQueryRGE(_Queries, MeZOSGD):
-    """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2 eps)``, i = 1, ..., q.
+    """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2
+    eps)``, i = 1, ..., q.
 
     This is multi-query randomized gradient estimation (P-RGE, arXiv 2409.15520, equation 1).
 
-    All 2 q evaluations perturb the weights at the step's start, up to the rounding of in-place perturbations. Then q updates
-    follow in the order of the directions, each with ``lr / q``. Each update applies its weight decay to the current weights:
-    together ``lr * weight_decay``, to first order. With q = 1 this is ``MeZOSGD``, bit for bit.
+    All 2 q evaluations perturb the weights at the step's start, up to the rounding of in-place
+    perturbations. Then q updates follow in the order of the directions, each with ``lr / q``. Each
+    update applies its weight decay to the current weights: together ``lr * weight_decay``, to first
+    order. With q = 1 this is ``MeZOSGD``, bit for bit.
 
     Args:
         lr: Learning rate of the whole step, or a function from the 0-based step to it.
         zo_eps: Perturbation scale.
         weight_decay: As for ``MeZOSGD``.
-        perturb_in_place: As for ``MeZOSGD``; True adds +eps, -2 eps and +eps along one direction after the other.
+        perturb_in_place: As for ``MeZOSGD``; True adds +eps, -2 eps and +eps along one direction
+            after the other.
         q: Number of directions.
 
     Raises:
@@ -213,17 +243,21 @@ class MultiQueryRGE(_Queries, MeZOSGD):
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List both sides of each direction."""
-        return tuple(Evaluation(seed, shift) for seed in distinct(rng, self.q) for shift in (1.0, -1.0))
+        return tuple(
+            Evaluation(seed, shift) for seed in distinct(rng, self.q) for shift in (1.0, -1.0)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerRowRGE(MultiQueryRGE):
-    """``MultiQueryRGE`` that divides the rows of a batch among its directions: each is evaluated on B / q of the B rows.
+    """``MultiQueryRGE`` that divides the rows of a batch among its directions: each is evaluated on
+    B / q of the B rows.
 
-    A step runs 2 B rows for any q; P-RGE (arXiv 2409.15520) keeps E = q B constant in the same way. With q = B each row has
-    its own direction. The projected gradient of a direction is that of the mean loss over its rows' labelled tokens, and
-    each direction is applied with ``lr / q``. With low-rank perturbations all rows run as one batch; with dense ones each
-    direction is a separate forward.
+    A step runs 2 B rows for any q; P-RGE (arXiv 2409.15520) keeps E = q B constant in the same way.
+    With q = B each row has its own direction. The projected gradient of a direction is that of the
+    mean loss over its rows' labelled tokens, and each direction is applied with ``lr / q``. With
+    low-rank perturbations all rows run as one batch; with dense ones each direction is a separate
+    forward.
 
     Args:
         lr, zo_eps, weight_decay, perturb_in_place: As for ``MultiQueryRGE``.
@@ -235,25 +269,33 @@ class PerRowRGE(MultiQueryRGE):
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List both sides of each direction, for the direction's group of rows."""
         sides = super().evaluations(step, rng)
-        return tuple(side._replace(rows=RowGroup(index // 2, self.q)) for index, side in enumerate(sides))
+        return tuple(
+            side._replace(rows=RowGroup(index // 2, self.q)) for index, side in enumerate(sides)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvolutionStrategies(MultiQueryRGE):
-    """``theta <- theta - lr / q * sum_i (s_i+ - s_i-) / 2 * z_i``, with s the scores of the losses at ``theta +- zo_eps z``.
+    """``theta <- theta - lr / q * sum_i (s_i+ - s_i-) / 2 * z_i``, with s the scores of the losses
+    at ``theta +- zo_eps z``.
 
-    This is ``theta + lr / N sum_n F_n epsilon_n`` over a population of N = 2 q antithetic members, with fitness F = -s
-    (arXiv 1703.03864, 2509.24372). A score compares a loss with all losses of the step, so the length of a step depends on
-    neither the scale of the losses nor ``zo_eps``: a weight moves by at most about ``lr / sqrt(q)``.
+    This is ``theta + lr / N sum_n F_n epsilon_n`` over a population of N = 2 q antithetic members,
+    with fitness F = -s (arXiv 1703.03864, 2509.24372). A score compares a loss with all losses of
+    the step, so the length of a step depends on neither the scale of the losses nor ``zo_eps``: a
+    weight moves by at most about ``lr / sqrt(q)``.
 
-    - ``Fitness.SCALED``: the loss minus the mean, divided by the standard deviation, of all losses of the step.
-    - ``Fitness.RANKS``: the loss's rank among them, from -0.5 to 0.5; equal losses share their mean rank.
+    - ``Fitness.SCALED``: the loss minus the mean, divided by the standard deviation, of all losses
+      of the step.
+    - ``Fitness.RANKS``: the loss's rank among them, from -0.5 to 0.5; equal losses share their mean
+      rank.
 
-    If all losses are equal, the step changes no weight. All members are evaluated on the same rows, so that subtracting the
-    mean of each row would subtract the same number from all losses: fitness is centred by row as it is.
+    If all losses are equal, the step changes no weight. All members are evaluated on the same rows,
+    so that subtracting the mean of each row would subtract the same number from all losses: fitness
+    is centred by row as it is.
 
     Args:
-        lr, zo_eps, weight_decay, perturb_in_place, q: As for ``MultiQueryRGE``; the population has 2 q members.
+        lr, zo_eps, weight_decay, perturb_in_place, q: As for ``MultiQueryRGE``; the population has
+            2 q members.
         fitness: How losses become scores.
     """
 
@@ -270,7 +312,9 @@ class EvolutionStrategies(MultiQueryRGE):
         """Compute half the difference of the scores of each pair, as doubles."""
         score = _ranks if self.fitness is Fitness.RANKS else _scaled
         scores = score([float(loss.item()) for loss in losses])
-        return tuple((plus - minus) / 2 for plus, minus in zip(scores[::2], scores[1::2], strict=True))
+        return tuple(
+            (plus - minus) / 2 for plus, minus in zip(scores[::2], scores[1::2], strict=True)
+        )
 
 
 def _scaled(losses: Sequence[float]) -> list[float]:
@@ -281,31 +325,37 @@ def _scaled(losses: Sequence[float]) -> list[float]:
 def _ranks(losses: Sequence[float]) -> list[float]:
     below = [sum(other < loss for other in losses) for loss in losses]
     equal = [sum(other == loss for other in losses) for loss in losses]
-    return [(lower + (same - 1) / 2) / (len(losses) - 1) - 0.5 for lower, same in zip(below, equal, strict=True)]
+    return [
+        (lower + (same - 1) / 2) / (len(losses) - 1) - 0.5
+        for lower, same in zip(below, equal, strict=True)
+    ]
 
 
-# Note: Text and code. The paper's text, as far as a summary of its equations shows, also divides by zo_eps, as a gradient
-# estimate does, and computes the standard deviation with q - 1. Its authors' program (github.com/DKmiyan/FZOO, trainer.py)
-# does not divide by zo_eps, and uses q. This file follows the program, since the published learning rates (5e-5 at zo_eps
-# 1e-4, q = 8) are the program's. The two differ by a constant: the text's learning rate is this one's times
-# zo_eps * sqrt(q / (q - 1)). The program perturbs the weights in place, which leaves rounding in them; here each evaluation
-# starts from the unperturbed weights. The program computes losses and deviation in float32; here they are doubles, and the
-# deviation is rounded once.
+# Note: Text and code. The paper's text, as far as a summary of its equations shows, also divides by
+# zo_eps, as a gradient estimate does, and computes the standard deviation with q - 1. Its authors'
+# program (github.com/DKmiyan/FZOO, trainer.py) does not divide by zo_eps, and uses q. This file
+# follows the program, since the published learning rates (5e-5 at zo_eps 1e-4, q = 8) are the
+# program's. The two differ by a constant: the text's learning rate is this one's times zo_eps *
+# sqrt(q / (q - 1)). The program perturbs the weights in place, which leaves rounding in them; here
+# each evaluation starts from the unperturbed weights. The program computes losses and deviation in
+# float32; here they are doubles, and the deviation is rounded once.
 
 
 @dataclass(frozen=True, kw_only=True)
 class FZOO(_Queries):
-    """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
+    """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions
+    z_i, i = 1, ..., q.
 
     This is FZOO (arXiv 2506.09034): one-sided evaluations, scaled by the spread of their losses.
 
-    l_0 is the loss of the unperturbed weights, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1
-    to l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma is proportional to the slope, all steps have about the same
-    length: a weight moves by about ``lr / sqrt(q)``. So the learning rate has other units than MeZO's. The note 'Text and
-    code' says where the paper's text and program differ.
+    l_0 is the loss of the unperturbed weights, ``l_i = l(theta + zo_eps * z_i)``, and sigma the
+    standard deviation of l_1 to l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma is
+    proportional to the slope, all steps have about the same length: a weight moves by about ``lr /
+    sqrt(q)``. So the learning rate has other units than MeZO's. The note 'Text and code' says where
+    the paper's text and program differ.
 
-    If l_1 to l_q are equal, as with 16-bit weights and a small zo_eps, then sigma is 0, and so are the step's projected
-    gradients.
+    If l_1 to l_q are equal, as with 16-bit weights and a small zo_eps, then sigma is 0, and so are
+    the step's projected gradients.
 
     Args:
         lr: Learning rate of the whole step, or a function from the 0-based step to it.
@@ -319,14 +369,17 @@ class FZOO(_Queries):
 
     name: ClassVar[str] = "fzoo"
     perturb_in_place: ClassVar[bool] = False  # each evaluation starts from the weights
-    distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER  # an evaluation moves every weight by zo_eps
+    # an evaluation moves every weight by zo_eps
+    distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER
     least_queries: ClassVar[int] = 2  # one direction has no standard deviation
     is_two_sided: ClassVar[bool] = False
 
     q: int = 8
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """List the unperturbed weights, whose loss is the step's, and then one side of each direction."""
+        """List the unperturbed weights, whose loss is the step's, and then one side of each
+        direction.
+        """
         seeds = distinct(rng, self.q)
         return (Evaluation(seeds[0], 0.0), *(Evaluation(seed, 1.0) for seed in seeds))
 
@@ -392,13 +445,16 @@ def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimat
     """Return an estimator whose ``perturb_in_place`` is not None.
 
     Args:
-        estimator: The estimator. If its ``perturb_in_place`` is None, it is a dataclass with this field, or wraps one.
+        estimator: The estimator. If its ``perturb_in_place`` is None, it is a dataclass with this
+            field, or wraps one.
         default: Replaces None.
     """
     if estimator.perturb_in_place is not None:
         return estimator
     if isinstance(estimator, EstimatorWrapper):
-        return replace(estimator, estimator=with_perturb_in_place(estimator.estimator, default=default))
+        return replace(
+            estimator, estimator=with_perturb_in_place(estimator.estimator, default=default)
+        )
     copy: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
     return copy
 
@@ -411,9 +467,10 @@ _LEAST_MEDIAN = 10  # steps without a median at the start of a run
 class Clipped(EstimatorWrapper):
     """An estimator whose projected gradients are clipped: ``g <- max(-c, min(g, c))``.
 
-    c is ``value``, or ``medians`` times the median of the absolute projected gradients that the last 50 steps applied, or
-    the smaller of both. Since ``medians`` is at least 1, clipping does not change the median. The first 10 steps have no
-    median, and steps that were not applied do not count.
+    c is ``value``, or ``medians`` times the median of the absolute projected gradients that the
+    last 50 steps applied, or the smaller of both. Since ``medians`` is at least 1, clipping does
+    not change the median. The first 10 steps have no median, and steps that were not applied do not
+    count.
 
     Args:
         estimator: The wrapped estimator.
@@ -431,7 +488,9 @@ class Clipped(EstimatorWrapper):
         if self.value is not None:
             require_number("clip_grad", self.value, above=0)
         if self.medians is not None:  # with a smaller one the median would shrink to 0
-            require_number("clip_median", self.medians, least=1, remedy="choose `clip_median` such as 3")
+            require_number(
+                "clip_median", self.medians, least=1, remedy="choose `clip_median` such as 3"
+            )
         if self.value is None and self.medians is None:
             raise OptionError("clipping", "no bound", "value or medians", "pass one of the two")
 
@@ -439,49 +498,63 @@ class Clipped(EstimatorWrapper):
     def options(self) -> Mapping[str, Any]:
         """The options of the wrapped estimator, and the bounds."""
         bounds = {"clip_grad": self.value, "clip_median": self.medians}
-        return {**self.estimator.options, **{name: float(bound) for name, bound in bounds.items() if bound is not None}}
+        return {
+            **self.estimator.options,
+            **{name: float(bound) for name, bound in bounds.items() if bound is not None},
+        }
 
     def changed(self, update: Update, past: Sequence[Update]) -> Update:
         """Clip the projected gradients."""
         if not all(math.isfinite(grad) for grad in update.projected_grads):
             return update  # the engine refuses it; clipping would hide it
         most = self._largest(past[-_MEDIAN_OF:])
-        return replace(update, projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads))
+        return replace(
+            update,
+            projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads),
+        )
 
     def _largest(self, recent: Sequence[Update]) -> float:
         most = math.inf if self.value is None else self.value
         if self.medians is not None:
-            applied = [[abs(grad) for grad in update.projected_grads if grad != 0] for update in recent]
+            applied = [
+                [abs(grad) for grad in update.projected_grads if grad != 0] for update in recent
+            ]
             if sum(map(bool, applied)) >= _LEAST_MEDIAN:
                 most = min(most, self.medians * median(size for sizes in applied for size in sizes))
         return most
 
 
-# Run health: steps far outside the past losses, runs that have become permanently worse, and the best step of a run.
+# Run health: steps far outside the past losses, runs that have become permanently worse, and the
+# best step of a run.
 #
-# All functions depend only on the losses in the journal's records, whatever an estimator, clipping or a guard computed from
-# them. The *level* of a step is the mean of its losses. Its *contrast* is the range of its losses divided by ``zo_eps``:
-# twice the projected gradient of a two-point estimator. Directions are independent with unit variance, so after some steps
-# each weight has moved by the root of the sum of ``(lr * projected_grad)^2``.
+# All functions depend only on the losses in the journal's records, whatever an estimator, clipping
+# or a guard computed from them. The *level* of a step is the mean of its losses. Its *contrast* is
+# the range of its losses divided by ``zo_eps``: twice the projected gradient of a two-point
+# estimator. Directions are independent with unit variance, so after some steps each weight has
+# moved by the root of the sum of ``(lr * projected_grad)^2``.
 #
-# A guard against divergence: it skips steps far outside the run's range, and stops a run that has become worse.
+# A guard against divergence: it skips steps far outside the run's range, and stops a run that has
+# become worse.
 
 RECENT = 10  # the last steps, of which refused ones do not count
 LEAST = 20  # steps at the start of a run, none of which is refused
 
-# Note: How far is far. Noise must never stop a run, and should hardly ever refuse a step. Losses of small batches are not
-# normally distributed: most rows are easy, and one in a hundred is not. So a single step is compared with the extremes of
-# the last 200, not with their quartiles: rows that come once in 50 steps are within the range. With normal noise, five
-# times the distance from the median to the extreme is nine standard deviations at the 20th step and fourteen at the 200th.
+# Note: How far is far. Noise must never stop a run, and should hardly ever refuse a step. Losses of
+# small batches are not normally distributed: most rows are easy, and one in a hundred is not. So a
+# single step is compared with the extremes of the last 200, not with their quartiles: rows that
+# come once in 50 steps are within the range. With normal noise, five times the distance from the
+# median to the extreme is nine standard deviations at the 20th step and fourteen at the 200th.
 
 BLOCK = 10  # steps with one median loss; the run is checked after each such block
-MOST_MOVED = 1.0  # weights of trained models are below 1: if each moved by more, the model is destroyed
+# weights of trained models are below 1: if each moved by more, the model is destroyed
+MOST_MOVED = 1.0
 
-# Note: How much worse is permanently worse. The noise of single losses must never stop a run, so each margin is at least
-# half a nat, half of the loss itself, and twice the distance from the median to the extreme of the losses it is compared
-# with: with batches of one row, of which one in ten is hard, medians of ten steps jump. Progress counts as lost when more
-# than half of it is. A destroyed model may also have a low loss, that of a coin toss, which no longer changes; the distance
-# that its weights have moved shows it.
+# Note: How much worse is permanently worse. The noise of single losses must never stop a run, so
+# each margin is at least half a nat, half of the loss itself, and twice the distance from the
+# median to the extreme of the losses it is compared with: with batches of one row, of which one in
+# ten is hard, medians of ten steps jump. Progress counts as lost when more than half of it is. A
+# destroyed model may also have a low loss, that of a coin toss, which no longer changes; the
+# distance that its weights have moved shows it.
 
 
 def level(update: Update) -> float:
@@ -497,21 +570,31 @@ def is_refused(update: Update) -> bool:
 def outlier(update: Update, past: Sequence[Update], *, window: int, factor: float) -> str | None:
     """Describe how a step lies far outside the run's range; None if it does not.
 
-    Recently refused steps do not count, so that all steps after a lasting jump are refused until the run stops.
+    Recently refused steps do not count, so that all steps after a lasting jump are refused until
+    the run stops.
     """
     if len(past) < LEAST:
         return None
-    counted = [*past[-4 * window : -RECENT], *(earlier for earlier in past[-RECENT:] if not is_refused(earlier))]
+    counted = [
+        *past[-4 * window : -RECENT],
+        *(earlier for earlier in past[-RECENT:] if not is_refused(earlier)),
+    ]
     now, contrast, last = level(update), _contrast(update), counted[-LEAST:]
     if now <= max(map(level, last)) and contrast <= max(map(_contrast, last)):
         return None  # a step within the range of the last steps, as most are, is within that of all
     levels = [level(earlier) for earlier in counted]
     middle, extreme = median(levels[-window:]), max(levels)
     if now > middle + factor * max(extreme - middle, 0.1 * abs(middle)):
-        return f"loss {now:.4g}, where the last {len(levels)} steps had {min(levels):.4g} to {extreme:.4g}"
+        return (
+            f"loss {now:.4g}, where the last {len(levels)} steps had {min(levels):.4g} to "
+            f"{extreme:.4g}"
+        )
     largest = max(map(_contrast, counted))
     if contrast > factor * largest > 0:
-        return f"losses {contrast:.4g} zo_eps apart, where the last {len(levels)} steps had {largest:.4g} at most"
+        return (
+            f"losses {contrast:.4g} zo_eps apart, where the last {len(levels)} steps had "
+            f"{largest:.4g} at most"
+        )
     return None
 
 
@@ -529,8 +612,12 @@ class RunHealth(NamedTuple):
     best_end: int = 0  # version after that block
 
     def extended(self, past: Sequence[Update]) -> RunHealth:
-        """Return the summary of these updates: this one extended if they continue it, else a new one."""
-        continues = self.version <= len(past) and (self.version == 0 or past[self.version - 1] is self.last)
+        """Return the summary of these updates: this one extended if they continue it, else a new
+        one.
+        """
+        continues = self.version <= len(past) and (
+            self.version == 0 or past[self.version - 1] is self.last
+        )
         health = self if continues else RunHealth()
         for end in range(health.version + BLOCK, len(past) + 1, BLOCK):
             block = past[end - BLOCK : end]
@@ -551,7 +638,10 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
         return None
     moved = math.sqrt(health.squares)
     if moved > MOST_MOVED:
-        return f"each weight moved by {moved:.2g} in all", f"at most {MOST_MOVED:g}, since most weights are below it"
+        return (
+            f"each weight moved by {moved:.2g} in all",
+            f"at most {MOST_MOVED:g}, since most weights are below it",
+        )
     now = median(map(level, past[-BLOCK:]))
     found = f"a median loss of {now:.4g} in the last {BLOCK} steps"
     first_levels = _levels_while(past[:window], 10 * past[0].zo_eps)
@@ -560,7 +650,9 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
     if now > limit:
         return found, f"at most {limit:.4g}, since the run began with {start:.4g}"
     around = max(map(level, past[max(0, health.best_end - window) : health.best_end]))
-    limit = health.best + max(0.5, 0.5 * abs(health.best), 0.5 * (start - health.best), 2 * (around - health.best))
+    limit = health.best + max(
+        0.5, 0.5 * abs(health.best), 0.5 * (start - health.best), 2 * (around - health.best)
+    )
     if now > limit:
         return found, f"at most {limit:.4g}, since the best ten steps had {health.best:.4g}"
     return None
@@ -569,8 +661,9 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
 def best_step(past: Sequence[Update]) -> int:
     """Return the version of a run's best weights.
 
-    Of the ten consecutive steps (fewer at the start) with the lowest median loss, it is the one with the lowest loss. So
-    neither a single lucky batch wins, nor a step after a jump at the end of these ten, nor the weights of a destroyed model.
+    Of the ten consecutive steps (fewer at the start) with the lowest median loss, it is the one
+    with the lowest loss. So neither a single lucky batch wins, nor a step after a jump at the end
+    of these ten, nor the weights of a destroyed model.
     """
     levels = _levels_while(past, MOST_MOVED)
     if not levels:
@@ -582,7 +675,9 @@ def best_step(past: Sequence[Update]) -> int:
 
 
 def _levels_while(past: Sequence[Update], most_moved: float) -> list[float]:
-    """Return the levels of the first steps, at least one, until the weights have moved further than ``most_moved``."""
+    """Return the levels of the first steps, at least one, until the weights have moved further than
+    ``most_moved``.
+    """
     levels: list[float] = []
     squares = 0.0
     for update in past:
@@ -595,12 +690,14 @@ def _levels_while(past: Sequence[Update], most_moved: float) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardPolicy:
-    """The limits of a guard. The defaults are chosen so that the guard never acts on a run that learns.
+    """The limits of a guard.
+
+    The defaults are chosen so that the guard never acts on a run that learns.
 
     Args:
         window: Number of steps in the running median of losses.
-        factor: Largest distance of a step from that median, as a multiple of the distance from the median to the highest
-            recent loss.
+        factor: Largest distance of a step from that median, as a multiple of the distance from the
+            median to the highest recent loss.
         refusals: Number of skipped steps, of the last ten, that ends the run.
 
     Raises:
@@ -621,15 +718,18 @@ class GuardPolicy:
 class Guarded(EstimatorWrapper):
     """An estimator whose steps are compared with the run's past before they are applied.
 
-    A step whose losses lie far outside their past range, or whose update is larger than the weights, is *not applied*, and
-    a warning says so. Its record has the losses, but projected gradients of 0, no weight decay and no in-place
-    perturbations, so that replaying it changes no weight. All other updates are the wrapped estimator's, bit for bit.
-    The functions ``outlier`` and ``drift`` say how far is too far.
+    A step whose losses lie far outside their past range, or whose update is larger than the
+    weights, is *not applied*, and a warning says so. Its record has the losses, but projected
+    gradients of 0, no weight decay and no in-place perturbations, so that replaying it changes no
+    weight. All other updates are the wrapped estimator's, bit for bit. The functions ``outlier``
+    and ``drift`` say how far is too far.
 
-    The run ends with a ``DivergenceError`` if too many of the last ten steps were not applied, or if the run has become
-    permanently worse by the measure of ``drift``. The error names the best step so far, from which to branch.
+    The run ends with a ``DivergenceError`` if too many of the last ten steps were not applied, or
+    if the run has become permanently worse by the measure of ``drift``. The error names the best
+    step so far, from which to branch.
 
-    The guard depends only on the journal, so a resumed run has the same bits, and ends with the same error.
+    The guard depends only on the journal, so a resumed run has the same bits, and ends with the
+    same error.
 
     Args:
         estimator: The wrapped estimator.
@@ -637,14 +737,19 @@ class Guarded(EstimatorWrapper):
     """
 
     policy: GuardPolicy = field(default_factory=GuardPolicy)
-    # A cache of the last summary, which follows from ``past``, so that a step does not start from the first update again.
+    # A cache of the last summary, which follows from ``past``, so that a step does not start from
+    # the first update again.
     _cached: list[RunHealth] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def options(self) -> Mapping[str, Any]:
         """The options of the wrapped estimator, and the limits."""
         policy = self.policy
-        limits = {"window": policy.window, "factor": float(policy.factor), "refusals": policy.refusals}
+        limits = {
+            "window": policy.window,
+            "factor": float(policy.factor),
+            "refusals": policy.refusals,
+        }
         return {**self.estimator.options, "guard": limits}
 
     def changed(self, update: Update, past: Sequence[Update]) -> Update:
@@ -661,10 +766,15 @@ class Guarded(EstimatorWrapper):
         reason = outlier(update, past, window=policy.window, factor=policy.factor)
         if reason is None and not moves > MOST_MOVED:
             return update
-        reason = reason or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
+        reason = (
+            reason
+            or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
+        )
         refused = 1 + sum(is_refused(earlier) for earlier in past[1 - RECENT :])
         if refused >= policy.refusals:
-            found = f"{refused} of the last {min(step + 1, RECENT)} steps cannot be applied ({reason})"
+            found = (
+                f"{refused} of the last {min(step + 1, RECENT)} steps cannot be applied ({reason})"
+            )
             raise _diverged(step, past, found, f"fewer than {policy.refusals}")
         warnings.warn(f"step {step} is not applied: {reason}", ZO2Warning, stacklevel=2)
         unchanged = (0.0,) * len(update.projected_grads)
@@ -682,7 +792,10 @@ def _diverged(step: int, past: Sequence[Update], found: str, expected: str) -> D
         f"step {step}",
         found=found,
         expected=expected,
-        remedy=f"branch the journal at step {best}, the best so far, and continue with a lower `lr`; the step was not taken",
+        remedy=(
+            f"branch the journal at step {best}, the best so far, and continue with a lower `lr`; "
+            "the step was not taken"
+        ),
         best_step=best,
     )
 
@@ -694,12 +807,16 @@ class EstimatorClasses(NamedTuple):
     """
 
     multi_query: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
-    single_query: type[MeZOSGD] | None = None  # one direction; None: ``multi_query`` with q = 1, if it allows that
-    per_row: type[PerRowRGE] | None = None  # q directions, each on its own rows; None: not supported
+    # one direction; None: ``multi_query`` with q = 1, if it allows that
+    single_query: type[MeZOSGD] | None = None
+    # q directions, each on its own rows; None: not supported
+    per_row: type[PerRowRGE] | None = None
 
 
 ESTIMATORS: Mapping[EstimatorName, EstimatorClasses] = {
-    EstimatorName.MEZO: EstimatorClasses(multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE),
+    EstimatorName.MEZO: EstimatorClasses(
+        multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE
+    ),
     EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO),
     EstimatorName.ES: EstimatorClasses(multi_query=EvolutionStrategies),
 }

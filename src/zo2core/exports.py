@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 
-def exports(package: str, *, left_out: str = "\0") -> tuple[list[str], Callable[[str], Any], Callable[[], Sequence[str]]]:
-    """What a package needs to import its names lazily: its ``__all__``, ``__getattr__`` and ``__dir__``.
+def exports(
+    package: str, *, left_out: str = "\0"
+) -> tuple[list[str], Callable[[str], Any], Callable[[], Sequence[str]]]:
+    """What a package needs to import its names lazily: its ``__all__``, ``__getattr__`` and
+    ``__dir__``.
 
-    The names are those that its source imports for type checkers, ``from module import Name as Name``. Those that end with
-    ``left_out`` are no part of a star import.
+    The names are those that its source imports for type checkers, ``from module import Name as
+    Name``. Those that end with ``left_out`` are no part of a star import.
     """
     itself = sys.modules[package]
     modules = {
@@ -32,4 +35,8 @@ def exports(package: str, *, left_out: str = "\0") -> tuple[list[str], Callable[
         setattr(itself, name, value)
         return value
 
-    return [name for name in modules if not name.endswith(left_out)], get, lambda: sorted([*vars(itself), *modules])
+    return (
+        [name for name in modules if not name.endswith(left_out)],
+        get,
+        lambda: sorted([*vars(itself), *modules]),
+    )

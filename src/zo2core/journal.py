@@ -1,8 +1,11 @@
-"""The journal: an append-only list of updates. With the base checkpoint it determines the weights of every step.
+"""The journal: an append-only list of updates.
 
-On disk it is a file of checksummed records (``io/durable.py``): the first is the header (format version and identity of
-the run), each further one a step, digests of the base's bytes, or the result of an evaluation. The steps of a zeroth-order
-run are updates, which can be replayed. Those of a first-order run, whose header has a `method`, are commits, which cannot.
+With the base checkpoint it determines the weights of every step.
+
+On disk it is a file of checksummed records (``io/durable.py``): the first is the header (format
+version and identity of the run), each further one a step, digests of the base's bytes, or the
+result of an evaluation. The steps of a zeroth-order run are updates, which can be replayed. Those
+of a first-order run, whose header has a `method`, are commits, which cannot.
 
 A branch is a new journal with the first steps of a run: it undoes the later ones.
 """
@@ -59,7 +62,10 @@ def unwritable(name: str, error: OSError) -> JournalError:
     """The error for a file that cannot be opened for writing, or written."""
     expected, remedy = "a file that can be written and synced", "free space or repair the disk"
     if isinstance(error, durable.LockedFileError):
-        expected, remedy = "a file that no other engine writes", "close that engine, or wait until its process has ended"
+        expected, remedy = (
+            "a file that no other engine writes",
+            "close that engine, or wait until its process has ended",
+        )
     elif isinstance(error, durable.DisturbedFileError):
         expected, remedy = "the file as it was left", "put the file back, or resume from a copy"
     remedy += "; the step was not taken and can be repeated"
@@ -68,11 +74,18 @@ def unwritable(name: str, error: OSError) -> JournalError:
 
 FORMAT = 1
 METHOD = "method"  # key of first-order runs' headers only
-DRAWN = "drawn"  # key of headers of torch's noise only: its version, and a checksum of what it drew; not compared
+# key of headers of torch's noise only: its version, and a checksum of what it drew; not compared
+DRAWN = "drawn"
 
 Header: TypeAlias = Mapping[str, Any]
 
-_WORDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", type(None): "null"}
+_WORDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a whole number",
+    type(None): "null",
+}
 # Types of the values that this library writes; other keys are the caller's.
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("base", "parameters", "noise"), (str,)),
@@ -97,7 +110,9 @@ def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         converted = json.loads(json.dumps(dict(values), allow_nan=False))
         _leaves(converted, name)
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(name, str(error), "finite JSON values in an object", "pass strings and numbers") from error
+        raise OptionError(
+            name, str(error), "finite JSON values in an object", "pass strings and numbers"
+        ) from error
     assert isinstance(converted, dict)
     return converted
 
@@ -108,42 +123,70 @@ def require_header(record: Mapping[str, Any]) -> None:
         raise ImpossibleRecordError(_described(record, "format"), f"a header of format {FORMAT}")
     for key, types in _TYPES.items():
         if key in record and type(record[key]) not in types:
-            raise ImpossibleRecordError(_described(record, key), f"{' or '.join(_WORDS[kind] for kind in types)} as {key}")
+            raise ImpossibleRecordError(
+                _described(record, key), f"{' or '.join(_WORDS[kind] for kind in types)} as {key}"
+            )
     _leaves(record)
 
 
 def may_be_torn_header(torn: bytes) -> bool:
-    """Whether bytes may be a header whose write was interrupted: its beginning, or a sector of zeros."""
+    """Whether bytes may be a header whose write was interrupted: its beginning, or a sector of
+    zeros.
+    """
     start = b'{"format":'
     return start.startswith(torn[: len(start)]) or not torn[:512].strip(b"\0")
 
 
 def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
-    """The differences, leaf by leaf, between a journal's header and that of a run that would continue it.
+    """The differences, leaf by leaf, between a journal's header and that of a run that would
+    continue it.
 
     Keys of the run with the value None are not compared.
     """
     compared = {key for key, value in ours.items() if value is not None} - {DRAWN}
-    journal, run = (_leaves({key: header[key] for key in compared if key in header}) for header in (theirs, ours))
-    keys = [key for key in sorted({*journal, *run}) if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))]
+    journal, run = (
+        _leaves({key: header[key] for key in compared if key in header})
+        for header in (theirs, ours)
+    )
+    keys = [
+        key
+        for key in sorted({*journal, *run})
+        if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))
+    ]
     return (_listed(journal, keys), _listed(run, keys)) if keys else None
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
-    """Identifies a model's parameters: names, shapes, dtypes, indices, decay, transfer dtypes and encodings."""
+    """Identifies a model's parameters: names, shapes, dtypes, indices, decay, transfer dtypes and
+    encodings.
+    """
     listed: list[list[object]] = []
     for spec in parameters:
-        transfer = [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else []  # older journals have none
+        # older journals have none
+        transfer = [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else []
         encoded = [] if spec.encoding is None else [repr(spec.encoding)]
         frozen = ["frozen"] if spec.frozen else []
-        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *transfer, *encoded, *frozen])
+        listed.append(
+            [
+                spec.name,
+                list(spec.shape),
+                str(spec.dtype),
+                spec.index,
+                spec.decays,
+                *transfer,
+                *encoded,
+                *frozen,
+            ]
+        )
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
     """Nested objects and lists as one flat dictionary, with dotted paths as keys."""
     if depth > _NESTING:
-        raise ImpossibleRecordError(f"more than {_NESTING} levels in {path.split('.')[0]}", "a header that is less nested")
+        raise ImpossibleRecordError(
+            f"more than {_NESTING} levels in {path.split('.')[0]}", "a header that is less nested"
+        )
     if isinstance(value, dict):
         items: Iterable[tuple[object, object]] = value.items()
     elif isinstance(value, list) and value:
@@ -184,19 +227,29 @@ def decode_digests(record: durable.Record, known: Mapping[str, str]) -> dict[str
     """Digests of the base's bytes by segment, which agree with the known ones."""
     digests = record[DIGESTS]
     if len(record) != 1 or not isinstance(digests, dict):
-        raise ImpossibleRecordError(f"{DIGESTS} {shown(digests)}", "an object of digests and no other key")
+        raise ImpossibleRecordError(
+            f"{DIGESTS} {shown(digests)}", "an object of digests and no other key"
+        )
     for segment, digest in digests.items():
         if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-            raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
+            raise ImpossibleRecordError(
+                f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits"
+            )
         if known.get(segment, digest) != digest:
-            raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{known[segment]} again")
+            raise ImpossibleRecordError(
+                f"a second digest of {shown(segment)}", f"{known[segment]} again"
+            )
     return digests
 
 
 def encode_evaluation(step: int, values: Mapping[str, float]) -> durable.Record:
-    """The record of an evaluation's result; null stands for a value that is not finite, which JSON lacks."""
+    """The record of an evaluation's result; null stands for a value that is not finite, which JSON
+    lacks.
+    """
     assert _STEP not in values, "the name of the step is reserved"
-    results = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+    results = {
+        name: float(value) if math.isfinite(value) else None for name, value in values.items()
+    }
     return {EVALUATION: {_STEP: step, **results}}
 
 
@@ -204,23 +257,39 @@ def decode_evaluation(record: durable.Record, version: int) -> tuple[int, Mappin
     """Number of updates in the evaluated weights, and the results by name."""
     result = record[EVALUATION]
     if len(record) != 1 or not isinstance(result, dict):
-        raise ImpossibleRecordError(f"{EVALUATION} {shown(result)}", "an object of results and no other key")
+        raise ImpossibleRecordError(
+            f"{EVALUATION} {shown(result)}", "an object of results and no other key"
+        )
     step = result.get(_STEP)
     if type(step) is not int or not 0 <= step <= version:
-        raise ImpossibleRecordError(f"an evaluation of step {shown(step)}", f"a step from 0 to {version}")
-    values = {name: math.nan if value is None else value for name, value in result.items() if name != _STEP}
+        raise ImpossibleRecordError(
+            f"an evaluation of step {shown(step)}", f"a step from 0 to {version}"
+        )
+    values = {
+        name: math.nan if value is None else value
+        for name, value in result.items()
+        if name != _STEP
+    }
     for name, value in values.items():
         if type(value) is not float:
-            raise ImpossibleRecordError(f"{shown(value)} as {shown(name)} of an evaluation", "a float, or null")
+            raise ImpossibleRecordError(
+                f"{shown(value)} as {shown(name)} of an evaluation", "a float, or null"
+            )
     return step, values
 
 
-_SCALARS = {"int": (int, "a whole number"), "float": (float, "a finite number"), "bool": (bool, "true or false")}
+_SCALARS = {
+    "int": (int, "a whole number"),
+    "float": (float, "a finite number"),
+    "bool": (bool, "true or false"),
+}
 
 
 def encode(step: Update | Commit) -> dict[str, Any]:
     """The record of a step: its fields in their order."""
-    values = {field.name: _written(str(field.type), getattr(step, field.name)) for field in fields(step)}
+    values = {
+        field.name: _written(str(field.type), getattr(step, field.name)) for field in fields(step)
+    }
     return {COMMIT: values} if isinstance(step, Commit) else values
 
 
@@ -228,10 +297,16 @@ def decode(record: durable.Record) -> Update | Commit:
     """The step of a record."""
     kind, values = (Commit, record[COMMIT]) if COMMIT in record else (Update, record)
     kinds = {field.name: str(field.type) for field in fields(kind)}
-    if kind is Commit and (len(record) != 1 or not isinstance(values, dict) or values.keys() != kinds.keys()):
-        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of {', '.join(kinds)} alone")
+    if kind is Commit and (
+        len(record) != 1 or not isinstance(values, dict) or values.keys() != kinds.keys()
+    ):
+        raise ImpossibleRecordError(
+            f"{COMMIT} {shown(values)}", f"an object of {', '.join(kinds)} alone"
+        )
     if "workers" in values:
-        raise ImpossibleRecordError(f"workers {shown(values['workers'])}", "an update from the losses of all workers")
+        raise ImpossibleRecordError(
+            f"workers {shown(values['workers'])}", "an update from the losses of all workers"
+        )
     for name in kinds:
         if name not in values:
             raise ImpossibleRecordError(f"no {name}", f"an update with {name}")
@@ -248,7 +323,11 @@ def _written(kind: str, value: Any) -> object:
     """A value of a step, of the type that its field is annotated with, as JSON."""
     if kind == Evaluation.__name__:
         return [int(value.seed), float(value.shift)]
-    return _SCALARS[kind][0](value) if kind in _SCALARS else [_written(_item(kind), one) for one in value]
+    return (
+        _SCALARS[kind][0](value)
+        if kind in _SCALARS
+        else [_written(_item(kind), one) for one in value]
+    )
 
 
 def _read(kind: str, value: object, name: str) -> Any:
@@ -276,22 +355,29 @@ def _item(kind: str) -> str:
 
 
 class Journal:
-    """Steps 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. Only one thread at a time may append.
+    """Steps 0, 1, 2, ... of one run, in memory and, given a path, on disk as well.
+
+    Only one thread at a time may append.
 
     Args:
-        path: File to continue, or to create with the first record. None keeps the journal in memory. One object at a time
-            writes a file, from ``lock`` or its first record until ``close``; others may read it meanwhile.
+        path: File to continue, or to create with the first record. None keeps the journal in
+            memory. One object at a time writes a file, from ``lock`` or its first record until
+            ``close``; others may read it meanwhile.
 
     Attributes:
         name: The path, or "journal" for a journal in memory; for errors.
         header: Identity of the run; None before ``begin``.
-        base_digests: Hexadecimal digest of each segment's bytes in the base, by segment name, as far as noted. Only read it.
-        evaluations: Results of evaluations, by number of updates in the weights and then by name. Only read them.
-        torn: Whether the file ended with an incomplete record, which was dropped. A crash during a write leaves one, and
-            damage to the last record looks the same; ``require_version`` detects it.
+        base_digests: Hexadecimal digest of each segment's bytes in the base, by segment name, as
+            far as noted. Only read it.
+        evaluations: Results of evaluations, by number of updates in the weights and then by name.
+            Only read them.
+        torn: Whether the file ended with an incomplete record, which was dropped. A crash during a
+            write leaves one, and damage to the last record looks the same; ``require_version``
+            detects it.
 
     Raises:
-        JournalError: if the file exists and cannot be read, is not a journal, or is damaged before its last record.
+        JournalError: if the file exists and cannot be read, is not a journal, or is damaged before
+            its last record.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
@@ -302,7 +388,8 @@ class Journal:
         self.torn = False
         self._steps: list[Update] | list[Commit] = []
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
-        self._started_at: int | None = None  # version when this object wrote the header; None: it did not
+        # version when this object wrote the header; None: it did not
+        self._started_at: int | None = None
         self._file = None if path is None else self._open(Path(path))
 
     @property
@@ -327,7 +414,9 @@ class Journal:
 
     @property
     def is_replayable(self) -> bool:
-        """Whether the journal and the base determine the weights of every step; first-order runs need snapshots."""
+        """Whether the journal and the base determine the weights of every step; first-order runs
+        need snapshots.
+        """
         return self.header is None or METHOD not in self.header
 
     @property
@@ -352,10 +441,12 @@ class Journal:
         return self.header
 
     def lock(self) -> None:
-        """Keep every other engine from writing the file until ``close``; one that does not exist is locked by ``begin``.
+        """Keep every other engine from writing the file until ``close``; one that does not exist is
+        locked by ``begin``.
 
         Raises:
-            JournalError: if another engine writes the file, it has changed since it was read, or it cannot be written.
+            JournalError: if another engine writes the file, it has changed since it was read, or it
+                cannot be written.
         """
         if self._file is not None:
             try:
@@ -370,9 +461,10 @@ class Journal:
             header: Header of the run, of JSON values. Keys with the value None are not compared.
 
         Raises:
-            TypeError, ValueError, RecursionError: if a value is not a JSON value, or is of another type than its key has.
-            JournalError: if the journal has another header (with each difference) or noise of other numbers, or the file
-                cannot be written.
+            TypeError, ValueError, RecursionError: if a value is not a JSON value, or is of another
+                type than its key has.
+            JournalError: if the journal has another header (with each difference) or noise of other
+                numbers, or the file cannot be written.
         """
         header = completed(header)
         if self.header is None:
@@ -384,11 +476,17 @@ class Journal:
         differing = differences(self.header, header)
         if differing is not None:
             theirs, ours = differing
-            remedy = "continue with the base checkpoint and options that the journal was started with, or start a new one"
+            remedy = (
+                "continue with the base checkpoint and options that the journal was started with, "
+                "or start a new one"
+            )
             raise JournalError(self.name, theirs, ours, remedy)
         recorded, drawn = (one.get(DRAWN) or {} for one in (self.header, header))
-        if recorded and drawn and recorded.get("crc32") != drawn.get("crc32"):  # of equal numbers, torch may be another
-            then, now = ([shown(one.get(key)) for key in ("torch", "crc32")] for one in (recorded, drawn))
+        if recorded and drawn and recorded.get("crc32") != drawn.get("crc32"):
+            # of equal numbers, torch may be another
+            then, now = (
+                [shown(one.get(key)) for key in ("torch", "crc32")] for one in (recorded, drawn)
+            )
             raise JournalError(
                 self.name,
                 found=f"noise that torch {then[0]} drew, of checksum {then[1]}",
@@ -400,16 +498,21 @@ class Journal:
         """Add the next step; on return it is durable if the journal is a file.
 
         Raises:
-            JournalError: if no estimator can have made the update, the file cannot be written, or it was removed or
-                replaced. After any exception, also an interrupt, either file and memory both have the step, or neither has.
+            JournalError: if no estimator can have made the update, the file cannot be written, or
+                it was removed or replaced. After any exception, also an interrupt, either file and
+                memory both have the step, or neither has.
         """
         assert self.header is not None, "a journal has a header before it has steps"
         assert step.step == self.version, "steps are appended in order"
         record = encode(step)
         try:
-            decoded = self._decoded(record)  # refuses a record that could not be read back, before anything is written
+            # refuses a record that could not be read back, before anything is written
+            decoded = self._decoded(record)
         except ImpossibleRecordError as error:
-            where, remedy = f"{self.name}, step {step.step}", "fix the estimator, or lower `lr`; the step was not taken"
+            where, remedy = (
+                f"{self.name}, step {step.step}",
+                "fix the estimator, or lower `lr`; the step was not taken",
+            )
             raise JournalError(where, error.found, error.expected, remedy) from error
         self._write(record, partial(self._count, decoded, record), lambda: self.version > step.step)
 
@@ -429,7 +532,9 @@ class Journal:
                 self._file.remove()
 
     def withdraw_if_refused(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Call ``withdraw`` and ``close`` after an exception, as an exit callback of an ``ExitStack``."""
+        """Call ``withdraw`` and ``close`` after an exception, as an exit callback of an
+        ``ExitStack``.
+        """
         if kind is not None:
             with contextlib.suppress(OSError):
                 self.withdraw()
@@ -439,7 +544,8 @@ class Journal:
         """Add digests of the base's bytes; on return they are durable if the journal is a file.
 
         Args:
-            digests: Segment name to lower-case hexadecimal digest. Known digests are not written again.
+            digests: Segment name to lower-case hexadecimal digest. Known digests are not written
+                again.
 
         Raises:
             JournalError: if another digest of a segment is known, or the file cannot be written.
@@ -458,7 +564,11 @@ class Journal:
         kept = self.base_digests
         unknown = {segment: digest for segment, digest in digests.items() if segment not in kept}
         if unknown:
-            self._write({DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
+            self._write(
+                {DIGESTS: unknown},
+                partial(kept.update, unknown),
+                lambda: unknown.keys() <= kept.keys(),
+            )
 
     def note_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Add the result of an evaluation; on return it is durable if the journal is a file.
@@ -472,7 +582,9 @@ class Journal:
         """
         assert 0 <= step <= self.version, "the evaluated step belongs to the run"
         record, before = encode_evaluation(step, values), self.evaluations.get(step)
-        self._write(record, partial(self._add, record), lambda: self.evaluations.get(step) is not before)
+        self._write(
+            record, partial(self._add, record), lambda: self.evaluations.get(step) is not before
+        )
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that has lost durable steps.
@@ -490,7 +602,8 @@ class Journal:
                 self.name,
                 found=f"{counted(self.version, 'step')}{torn}",
                 expected=f"at least {version}, since {where} knows of step {version - 1}",
-                remedy=f"restore the journal from a copy: its end was damaged or cut; or remove {where} to do without them",
+                remedy="restore the journal from a copy: its end was damaged or cut; or remove "
+                f"{where} to do without them",
             )
 
     def until(self, step: int) -> Journal:
@@ -508,15 +621,19 @@ class Journal:
             )
         copy = Journal()
         copy.header, copy.base_digests = self.header, {**self.base_digests}
-        copy.evaluations = {version: values for version, values in self.evaluations.items() if version <= step}
+        copy.evaluations = {
+            version: values for version, values in self.evaluations.items() if version <= step
+        }
         copy._steps = self._steps[:step]
         copy._chain = self._chain[: step + 1]
         return copy
 
     def excerpt(self, begin: int) -> bytes:
-        """Lines of a file: header, digests of the base, steps from ``begin`` on, evaluations; empty without a header.
+        """Lines of a file: header, digests of the base, steps from ``begin`` on, evaluations; empty
+        without a header.
 
-        An evaluation precedes the update of its step, as in the run's file, so that the files of all workers are equal.
+        An evaluation precedes the update of its step, as in the run's file, so that the files of
+        all workers are equal.
         """
         if self.header is None:
             return b""
@@ -565,13 +682,17 @@ class Journal:
 
     @property
     def checksum(self) -> int:
-        """Checksum over header and all steps: journals with the same checksum are of the same run, at the same step."""
+        """Checksum over header and all steps: journals with the same checksum are of the same run,
+        at the same step.
+        """
         return self._chain[self.version]
 
     def chain(self, version: int) -> int | None:
-        """Checksum over header and steps 0..version-1, which identifies the weights of a version of this run.
+        """Checksum over header and steps 0..version-1, which identifies the weights of a version of
+        this run.
 
-        Makes the journal durable: weights of a version may be written to disk once its checksum is known.
+        Makes the journal durable: weights of a version may be written to disk once its checksum is
+        known.
 
         Returns:
             The checksum; None if the journal is shorter.
@@ -580,7 +701,10 @@ class Journal:
             JournalError: if an existing file cannot be synced.
         """
         if self._file is not None:
-            expected, remedy = "a file that can be synced", "repair the disk; blocks are written back only after the journal"
+            expected, remedy = (
+                "a file that can be synced",
+                "repair the disk; blocks are written back only after the journal",
+            )
             with system_errors_as(JournalError, self.name, expected=expected, remedy=remedy):
                 self._file.settle()
         return self._chain[version] if 0 <= version <= self.version else None
@@ -590,8 +714,12 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, record: durable.Record, count: Callable[[], object], is_counted: Callable[[], bool]) -> None:
-        """Write a record durably and add it in memory: both or neither, also after an interrupt between the two."""
+    def _write(
+        self, record: durable.Record, count: Callable[[], object], is_counted: Callable[[], bool]
+    ) -> None:
+        """Write a record durably and add it in memory: both or neither, also after an interrupt
+        between the two.
+        """
         if self._file is None:
             count()
             return
@@ -604,7 +732,9 @@ class Journal:
 
     def _open(self, path: Path) -> durable.RecordFile:
         try:
-            with system_errors_as(JournalError, path, expected="a readable journal", remedy="check the path"):
+            with system_errors_as(
+                JournalError, path, expected="a readable journal", remedy="check the path"
+            ):
                 file = durable.RecordFile(path)
         except durable.DamagedRecordError as error:
             raise damaged(path, error.line, f"a damaged record ({error})") from error
@@ -613,12 +743,15 @@ class Journal:
                 self._add(record)
             except ImpossibleRecordError as error:
                 raise damaged(path, line, error.found, error.expected) from error
-            except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
+            except (ValueError, RecursionError) as error:
+                # infinity, as json reads 1e999; a value nested too deep
                 raise damaged(path, line, f"a value that JSON lacks ({error})") from error
         file.loaded.clear()
         self.torn = bool(file.torn)
-        if self.header is None and not may_be_torn_header(file.torn):  # the file would be overwritten
-            found = f"{len(file.torn)} bytes that are not the beginning of a journal"  # not shown: they may be secret
+        if self.header is None and not may_be_torn_header(file.torn):
+            # the file would be overwritten
+            # not shown: they may be secret
+            found = f"{len(file.torn)} bytes that are not the beginning of a journal"
             raise JournalError(path, found, "a journal", "check the path")
         return file
 
@@ -638,19 +771,26 @@ class Journal:
             raise ImpossibleRecordError(f"step {shown(step.step)}", f"step {self.version}")
 
     def _add_header(self, header: durable.Record) -> None:
-        self._chain = [zlib.crc32(durable.to_json({key: value for key, value in header.items() if key != DRAWN}))]
+        self._chain = [
+            zlib.crc32(
+                durable.to_json({key: value for key, value in header.items() if key != DRAWN})
+            )
+        ]
         self.header = header
 
     def _decoded(self, record: durable.Record) -> Update | Commit:
         """The step of a record."""
         if (COMMIT in record) is self.is_replayable:
-            found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
+            found, expected = (
+                ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
+            )
             raise ImpossibleRecordError(found, f"{expected}, as the header says")
         return decode(record)
 
     def _count(self, step: Update | Commit, record: durable.Record) -> None:
         version = self.version
-        self._chain[version + 1 :] = [zlib.crc32(durable.to_json(record), self._chain[version])]  # counts with the step
+        # counts with the step
+        self._chain[version + 1 :] = [zlib.crc32(durable.to_json(record), self._chain[version])]
         self._steps.append(step)  # type: ignore[arg-type]
 
 
@@ -662,16 +802,20 @@ def branch_journal(
     estimator: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a new journal with the first steps of a run; an engine that opens it continues from there.
+    """Write a new journal with the first steps of a run; an engine that opens it continues from
+    there.
 
-    The header is that of the new run. Its key ``branched`` lists the runs that the steps were copied from, oldest first:
-    for each run the number of copied steps, the journal's checksum at that step, and its estimator's options.
+    The header is that of the new run. Its key ``branched`` lists the runs that the steps were
+    copied from, oldest first: for each run the number of copied steps, the journal's checksum at
+    that step, and its estimator's options.
 
     Args:
-        source: The journal to branch from, or its path. It is only read, and may belong to a running engine.
+        source: The journal to branch from, or its path. It is only read, and may belong to a
+            running engine.
         destination: Path of the new journal. It appears whole and durable, or not at all.
         step: Number of steps to copy.
-        estimator: Options of the new run's estimator (``estimator.options``); None keeps the source's.
+        estimator: Options of the new run's estimator (``estimator.options``); None keeps the
+            source's.
         provenance: Provenance of the new run; None keeps the source's.
 
     Raises:
@@ -683,13 +827,20 @@ def branch_journal(
     try:
         header = dict(opened.require_run())
         if not opened.is_replayable:
-            expected, remedy = "steps that can be replayed", "start a new run from an adapter that zo2 export wrote"
+            expected, remedy = (
+                "steps that can be replayed",
+                "start a new run from an adapter that zo2 export wrote",
+            )
             raise JournalError(opened.name, "first-order steps", expected, remedy)
         branch = opened.until(step)
     finally:
         if opened is not source:
             opened.close()
-    before = {"step": step, "checksum": f"{branch.checksum:08x}", "estimator": header.get("estimator")}
+    before = {
+        "step": step,
+        "checksum": f"{branch.checksum:08x}",
+        "estimator": header.get("estimator"),
+    }
     header["branched"] = [*header.get("branched", ()), before]
     for name, values in (("estimator", estimator), ("provenance", provenance)):
         if values is not None:
@@ -706,7 +857,8 @@ def copy_journal(source: Journal, destination: Path | str) -> None:
 
     Args:
         source: The journal, on disk or in memory.
-        destination: Path of the copy; a file at this path is replaced at once, whole and durable, or not at all.
+        destination: Path of the copy; a file at this path is replaced at once, whole and durable,
+            or not at all.
 
     Raises:
         JournalError: if the journal has no header.

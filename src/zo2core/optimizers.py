@@ -1,4 +1,5 @@
-"""Optimizers that change one segment at a time, as soon as the gradients of that segment are computed, and their states.
+"""Optimizers that change one segment at a time, as soon as the gradients of that segment are
+computed, and their states.
 
 ``OPTIMIZERS`` has the names by which users choose them, with what depends on the name.
 """
@@ -26,10 +27,11 @@ from zo2core.types import HALVES, MAX_SEED, BlockLayout, StateSpec, widened
 
 @dataclass(frozen=True, kw_only=True)
 class LOMO(BlockUpdate):
-    """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr * g``.
+    """Gradient descent in float32 arithmetic: ``theta <- (1 - lr * weight_decay) * theta - lr *
+    g``.
 
-    This is LOMO (arXiv 2306.09782, Algorithm 1): descent without a state, fused into the backward pass. 16-bit weights are
-    converted to float32 and rounded once, as in the authors' program.
+    This is LOMO (arXiv 2306.09782, Algorithm 1): descent without a state, fused into the backward
+    pass. 16-bit weights are converted to float32 and rounded once, as in the authors' program.
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
@@ -63,24 +65,29 @@ class LOMO(BlockUpdate):
             if theta is not weight:
                 weight.copy_(theta)
 
-    def _descent(self, name: str, theta: torch.Tensor, inputs: UpdateInputs) -> tuple[torch.Tensor, Any]:
+    def _descent(
+        self, name: str, theta: torch.Tensor, inputs: UpdateInputs
+    ) -> tuple[torch.Tensor, Any]:
         """What is subtracted from a parameter, and with which rate."""
         return inputs.gradients[name], inputs.lr
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaLOMO(LOMO):
-    """Gradient descent whose steps are normalised by the second moment of the gradients, kept for rows and columns only.
+    """Gradient descent whose steps are normalised by the second moment of the gradients, kept for
+    rows and columns only.
 
-    For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns, with the decay
-    ``1 - t ** decay_rate`` at the 1-based step t. The update ``u = g / sqrt(r c / mean(r))`` is divided by
-    ``max(1, rms(u) / clip_threshold)``, and ``theta <- (1 - a * weight_decay) * theta - a * u`` with
-    ``a = lr * max(eps[1], rms(theta))``. Vectors keep the second moment of each element. All arithmetic is float32. This is
-    AdaLomo (arXiv 2310.10195, Algorithm 1).
+    For a matrix, ``r`` and ``c`` are running means of ``g * g + eps[0]`` over rows and columns,
+    with the decay ``1 - t ** decay_rate`` at the 1-based step t. The update ``u = g / sqrt(r c /
+    mean(r))`` is divided by ``max(1, rms(u) / clip_threshold)``, and ``theta <- (1 - a *
+    weight_decay) * theta - a * u`` with ``a = lr * max(eps[1], rms(theta))``. Vectors keep the
+    second moment of each element. All arithmetic is float32. This is AdaLomo (arXiv 2310.10195,
+    Algorithm 1).
 
     Args:
         weight_decay: Decoupled weight decay, for all parameters.
-        eps: Term added to squared gradients; and the least root mean square by which a parameter's rate is scaled.
+        eps: Term added to squared gradients; and the least root mean square by which a parameter's
+            rate is scaled.
         clip_threshold: Largest root mean square of an update.
         decay_rate: Exponent of the running means' decay.
 
@@ -89,7 +96,8 @@ class AdaLOMO(LOMO):
     """
 
     name = "adalomo"
-    copies = 3  # a 16-bit weight, the squared gradient with and without its term, and then the update
+    # a 16-bit weight, the squared gradient with and without its term, and then the update
+    copies = 3
 
     eps: tuple[float, float] = (1e-30, 1e-3)
     clip_threshold: float = 1.0
@@ -107,22 +115,32 @@ class AdaLOMO(LOMO):
         return {**super().options, "eps": list(self.eps)}
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """One row and one column of each matrix, and each element of vectors, in float32. See the contract."""
+        """One row and one column of each matrix, and each element of vectors, in float32.
+
+        See the contract.
+        """
         return [
             StateSpec(f"{spec.name}.{side}", shape, torch.float32)
             for spec in layout.parameters
             for side, shape in _moment_shapes(spec.shape).items()
         ]
 
-    def _descent(self, name: str, theta: torch.Tensor, inputs: UpdateInputs) -> tuple[torch.Tensor, Any]:
+    def _descent(
+        self, name: str, theta: torch.Tensor, inputs: UpdateInputs
+    ) -> tuple[torch.Tensor, Any]:
         decay = 1.0 - math.pow(inputs.step + 1, self.decay_rate)
         update = self._update(name, inputs.gradients[name], decay, inputs.states)
         update.div_((_rms(update) / self.clip_threshold).clamp_(min=1.0))
         scale = torch.norm(theta, 2.0) / math.sqrt(theta.numel())
-        return update, inputs.lr * max(self.eps[1], scale)  # a float32 tensor, as its authors' program has it
+        # a float32 tensor, as its authors' program has it
+        return update, inputs.lr * max(self.eps[1], scale)
 
-    def _update(self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Update a parameter's moments with a gradient, and return the gradient divided by their root."""
+    def _update(
+        self, name: str, gradient: torch.Tensor, decay: float, states: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Update a parameter's moments with a gradient, and return the gradient divided by their
+        root.
+        """
         squares = gradient**2 + self.eps[0]
         means = {"squares": squares}
         if gradient.dim() > 1:
@@ -152,9 +170,11 @@ def _rms(values: torch.Tensor) -> torch.Tensor:
     return root
 
 
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
+# the result has the interface of torch.optim.Optimizer
+OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]
 
-_PROBED = 8192  # elements of the tensor on which an optimizer shows its states: some keep others for small tensors
+# elements of the tensor on which an optimizer shows its states: some keep others for small tensors
+_PROBED = 8192
 _HAS_STATE = "has_state"  # name of the flag that a parameter's states have been set
 _HAS_MASTERS = "begun"  # name of the flag that the float32 copies of a segment have been made
 _HAS_NEXT = "delayed.begun"  # name of the flag that a segment has next weights
@@ -168,7 +188,10 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
         raise OptionError(
             "optimizer",
             found=repr(factory)[:80],
-            expected="a factory that is called with the parameters, such as partial(torch.optim.AdamW, lr=2e-4)",
+            expected=(
+                "a factory that is called with the parameters, such as partial(torch.optim.AdamW, "
+                "lr=2e-4)"
+            ),
             remedy="pass such a factory",
         )
     closure = inspect.signature(step).parameters.get("closure")
@@ -191,28 +214,35 @@ class _State(NamedTuple):
 
 
 class TorchOptimizer(BlockUpdate):
-    """The optimizer that a factory makes, for one segment at a time. Each step has the bits of one over all parameters.
+    """The optimizer that a factory makes, for one segment at a time.
 
-    The arithmetic is done by the host, where the states are: ZeRO-Offload's arrangement (arXiv 2101.06840). Weights that a
-    device holds are copied to the host and back. The optimizer is made anew for each segment and step, and given the
-    segment's states, which a first step on a small tensor has shown.
+    Each step has the bits of one over all parameters.
+
+    The arithmetic is done by the host, where the states are: ZeRO-Offload's arrangement (arXiv
+    2101.06840). Weights that a device holds are copied to the host and back. The optimizer is made
+    anew for each segment and step, and given the segment's states, which a first step on a small
+    tensor has shown.
 
     Args:
-        factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5, fused=True)``. The learning rate
-            of each step replaces the factory's.
+        factory: Called with a segment's parameters: ``partial(torch.optim.AdamW, lr=1e-5,
+            fused=True)``. The learning rate of each step replaces the factory's.
         options: Name and options of the optimizer, as JSON values, for the journal.
-        by_name: Whether the factory is called with pairs of a parameter's name and the parameter, from which it may make
-            groups.
+        by_name: Whether the factory is called with pairs of a parameter's name and the parameter,
+            from which it may make groups.
 
     Raises:
-        OptionError: if the factory returns no optimizer, the optimizer's step needs a closure, or its state does not belong
-            to single parameters.
+        OptionError: if the factory returns no optimizer, the optimizer's step needs a closure, or
+            its state does not belong to single parameters.
     """
 
     widens_gradients = False  # as in a loop over the whole model
 
     def __init__(
-        self, factory: Callable[[Any], Any], *, options: Mapping[str, Any] | None = None, by_name: bool = False
+        self,
+        factory: Callable[[Any], Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        by_name: bool = False,
     ) -> None:
         self._factory = factory
         self._by_name = by_name
@@ -220,7 +250,8 @@ class TorchOptimizer(BlockUpdate):
         self._name = type(made).__name__
         self._options = {"name": self._name} if options is None else options
         # The entries of a parameter's state by their keys in the optimizer's state.
-        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _State]] = {}  # by shape and dtype
+        # by shape and dtype
+        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _State]] = {}
         self._states: dict[str, Mapping[str, _State]] = {}  # by parameter
         self._form((1, _PROBED), torch.float32)  # refuses an optimizer that cannot be taken apart
 
@@ -230,14 +261,20 @@ class TorchOptimizer(BlockUpdate):
         return self._options
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """What the optimizer keeps of each parameter, and whether it has begun to. See the contract."""
+        """What the optimizer keeps of each parameter, and whether it has begun to.
+
+        See the contract.
+        """
         specs: list[StateSpec] = []
         for parameter in layout.parameters:
             if not parameter.frozen:
                 name, form = parameter.name, self._form(parameter.shape, parameter.dtype)
                 self._states[name] = form
                 specs += [StateSpec(f"{name}.{_HAS_STATE}", (), torch.uint8)] if form else []
-                specs += [StateSpec(f"{name}.{key}", state.shape, state.dtype) for key, state in form.items()]
+                specs += [
+                    StateSpec(f"{name}.{key}", state.shape, state.dtype)
+                    for key, state in form.items()
+                ]
         return specs
 
     def apply(self, inputs: UpdateInputs) -> None:
@@ -246,14 +283,20 @@ class TorchOptimizer(BlockUpdate):
         parameters = {name: nn.Parameter(weight.cpu()) for name, weight in weights.items()}
         for name, gradient in inputs.gradients.items():
             parameters[name].grad = gradient.cpu()
-        optimizer = self._factory(list(parameters.items() if self._by_name else parameters.values()))
+        optimizer = self._factory(
+            list(parameters.items() if self._by_name else parameters.values())
+        )
         for group in optimizer.param_groups:
             group["lr"] = inputs.lr
         for name, parameter in parameters.items():
             if self._states[name] and states[f"{name}.{_HAS_STATE}"]:
-                kept = [(key, number, states[f"{name}.{key}"]) for key, (_, _, number) in self._states[name].items()]
+                kept = [
+                    (key, number, states[f"{name}.{key}"])
+                    for key, (_, _, number) in self._states[name].items()
+                ]
                 optimizer.state[parameter] = {
-                    key: value if number is None else number(value.item()) for key, number, value in kept
+                    key: value if number is None else number(value.item())
+                    for key, number, value in kept
                 }
         optimizer.step()
         for name, parameter in parameters.items():
@@ -263,7 +306,9 @@ class TorchOptimizer(BlockUpdate):
 
     def _made(self, parameters: list[nn.Parameter]) -> Any:
         """An optimizer of parameters without names."""
-        return self._factory([("", parameter) for parameter in parameters] if self._by_name else parameters)
+        return self._factory(
+            [("", parameter) for parameter in parameters] if self._by_name else parameters
+        )
 
     def _keep(self, name: str, state: Mapping[str, Any], kept: dict[str, torch.Tensor]) -> None:
         """Put a parameter's state where it is kept, unless the optimizer has changed it there.
@@ -285,7 +330,8 @@ class TorchOptimizer(BlockUpdate):
     def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, _State]:
         """The states of a parameter of this shape, from those of a small one of as many dimensions.
 
-        A state whose dimensions are not all the parameter's is looked at in the parameter's own shape.
+        A state whose dimensions are not all the parameter's is looked at in the parameter's own
+        shape.
         """
         key = (shape, dtype)
         if key not in self._forms:
@@ -293,7 +339,10 @@ class TorchOptimizer(BlockUpdate):
             form = self._shown(probed, dtype)
             sides = {1: 1, **dict(zip(probed, shape, strict=True))}
             if all(side in sides for state in form.values() for side in state.shape):
-                form = {key: one._replace(shape=tuple(sides[side] for side in one.shape)) for key, one in form.items()}
+                form = {
+                    key: one._replace(shape=tuple(sides[side] for side in one.shape))
+                    for key, one in form.items()
+                }
             else:
                 form = self._shown(shape, dtype)
             self._forms[key] = form
@@ -307,7 +356,9 @@ class TorchOptimizer(BlockUpdate):
         before = _shared(optimizer)
         optimizer.step()
         if before != _shared(optimizer):
-            raise self._refusal("a state of all parameters together", "a state of each parameter's own")
+            raise self._refusal(
+                "a state of all parameters together", "a state of each parameter's own"
+            )
         states = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
@@ -315,7 +366,9 @@ class TorchOptimizer(BlockUpdate):
             elif type(value) in (int, float):
                 states[key] = _State((), torch.float64, type(value))
             elif value is not None:
-                raise self._refusal(f"a {type(value).__name__} as {key}", "plain tensors and numbers in its state")
+                raise self._refusal(
+                    f"a {type(value).__name__} as {key}", "plain tensors and numbers in its state"
+                )
         return states
 
     def _refusal(self, found: str, expected: str) -> OptionError:
@@ -337,35 +390,52 @@ def _probed_shape(dimensions: int) -> tuple[int, ...]:
 
 def _shared(optimizer: Any) -> str:
     """What groups of parameters have in common, comparable."""
-    return repr([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])
+    return repr(
+        [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+    )
 
 
 class BAdam(BlockUpdate):
-    """Trains one segment for a number of steps, then another one. Each epoch has a new random order of all segments.
+    """Trains one segment for a number of steps, then another one.
 
-    This is block coordinate descent as in BAdam (arXiv 2404.02827, Algorithm 1), with the optimizer's state of one segment
-    at a time. A segment begins with a new optimizer. 16-bit weights have a float32 copy while their segment is trained. The
-    optimizer changes the copy, which is rounded into the weights after each step.
+    Each epoch has a new random order of all segments.
+
+    This is block coordinate descent as in BAdam (arXiv 2404.02827, Algorithm 1), with the
+    optimizer's state of one segment at a time. A segment begins with a new optimizer. 16-bit
+    weights have a float32 copy while their segment is trained. The optimizer changes the copy,
+    which is rounded into the weights after each step.
 
     Args:
-        factory: Called with the segment's parameters: ``partial(torch.optim.AdamW, lr=1e-6)``. The rate of each step
-            replaces the factory's.
+        factory: Called with the segment's parameters: ``partial(torch.optim.AdamW, lr=1e-6)``. The
+            rate of each step replaces the factory's.
         every: Steps for which a segment is trained.
         seed: Decides the order of segments.
         options: Name and options of the optimizer, as JSON values, for the journal.
 
     Raises:
-        OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer, or the optimizer's step
-            needs a closure.
+        OptionError: if ``every`` or ``seed`` is out of its range, the factory returns no optimizer,
+            or the optimizer's step needs a closure.
     """
 
     def __init__(
-        self, factory: OptimizerFactory, *, every: int = 50, seed: int = 0, options: Mapping[str, Any] | None = None
+        self,
+        factory: OptimizerFactory,
+        *,
+        every: int = 50,
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         require_whole("every", every, 1)
         require_whole("seed", seed, 0, MAX_SEED)
         self._optimizer, self._every, self._seed = TorchOptimizer(factory), every, seed
-        self._options = {"name": "badam", "optimizer": self._optimizer.options["name"]} if options is None else options
+        self._options = (
+            {"name": "badam", "optimizer": self._optimizer.options["name"]}
+            if options is None
+            else options
+        )
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -385,10 +455,18 @@ class BAdam(BlockUpdate):
         return (trained[int(order[turn])],)
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight. See the contract."""
-        wide = [replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec for spec in layout.parameters]
+        """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight.
+
+        See the contract.
+        """
+        wide = [
+            replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec
+            for spec in layout.parameters
+        ]
         masters = [
-            StateSpec(f"{spec.name}.master", spec.shape, torch.float32) for spec in layout.parameters if spec.dtype in HALVES
+            StateSpec(f"{spec.name}.master", spec.shape, torch.float32)
+            for spec in layout.parameters
+            if spec.dtype in HALVES
         ]
         begun = [StateSpec(_HAS_MASTERS, (), torch.uint8)] if masters else []
         return [*begun, *masters, *self._optimizer.states(replace(layout, parameters=tuple(wide)))]
@@ -396,7 +474,11 @@ class BAdam(BlockUpdate):
     def apply(self, inputs: UpdateInputs) -> None:
         """Change a segment's weights in place. See the contract."""
         weights, states = inputs.weights, inputs.states
-        masters = {name: states[f"{name}.master"] for name, weight in weights.items() if weight.dtype in HALVES}
+        masters = {
+            name: states[f"{name}.master"]
+            for name, weight in weights.items()
+            if weight.dtype in HALVES
+        }
         if masters and not states[_HAS_MASTERS]:
             for name, master in masters.items():
                 master.copy_(weights[name])
@@ -409,11 +491,12 @@ class BAdam(BlockUpdate):
 class Delayed(BlockUpdate):
     """Another optimizer, whose update of a step reaches the weights in the next step.
 
-    This is the delayed update of ZeRO-Offload (arXiv 2101.06840, section 5.2). The gradients of step t are computed with
-    weights that have the updates of steps 0 to t - 2. So this is another run than that of the optimizer alone. The update is
-    computed by a thread of the host, in a copy of the weights, between a segment's backward pass and that of the next step.
-    Where a device computes forward and backward, the host works beside it. After a step, the weights lack the step's own
-    update.
+    This is the delayed update of ZeRO-Offload (arXiv 2101.06840, section 5.2). The gradients of
+    step t are computed with weights that have the updates of steps 0 to t - 2. So this is another
+    run than that of the optimizer alone. The update is computed by a thread of the host, in a copy
+    of the weights, between a segment's backward pass and that of the next step. Where a device
+    computes forward and backward, the host works beside it. After a step, the weights lack the
+    step's own update.
 
     Args:
         update: The optimizer. It changes all segments at each step.
@@ -454,7 +537,10 @@ class Delayed(BlockUpdate):
         return self._update.segments(step, trained)
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """The optimizer's states, the weights after the update that is due, and its gradients. See the contract."""
+        """The optimizer's states, the weights after the update that is due, and its gradients.
+
+        See the contract.
+        """
         kept: list[StateSpec] = []
         for spec in layout.parameters:
             dtype = torch.float32 if self.widens_gradients and spec.dtype in HALVES else spec.dtype
@@ -463,7 +549,10 @@ class Delayed(BlockUpdate):
         return [StateSpec(_HAS_NEXT, (), torch.uint8), *kept, *self._update.states(layout)]
 
     def apply(self, inputs: UpdateInputs) -> None:
-        """Give a segment the weights of the update before, and start this one in another thread. See the contract."""
+        """Give a segment the weights of the update before, and start this one in another thread.
+
+        See the contract.
+        """
         segment, weights, states = inputs.segment, inputs.weights, inputs.states
         self._wait(segment)
         following = {name: states[f"{name}.next"] for name in weights}
@@ -473,10 +562,14 @@ class Delayed(BlockUpdate):
             else:
                 following[name].copy_(weight)
         states[_HAS_NEXT].fill_(1)
-        kept = {name: states[f"{name}.gradient"].copy_(gradient) for name, gradient in inputs.gradients.items()}
+        kept = {
+            name: states[f"{name}.gradient"].copy_(gradient)
+            for name, gradient in inputs.gradients.items()
+        }
 
         late = inputs._replace(weights=following, gradients=kept)
-        self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)  # it holds for one thread
+        # it holds for one thread
+        self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)
 
     def settle(self) -> None:
         """Wait for all updates that were started. See the contract."""
@@ -516,7 +609,10 @@ class StateMemory:
             self._states.clear()
 
     def of(self, segment: int, store: Store) -> dict[str, torch.Tensor]:
-        """The states of a segment by name, which the optimizer changes in place. See ``BlockUpdate.apply``."""
+        """The states of a segment by name, which the optimizer changes in place.
+
+        See ``BlockUpdate.apply``.
+        """
         return self._states.setdefault(segment, _Zeros(self._specs[segment]))
 
     def state_dict(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -556,11 +652,16 @@ class StatesInStores:
         self._read(segment)
         layout = self._layouts[segment]
         stored = store[len(layout.parameters) :]
-        return {spec.name: view.view(spec.shape) for spec, view in zip(layout.states, stored, strict=True)}
+        return {
+            spec.name: view.view(spec.shape)
+            for spec, view in zip(layout.states, stored, strict=True)
+        }
 
 
 def state_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
-    """The most bytes that an optimizer's states take: of all segments, or of the largest one if they last for a turn."""
+    """The most bytes that an optimizer's states take: of all segments, or of the largest one if
+    they last for a turn.
+    """
     sizes = [sum(spec.nbytes for spec in update.states(layout)) for layout in layouts]
     return sum(sizes) if update.turn is None else max(sizes)
 
@@ -586,8 +687,12 @@ def require_finite(name: str, value: object) -> None:
         raise unusable_state(f"{name} with values that are not finite")
 
 
-def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> None:
-    """Compare a state of ``torch.optim`` with that of the factory's own optimizer after a step on zeros."""
+def require_optimizer_state(
+    state: Any, factory: OptimizerFactory, parameters: Sequence[nn.Parameter]
+) -> None:
+    """Compare a state of ``torch.optim`` with that of the factory's own optimizer after a step on
+    zeros.
+    """
     zeros = [nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters]
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter)
@@ -602,7 +707,9 @@ def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: S
         for index, entries in states.items():
             forms = {name: form_of(value) for name, value in expected["state"][index].items()}
             for name, value in entries.items():
-                if name not in forms or (forms[name] != form_of(value) and type(None) not in (forms[name], type(value))):
+                if name not in forms or (
+                    forms[name] != form_of(value) and type(None) not in (forms[name], type(value))
+                ):
                     raise unusable_state(f"{name}, a state of parameter {index}")
                 require_finite(f"{name} of parameter {index}", value)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -610,8 +717,15 @@ def require_optimizer_state(state: Any, factory: OptimizerFactory, parameters: S
 
 
 def _kind_of_group(group: Mapping[str, Any]) -> tuple[list[int], dict[str, object]]:
-    """What tells optimizers apart: parameters, options and flags. Schedules change the numbers, and add initial ones."""
-    kinds = {name: _kind(value) for name, value in group.items() if name != "params" and not name.startswith("initial_")}
+    """What tells optimizers apart: parameters, options and flags.
+
+    Schedules change the numbers, and add initial ones.
+    """
+    kinds = {
+        name: _kind(value)
+        for name, value in group.items()
+        if name != "params" and not name.startswith("initial_")
+    }
     return list(group["params"]), kinds
 
 
@@ -637,15 +751,20 @@ class OptimizerEntry(NamedTuple):
     title: str
     learning_rates: Sequence[float]  # to try for all parameters of a pre-trained model, ascending
     options: tuple[str, ...] = ()  # further options, under the names that torch.optim has
-    of_adapter: Callable[..., torch.optim.Optimizer] | None = None  # for the parameters of an adapter; None: not supported
+    # for the parameters of an adapter; None: not supported
+    of_adapter: Callable[..., torch.optim.Optimizer] | None = None
 
 
 _ADAM_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
 _SGD_RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 OPTIMIZERS: dict[OptimizerName, OptimizerEntry] = {
-    "adamw": OptimizerEntry("AdamW", _ADAM_RATES, options=("betas", "eps"), of_adapter=torch.optim.AdamW),
-    "sgd": OptimizerEntry("SGD", _SGD_RATES, options=("momentum", "nesterov"), of_adapter=torch.optim.SGD),
+    "adamw": OptimizerEntry(
+        "AdamW", _ADAM_RATES, options=("betas", "eps"), of_adapter=torch.optim.AdamW
+    ),
+    "sgd": OptimizerEntry(
+        "SGD", _SGD_RATES, options=("momentum", "nesterov"), of_adapter=torch.optim.SGD
+    ),
     "lomo": OptimizerEntry("LOMO", _SGD_RATES),
     "adalomo": OptimizerEntry("AdaLOMO", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)),
     "badam": OptimizerEntry("BAdam", _ADAM_RATES),
@@ -663,7 +782,8 @@ def make_block_update(
     """The optimizer of all parameters."""
     rates = {"weight_decay": weight_decay, **options}
     recorded = {"name": name, **rates}
-    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
+    # torch's kernel that passes once over memory
+    adamw = partial(torch.optim.AdamW, **rates, fused=True)
     match name:
         case "adamw":
             return TorchOptimizer(adamw, options=recorded)

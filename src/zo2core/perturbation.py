@@ -1,11 +1,15 @@
-"""How weights are perturbed: dense directions in the weights, or low-rank ones beside the activations.
+"""How weights are perturbed: dense directions in the weights, or low-rank ones beside the
+activations.
 
-Models that take low-rank ones satisfy ``StackedModel``; forwards that run several of them as one batch, ``StackedForward``.
+Models that take low-rank ones satisfy ``StackedModel``; forwards that run several of them as one
+batch, ``StackedForward``.
 
-The low-rank factors of a run are sums of updates in float32, perturbed factors for evaluations, and a file of them.
+The low-rank factors of a run are sums of updates in float32, perturbed factors for evaluations, and
+a file of them.
 
-Trade-off: each period adds m * rank float32 numbers and n * rank numbers of the matrix's dtype for each matrix (m, n), which
-stay in device memory. Replaying an update draws and adds m * rank numbers, instead of m * n in the weights.
+Trade-off: each period adds m * rank float32 numbers and n * rank numbers of the matrix's dtype for
+each matrix (m, n), which stay in device memory. Replaying an update draws and adds m * rank
+numbers, instead of m * n in the weights.
 """
 
 from __future__ import annotations
@@ -23,20 +27,46 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.errors import JournalError, OptionError, ScratchError, UnsupportedModelError, ZO2Warning, reason
+from zo2core.errors import (
+    JournalError,
+    OptionError,
+    ScratchError,
+    UnsupportedModelError,
+    ZO2Warning,
+    reason,
+)
 from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
 from zo2core.journal import Journal
 from zo2core.kernels import Draw, apply, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
 from zo2core.kernels.programs import compile_updates, split_updates
-from zo2core.protocols import SEEDS_IN_TURN, Activations, BlockModel, CounterNoise, Forward, NoiseGenerator, ZOEstimator
+from zo2core.protocols import (
+    SEEDS_IN_TURN,
+    Activations,
+    BlockModel,
+    CounterNoise,
+    Forward,
+    NoiseGenerator,
+    ZOEstimator,
+)
 from zo2core.ranges import require_whole
-from zo2core.types import Batch, BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
+from zo2core.types import (
+    Batch,
+    BlockLayout,
+    Distribution,
+    Evaluation,
+    ParameterSpec,
+    Perturb,
+    Program,
+    Update,
+    trained,
+)
 
 
 class Factors(NamedTuple):
-    """Factors of the change of a matrix W (m, n): ``left @ right^T``, or ``left[s] @ right^T`` for stream s.
+    """Factors of the change of a matrix W (m, n): ``left @ right^T``, or ``left[s] @ right^T`` for
+    stream s.
 
     Those of several periods are side by side.
     """
@@ -49,21 +79,27 @@ class Factors(NamedTuple):
         return Factors(*(torch.cat(pair, dim=-1) for pair in zip(self, other, strict=True)))
 
 
-PerturbedParameter: TypeAlias = Factors | torch.Tensor  # factors for a matrix; (streams, n) values for a vector
+# factors for a matrix; (streams, n) values for a vector
+PerturbedParameter: TypeAlias = Factors | torch.Tensor
 
 
 @runtime_checkable
 class StackedForward(Forward, Protocol):
     """A forward that runs several streams as one batch, each with another perturbation.
 
-    A stack has the rows of its first stream, then those of the second, and so on, with equal numbers of rows.
+    A stack has the rows of its first stream, then those of the second, and so on, with equal
+    numbers of rows.
     """
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be joined."""
+        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be
+        joined.
+        """
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
-        """Run the layers after the blocks on a stack; return the output of each stream, of a model its loss, 0-d."""
+        """Run the layers after the blocks on a stack; return the output of each stream, of a model
+        its loss, 0-d.
+        """
 
 
 @runtime_checkable
@@ -73,7 +109,9 @@ class StackedModel(BlockModel, StackedForward, Protocol):
     def require_stackable(self) -> None:
         """Prepare for ``perturb``. Called before anything is read."""
 
-    def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
+    def perturb(
+        self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int
+    ) -> None:
         """Perturb a segment's next forwards, and stop perturbing every other segment's."""
 
 
@@ -83,27 +121,32 @@ _FIRST_PERIOD_SEED = 1 << 62  # seeds of periods start here; seeds of directions
 
 @dataclass(frozen=True)
 class DensePerturbation:
-    """Exact MeZO: perturbed weights are written for every evaluation, whatever their shape and the layers' forwards."""
+    """Exact MeZO: perturbed weights are written for every evaluation, whatever their shape and the
+    layers' forwards.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankPerturbation:
-    """Low-rank directions, ``z = U V^T / sqrt(rank)`` for a matrix, computed beside a layer's activations.
+    """Low-rank directions, ``z = U V^T / sqrt(rank)`` for a matrix, computed beside a layer's
+    activations.
 
-    A linear layer computes ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is
-    only read: it is never offloaded or written back. All evaluations of a step run as one batch, stacked along its rows.
-    Parameters of one dimension have dense directions, with separate values for each stream.
+    A linear layer computes ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the
+    root of the rank. W is only read: it is never offloaded or written back. All evaluations of a
+    step run as one batch, stacked along its rows. Parameters of one dimension have dense
+    directions, with separate values for each stream.
 
-    U is drawn for each direction; V stays for a period, so that a period's updates add up to one factor, A, in float32
-    (LOZO, arXiv 2410.07698, with z scaled as dense directions are: LOZO's ``zo_eps`` is this one divided by the root of the
-    rank, and learning rates are the same). The weights of a step are the base plus ``A V^T`` of each period, with float32
-    precision whatever the base's dtype. Both factors follow from the journal and the run's seed.
+    U is drawn for each direction; V stays for a period, so that a period's updates add up to one
+    factor, A, in float32 (LOZO, arXiv 2410.07698, with z scaled as dense directions are: LOZO's
+    ``zo_eps`` is this one divided by the root of the rank, and learning rates are the same). The
+    weights of a step are the base plus ``A V^T`` of each period, with float32 precision whatever
+    the base's dtype. Both factors follow from the journal and the run's seed.
 
     Args:
         rank: Columns of U and V.
         period: Steps for which V stays.
-        stack: Most evaluations of a step that run as one batch; None: all of them. It is recorded with the run, since it
-            changes the order in which floats are summed, and so the losses.
+        stack: Most evaluations of a step that run as one batch; None: all of them. It is recorded
+            with the run, since it changes the order in which floats are summed, and so the losses.
 
     Raises:
         OptionError: if a value is not an integer of at least 1.
@@ -125,7 +168,9 @@ class LowRankPerturbation:
         return {"kind": _KIND, "rank": self.rank, "period": self.period, "stack": self.stack}
 
     def period_seed(self, run_seed: int, step: int) -> int:
-        """Seed of V in the period of a step, derived from the run's seed and the period; no direction has it."""
+        """Seed of V in the period of a step, derived from the run's seed and the period; no
+        direction has it.
+        """
         rng = random.Random(f"{run_seed}/period/{step // self.period}")  # noqa: S311 - not a secret
         return _FIRST_PERIOD_SEED + rng.randrange(_FIRST_PERIOD_SEED)
 
@@ -148,7 +193,9 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
                 expected=f"none, or {_KIND} with rank, period and stack",
                 remedy="use the version that wrote the journal",
             )
-        recorded = LowRankPerturbation(rank=options["rank"], period=options["period"], stack=options["stack"])
+        recorded = LowRankPerturbation(
+            rank=options["rank"], period=options["period"], stack=options["stack"]
+        )
     if perturbation is not None and perturbation != recorded:
         raise JournalError(
             journal.name,
@@ -160,7 +207,10 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
 
 
 def require_perturbation(
-    perturbation: Perturbation, model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator
+    perturbation: Perturbation,
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    noise: NoiseGenerator,
 ) -> None:
     """Check that a perturbation fits model, estimator and noise, before anything is read."""
     if isinstance(perturbation, DensePerturbation):
@@ -168,13 +218,19 @@ def require_perturbation(
             if estimator is not None and spec.encoding is not None:
                 raise _refusal(
                     "perturbation",
-                    f"none, for the weights of {spec.name}, which are stored in {spec.encoding.name}",
+                    f"none, for the weights of {spec.name}, which are stored in "
+                    f"{spec.encoding.name}",
                     "directions of low rank or an adapter, because quantised weights are only read",
                     "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
                 )
         return
     if not isinstance(model, StackedModel):
-        raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use DensePerturbation()")
+        raise _refusal(
+            "perturbation",
+            f"a {type(model).__name__}",
+            "a model that stacks streams",
+            "use DensePerturbation()",
+        )
     if not isinstance(noise, CounterNoise):
         remedy = "pass PhiloxNoise(Distribution.GAUSSIAN)"
         raise _refusal("noise", noise.name, "counter-based noise beside the activations", remedy)
@@ -183,7 +239,8 @@ def require_perturbation(
         if spec.is_rounded or spec.is_low_bit:
             raise _refusal(
                 "precision",
-                f"{spec.name}, stored in {spec.dtype} and rounded to another dtype in forwards or transfers",
+                f"{spec.name}, stored in {spec.dtype} and rounded to another dtype in forwards or "
+                "transfers",
                 "exact precision beside the activations, whose factors are float32 anyway",
                 'open the model with precision="exact"',
             )
@@ -192,7 +249,10 @@ def require_perturbation(
                 spec.name,
                 found=f"a parameter of shape {list(spec.shape)}",
                 expected="matrices and vectors, for directions beside the activations",
-                remedy="leave --rank out, or use DensePerturbation(), which takes parameters of any shape",
+                remedy=(
+                    "leave --rank out, or use DensePerturbation(), which takes parameters of any "
+                    "shape"
+                ),
             )
     if estimator is not None:
         name, weight_decay = estimator.options.get("name"), estimator.options.get("weight_decay")
@@ -206,7 +266,8 @@ def require_perturbation(
             raise _refusal(
                 "estimator",
                 f"{name}, which needs {estimator.distribution.value} directions",
-                "an estimator for directions of any distribution, since products of factors have another one",
+                "an estimator for directions of any distribution, since products of factors have "
+                "another one",
                 "choose another estimator, or DensePerturbation()",
             )
     model.require_stackable()
@@ -222,20 +283,32 @@ FORMAT = 1  # version of the manifest
 
 
 class FactorFile:
-    """The sums of all parameters at the end of each period on disk, from which a run resumes. Not thread-safe.
+    """The sums of all parameters at the end of each period on disk, from which a run resumes.
 
-    The files are a cache: replaying the journal on the base gives the same bits, but takes longer. The sums of an ended
-    period never change, so those of each parameter are written once. A period counts once the manifest has its record, which
-    follows the sums of all parameters, and only if the journal's checksum at its end and the checksums of its bytes match.
-    Damaged periods are dropped with a warning and replayed.
+    Not thread-safe.
 
-    Trade-off: factors take as much disk as memory: for each period float32 numbers, rank times the rows of every matrix, and
-    all vectors.
+    The files are a cache: replaying the journal on the base gives the same bits, but takes longer.
+    The sums of an ended period never change, so those of each parameter are written once. A period
+    counts once the manifest has its record, which follows the sums of all parameters, and only if
+    the journal's checksum at its end and the checksums of its bytes match. Damaged periods are
+    dropped with a warning and replayed.
 
-    The files are locked while they are open for writing: from the start if they exist, else from the first period.
+    Trade-off: factors take as much disk as memory: for each period float32 numbers, rank times the
+    rows of every matrix, and all vectors.
+
+    The files are locked while they are open for writing: from the start if they exist, else from
+    the first period.
     """
 
-    def __init__(self, directory: Path, elements: dict[str, int], *, period: int, journal: Journal, writes: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        elements: dict[str, int],
+        *,
+        period: int,
+        journal: Journal,
+        writes: bool,
+    ) -> None:
         self._directory = directory.absolute()  # the process may change its own
         self._elements = elements
         self._period = period
@@ -244,8 +317,10 @@ class FactorFile:
         self._positions = {name: position for position, name in enumerate(elements)}
         *offsets, self._size = accumulate((4 * count for count in elements.values()), initial=0)
         self._offsets = dict(zip(elements, offsets, strict=True))  # bytes from a period's start
-        self._ended: dict[int, dict[str, str]] = {}  # checksums of written sums by parameter, for periods without a record
-        self._manifest: durable.RecordFile | None = None  # open for writing from the first record on
+        # checksums of written sums by parameter, for periods without a record
+        self._ended: dict[int, dict[str, str]] = {}
+        # open for writing from the first record on
+        self._manifest: durable.RecordFile | None = None
         self._data: RangedFile | None = None  # open for writing from the first sums on
         self._reading: RawIOBase | None = None  # open from the first read on
         self._records: list[durable.Record] = []
@@ -269,13 +344,16 @@ class FactorFile:
             self._read(spec, period, sums)
         except (OSError, EOFError) as error:
             self._warn(reason(error))
-            is_temporary = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # as too many open files
+            # as too many open files
+            is_temporary = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
             self._drop(period, on_disk=not is_temporary)
             return None
         return sums
 
     def keep(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
-        """Write a parameter's sums at the end of a period, which gets its record with the sums of the last parameter."""
+        """Write a parameter's sums at the end of a period, which gets its record with the sums of
+        the last parameter.
+        """
         if not self._writes:
             return
         try:
@@ -303,11 +381,14 @@ class FactorFile:
                 self._directory / DATA,
                 found=reason(error),
                 expected="a directory for ended periods that no other engine uses",
-                remedy="close that engine, wait until its process has ended, or choose another directory",
+                remedy="close that engine, wait until its process has ended, or choose another "
+                "directory",
             ) from error
 
     def _read_manifest(self) -> list[durable.Record]:
-        """Read the valid records: those up to the first that is not of the next period and of this journal."""
+        """Read the valid records: those up to the first that is not of the next period and of this
+        journal.
+        """
         try:
             header, *records = durable.RecordFile(self._directory / MANIFEST).loaded or [{}]
         except durable.DamagedRecordError as error:
@@ -324,17 +405,23 @@ class FactorFile:
             if chain is None:
                 self._journal.require_version(version, str(self._directory / MANIFEST))
             checksums = record.get("xxh3")
-            if record.get("chain") != chain or not isinstance(checksums, list) or len(checksums) != len(self._elements):
+            if (
+                record.get("chain") != chain
+                or not isinstance(checksums, list)
+                or len(checksums) != len(self._elements)
+            ):
                 break
             valid.append(record)
         return valid
 
     def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
         if self._reading is None:
-            # Through the page cache, and ahead: small ranges of all periods are read while the disk reads blocks. And
-            # unbuffered: a buffer would miss later writes.
+            # Through the page cache, and ahead: small ranges of all periods are read while the disk
+            # reads blocks. And unbuffered: a buffer would miss later writes.
             self._reading = durable.open_regular(self._directory / DATA).detach()
-            os.posix_fadvise(self._reading.fileno(), 0, self.periods * self._size, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                self._reading.fileno(), 0, self.periods * self._size, os.POSIX_FADV_WILLNEED
+            )
         view = byte_view(sums)
         self._reading.seek(period * self._size + self._offsets[spec.name])
         done = 0
@@ -343,7 +430,9 @@ class FactorFile:
                 raise EOFError(f"{DATA} ends in period {period}")
             done += count
         record = self._records[period]
-        if record["xxh3"][self._positions[spec.name]] != self._checksum(spec.name, record["version"], view):
+        if record["xxh3"][self._positions[spec.name]] != self._checksum(
+            spec.name, record["version"], view
+        ):
             raise EOFError(f"damaged sums of {spec.name} in period {period}")
 
     def _write(self, name: str, period: int, sums: torch.Tensor) -> None:
@@ -353,7 +442,9 @@ class FactorFile:
         on_host = sums.cpu().contiguous()  # waits for a device, once a period
         view = byte_view(on_host)
         self._data.write(period * self._size + self._offsets[name], view)
-        self._ended.setdefault(period, {})[name] = self._checksum(name, (period + 1) * self._period, view)
+        self._ended.setdefault(period, {})[name] = self._checksum(
+            name, (period + 1) * self._period, view
+        )
 
     def _append_record(self) -> None:
         """Make the next period's sums durable, and then append its record."""
@@ -368,8 +459,14 @@ class FactorFile:
         assert self._data is not None
         self._data.sync()
         checksums = self._ended[period]
-        record = {"version": version, "chain": chain, "xxh3": [checksums[name] for name in self._elements]}
-        self._manifest.append(record, lambda: self._records.append(record), lambda: self.periods > period)
+        record = {
+            "version": version,
+            "chain": chain,
+            "xxh3": [checksums[name] for name in self._elements],
+        }
+        self._manifest.append(
+            record, lambda: self._records.append(record), lambda: self.periods > period
+        )
         del self._ended[period]
 
     def _replace_manifest(self) -> None:
@@ -377,7 +474,9 @@ class FactorFile:
         durable.replace_file(self._directory / MANIFEST, b"".join(lines))
 
     def _drop(self, period: int, *, on_disk: bool) -> None:
-        """Drop a period and those after it, and write no more: parameters that read them already will not end them again."""
+        """Drop a period and those after it, and write no more: parameters that read them already
+        will not end them again.
+        """
         del self._records[period:]
         if self._writes:
             self._writes = False
@@ -387,14 +486,20 @@ class FactorFile:
             self.close()
 
     def _header(self) -> durable.Record:
-        return {"format": FORMAT, "elements": list(self._elements.values()), "chain": self._journal.chain(0)}
+        return {
+            "format": FORMAT,
+            "elements": list(self._elements.values()),
+            "chain": self._journal.chain(0),
+        }
 
     def _checksum(self, name: str, version: int, view: memoryview) -> str:
         """Checksum of a parameter's position, version and bytes."""
         return combined_checksum([self._positions[name], version, chunk_checksum(view)])
 
     def _try_or_warn(self, action: Callable[[], Any]) -> Any:
-        """Return an action's result; None, with a warning, if the disk fails: the run does not need the files."""
+        """Return an action's result; None, with a warning, if the disk fails: the run does not need
+        the files.
+        """
         try:
             return action()
         except (OSError, EOFError) as error:
@@ -403,7 +508,8 @@ class FactorFile:
 
     def _warn(self, found: str) -> None:
         warnings.warn(
-            f"{self._directory / MANIFEST}: {found}. The updates of ended periods are replayed from the journal, "
+            f"{self._directory / MANIFEST}: {found}. The updates of ended periods are replayed "
+            "from the journal, "
             "with the same bits",
             ZO2Warning,
             stacklevel=2,
@@ -411,27 +517,36 @@ class FactorFile:
 
 
 def sum_elements(parameters: Sequence[ParameterSpec], rank: int) -> dict[str, int]:
-    """Number of a period's sums by parameter: m times the rank for a matrix (m, n), n for a vector (n,)."""
-    return {spec.name: spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in parameters}
+    """Number of a period's sums by parameter: m times the rank for a matrix (m, n), n for a vector
+    (n,).
+    """
+    return {
+        spec.name: spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel
+        for spec in parameters
+    }
 
 
-# Columns of past periods, as a share of a matrix's inputs, up to which their products are computed beside the activations at
-# each visit, for about 1.5 times that share of a forward. Adding them to the weights costs a forward of as many tokens.
+# Columns of past periods, as a share of a matrix's inputs, up to which their products are computed
+# beside the activations at each visit, for about 1.5 times that share of a forward. Adding them to
+# the weights costs a forward of as many tokens.
 BESIDE_UP_TO = 0.05
 
 
 class Learned(NamedTuple):
     """What a run has learned of a parameter."""
 
-    factors: Factors | None  # of all periods, to be added to the base as ``left @ right^T``; None for a vector
-    present: Callable[[], torch.Tensor]  # returns the present weights in the parameter's shape, rounded once to its dtype
+    # of all periods, to be added to the base as ``left @ right^T``; None for a vector
+    factors: Factors | None
+    # returns the present weights in the parameter's shape, rounded once to its dtype
+    present: Callable[[], torch.Tensor]
 
 
 @dataclass(eq=False)
 class _Sums:
     """Sums of the updates of a parameter."""
 
-    now: torch.Tensor  # float32, flat: A (m, rank) of the present period, or a vector's weights (n,)
+    # float32, flat: A (m, rank) of the present period, or a vector's weights (n,)
+    now: torch.Tensor
     version: int = 0  # updates 0..version-1 are included
     past: Factors | None = None  # factors of ended periods
 
@@ -440,7 +555,11 @@ class FactorStore:
     """Factors of every parameter, which are brought to the present version segment by segment."""
 
     def __init__(
-        self, settings: LowRankPerturbation, distribution: Distribution, run_seed: int, device: torch.device
+        self,
+        settings: LowRankPerturbation,
+        distribution: Distribution,
+        run_seed: int,
+        device: torch.device,
     ) -> None:
         self._settings = settings
         self._distribution = distribution
@@ -448,14 +567,25 @@ class FactorStore:
         self._device = device
         self._sums: dict[str, _Sums] = {}
         self._right: dict[str, tuple[int, torch.Tensor]] = {}  # period and V by parameter
-        self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # programs of this sweep by range of updates
+        # programs of this sweep by range of updates
+        self._replays: dict[tuple[int, int], Sequence[Program]] = {}
         self._file: FactorFile | None = None  # for ended periods; None: they are not written
 
     def keep_periods(
-        self, directory: Path, layouts: Sequence[BlockLayout], journal: Journal, bytes_a_step: float | None
+        self,
+        directory: Path,
+        layouts: Sequence[BlockLayout],
+        journal: Journal,
+        bytes_a_step: float | None,
     ) -> FactorFile:
-        """Read ended periods from a directory, and write later ones there. Called before the first use."""
-        elements, period = sum_elements(trained(layouts), self._settings.rank), self._settings.period
+        """Read ended periods from a directory, and write later ones there.
+
+        Called before the first use.
+        """
+        elements, period = (
+            sum_elements(trained(layouts), self._settings.rank),
+            self._settings.period,
+        )
         writes = kept_bytes_a_step(self._settings, layouts, bytes_a_step) > 0
         self._file = FactorFile(directory, elements, period=period, journal=journal, writes=writes)
         return self._file
@@ -469,7 +599,9 @@ class FactorStore:
         """Forget the programs of the last sweep."""
         self._replays.clear()
 
-    def advance(self, spec: ParameterSpec, theta: torch.Tensor, updates: Sequence[Update], version: int) -> None:
+    def advance(
+        self, spec: ParameterSpec, theta: torch.Tensor, updates: Sequence[Update], version: int
+    ) -> None:
         """Bring a parameter's factors to a version."""
         try:
             self._advance(spec, self._sums_of(spec, theta), updates, version)
@@ -477,7 +609,9 @@ class FactorStore:
             self._sums.pop(spec.name, None)
             raise
 
-    def _advance(self, spec: ParameterSpec, sums: _Sums, updates: Sequence[Update], version: int) -> None:
+    def _advance(
+        self, spec: ParameterSpec, sums: _Sums, updates: Sequence[Update], version: int
+    ) -> None:
         while sums.version < version:
             period = sums.version // self._settings.period
             end = min(version, (period + 1) * self._settings.period)
@@ -486,7 +620,9 @@ class FactorStore:
             if end % self._settings.period == 0:
                 ended = sums.now
                 if len(spec.shape) == 2:
-                    columns = Factors(ended.view(spec.shape[0], -1), self._right_of(spec, sums.version))
+                    columns = Factors(
+                        ended.view(spec.shape[0], -1), self._right_of(spec, sums.version)
+                    )
                     sums.past = columns if sums.past is None else sums.past.joined(columns)
                     sums.now = torch.zeros_like(ended)
                 if self._file is not None:
@@ -494,27 +630,49 @@ class FactorStore:
             sums.version = end
 
     def forms(self, spec: ParameterSpec) -> bool:
-        """Whether a matrix has so many columns of past periods that they are added to its weights for each visit."""
+        """Whether a matrix has so many columns of past periods that they are added to its weights
+        for each visit.
+        """
         past = self._sums[spec.name].past if spec.name in self._sums else None
         return past is not None and past.left.shape[1] > BESIDE_UP_TO * spec.shape[1]
 
-    def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
-        """Write a matrix as of the start of the present period, summed in float32 and rounded once."""
+    def form(
+        self,
+        spec: ParameterSpec,
+        theta: torch.Tensor,
+        out: torch.Tensor,
+        helper: Executor | None = None,
+    ) -> None:
+        """Write a matrix as of the start of the present period, summed in float32 and rounded
+        once.
+        """
         past = self._sums[spec.name].past
         assert past is not None, "a matrix without past periods is not formed"
         form(theta.view(spec.shape), past.left, past.right, out, helper)
 
     def perturbations(self, evaluations: Sequence[Evaluation | None], zo_eps: float) -> Program:
         """The program for ``perturbed``: one ``Perturb`` for each stream."""
-        perturbing = [None if evaluation is None or evaluation.shift == 0 else evaluation for evaluation in evaluations]
-        seeds = {seed: index for index, seed in enumerate(dict.fromkeys(e.seed for e in perturbing if e is not None))}
+        perturbing = [
+            None if evaluation is None or evaluation.shift == 0 else evaluation
+            for evaluation in evaluations
+        ]
+        seeds = {
+            seed: index
+            for index, seed in enumerate(dict.fromkeys(e.seed for e in perturbing if e is not None))
+        }
         instructions = [
-            Perturb(0, 0.0, zo_eps) if e is None else Perturb(seeds[e.seed], e.shift, zo_eps) for e in perturbing
+            Perturb(0, 0.0, zo_eps) if e is None else Perturb(seeds[e.seed], e.shift, zo_eps)
+            for e in perturbing
         ]
         return Program(tuple(seeds), tuple(instructions))
 
-    def perturbed(self, spec: ParameterSpec, theta: torch.Tensor, perturbations: Program) -> PerturbedParameter:
-        """A parameter's factors or values at each stream's evaluation. If ``forms``, without the past periods."""
+    def perturbed(
+        self, spec: ParameterSpec, theta: torch.Tensor, perturbations: Program
+    ) -> PerturbedParameter:
+        """A parameter's factors or values at each stream's evaluation.
+
+        If ``forms``, without the past periods.
+        """
         sums = self._sums_of(spec, theta)
         count = len(perturbations.instructions)
         streams = torch.empty(count, sums.now.numel(), dtype=spec.dtype, device=self._device)
@@ -528,7 +686,9 @@ class FactorStore:
         return Factors(left, right)
 
     def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
-        """A parameter's present weights, rounded once to its dtype: flat, on the device of ``theta``."""
+        """A parameter's present weights, rounded once to its dtype: flat, on the device of
+        ``theta``.
+        """
         sums = self._sums_of(spec, theta)
         if sums.version == 0:
             return theta
@@ -543,9 +703,14 @@ class FactorStore:
         """What a run has learned of a parameter."""
 
         def present() -> torch.Tensor:
-            return self.present(spec, theta if spec.encoding is None else decoded(spec, theta)).view(spec.shape)
+            return self.present(
+                spec, theta if spec.encoding is None else decoded(spec, theta)
+            ).view(spec.shape)
 
-        return Learned(self._factors(spec, self._sums_of(spec, theta)) if len(spec.shape) == 2 else None, present)
+        return Learned(
+            self._factors(spec, self._sums_of(spec, theta)) if len(spec.shape) == 2 else None,
+            present,
+        )
 
     def _factors(self, spec: ParameterSpec, sums: _Sums) -> Factors:
         """Factors of all periods, the present one last."""
@@ -555,7 +720,9 @@ class FactorStore:
     def _sums_of(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
         if spec.name not in self._sums:
             is_vector = len(spec.shape) == 1
-            self._sums[spec.name] = self._vector_sums(spec, theta) if is_vector else self._matrix_sums(spec)
+            self._sums[spec.name] = (
+                self._vector_sums(spec, theta) if is_vector else self._matrix_sums(spec)
+            )
         return self._sums[spec.name]
 
     def _vector_sums(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
@@ -573,14 +740,23 @@ class FactorStore:
         while self._file is not None and len(columns) < self._file.periods:
             if (kept := self._file.read(spec, len(columns))) is None:
                 break
-            left, right = kept.to(self._device).view(rows, rank), self._drawn_right(spec, len(columns) * period)
+            left, right = (
+                kept.to(self._device).view(rows, rank),
+                self._drawn_right(spec, len(columns) * period),
+            )
             columns.append(Factors(left, right))
-        past = Factors(*(torch.cat(side, dim=-1) for side in zip(*columns, strict=True))) if columns else None
+        past = (
+            Factors(*(torch.cat(side, dim=-1) for side in zip(*columns, strict=True)))
+            if columns
+            else None
+        )
         now = torch.zeros(rows * rank, dtype=torch.float32, device=self._device)
         return _Sums(now, len(columns) * period, past)
 
     def _right_of(self, spec: ParameterSpec, step: int) -> torch.Tensor:
-        """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""
+        """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's
+        dtype.
+        """
         period = step // self._settings.period
         if self._right.get(spec.name, (None, None))[0] != period:
             self._right[spec.name] = period, self._drawn_right(spec, step)
@@ -600,7 +776,9 @@ class FactorStore:
         return self._replays[start, end]
 
 
-def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0) -> int:
+def factor_bytes(
+    perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0
+) -> int:
     """Bytes of a run's factors in memory, of ended periods and of the present one."""
     if isinstance(perturbation, DensePerturbation):
         return 0
@@ -611,9 +789,13 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
     return columns * perturbation.rank * periods + vectors
 
 
-def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout], most: float | None = None) -> float:
+def kept_bytes_a_step(
+    perturbation: Perturbation, layouts: Sequence[BlockLayout], most: float | None = None
+) -> float:
     """Average bytes a step that a low-rank run writes for its ended periods."""
     if isinstance(perturbation, DensePerturbation):
         return 0.0
-    on_average = 4 * sum(sum_elements(trained(layouts), perturbation.rank).values()) / perturbation.period
+    on_average = (
+        4 * sum(sum_elements(trained(layouts), perturbation.rank).values()) / perturbation.period
+    )
     return on_average if most is None or on_average <= most else 0.0

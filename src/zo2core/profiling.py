@@ -1,17 +1,17 @@
 """The work of a sweep in lanes, as spans of time with the bytes they moved, and traces of it.
 
-A lane does one kind of work: disk reads, uploads, replay and forwards, offloads, or disk writes. The slowest lane's time is
-a lower bound of a sweep's time, however well the lanes overlap.
+A lane does one kind of work: disk reads, uploads, replay and forwards, offloads, or disk writes.
+The slowest lane's time is a lower bound of a sweep's time, however well the lanes overlap.
 
-A trace is a file for Chrome's and Perfetto's viewers, with a row for each lane: an array of JSON events, one a line, whose
-closing bracket may be missing, so the trace of a killed process is valid, too. Complete events ("ph": "X") have times in
-microseconds on the clock of ``time.perf_counter``.
+A trace is a file for Chrome's and Perfetto's viewers, with a row for each lane: an array of JSON
+events, one a line, whose closing bracket may be missing, so the trace of a killed process is valid,
+too. Complete events ("ph": "X") have times in microseconds on the clock of ``time.perf_counter``.
 
-    {"cat": "upload", "name": "block 3", "ts": ..., "dur": ..., "tid": lane and track, "args": {"bytes": ...}}
-    {"cat": "sweep", "name": "step 7", "ts": ..., "dur": ..., "tid": 0}
+    {"cat": "upload", "name": "block 3", "ts": ..., "dur": ..., "tid": lane and track, "args":
+    {"bytes": ...}} {"cat": "sweep", "name": "step 7", "ts": ..., "dur": ..., "tid": 0}
 
-A sweep's event is the time of the step or of the evaluation's pass. Work of the lanes for the next or the last sweep may
-overlap it.
+A sweep's event is the time of the step or of the evaluation's pass. Work of the lanes for the next
+or the last sweep may overlap it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Timeline:
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
-    def note(self, lane: Lane, name: str, started: Event, done: Event, nbytes: int = 0, *, track: int = 0) -> None:
+    def note(
+        self, lane: Lane, name: str, started: Event, done: Event, nbytes: int = 0, *, track: int = 0
+    ) -> None:
         """Add a piece of work, whose events may not have passed yet."""
         with self._lock:
             if len(self._spans) >= _CAPACITY:
@@ -92,7 +94,9 @@ class Timeline:
 
 
 class Gathered:
-    """Work in parts on several threads, recorded as one span from the first part's start to the last one's end."""
+    """Work in parts on several threads, recorded as one span from the first part's start to the
+    last one's end.
+    """
 
     def __init__(self, timeline: Timeline, lane: Lane, name: str, parts: int) -> None:
         self._note = partial(timeline.note, lane, name)
@@ -179,7 +183,9 @@ class Trace:
             raise FileExistsError(errno.EEXIST, "something at this path")
         with self._writing():
             if not os.access(path.parent, os.W_OK):
-                raise PermissionError(errno.EACCES, "a directory that does not exist, or is not writable")
+                raise PermissionError(
+                    errno.EACCES, "a directory that does not exist, or is not writable"
+                )
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
         """Write spans that are done, and the sweep that has ended.
@@ -189,7 +195,10 @@ class Trace:
         """
         events = [event for span in spans for event in self._span(span)]
         if sweep is not None:
-            events += [*self._lane(0, _SWEEP), _complete(_SWEEP, sweep.name, 0, sweep.started, sweep.done)]
+            events += [
+                *self._lane(0, _SWEEP),
+                _complete(_SWEEP, sweep.name, 0, sweep.started, sweep.done),
+            ]
         if not events or self._closed:
             return
         text = ",\n".join(map(json.dumps, events))
@@ -230,8 +239,13 @@ class Trace:
 
     def _span(self, span: Span) -> Iterator[dict[str, Any]]:
         thread = (_LANES.index(span.lane) + 1) * _TRACKS + span.track
-        yield from self._lane(thread, f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value)
-        event = _complete(span.lane.value, span.name, thread, span.started.seconds, span.done.seconds)
+        yield from self._lane(
+            thread,
+            f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value,
+        )
+        event = _complete(
+            span.lane.value, span.name, thread, span.started.seconds, span.done.seconds
+        )
         yield event if not span.nbytes else {**event, "args": {"bytes": span.nbytes}}
 
     def _lane(self, thread: int, name: str) -> Iterator[dict[str, Any]]:
@@ -244,7 +258,10 @@ class Trace:
 
     def _writing(self) -> AbstractContextManager[None]:
         """A context of work on the file."""
-        expected, remedy = "a new file in a directory that can be written", "pass another path, or free space"
+        expected, remedy = (
+            "a new file in a directory that can be written",
+            "pass another path, or free space",
+        )
         return system_errors_as(OutputError, self._path, expected=expected, remedy=remedy)
 
 

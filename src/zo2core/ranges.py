@@ -1,4 +1,6 @@
-"""What options may be: the names by which users choose estimators and optimizers, and the ranges of numbers and sizes."""
+"""What options may be: the names by which users choose estimators and optimizers, and the ranges of
+numbers and sizes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Fitness(Enum):
 LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
 
 
-def require_whole(option: str, value: object, least: int, most: int = LARGEST, *, otherwise: str = "") -> None:
+def require_whole(
+    option: str, value: object, least: int, most: int = LARGEST, *, otherwise: str = ""
+) -> None:
     """Refuse what is not a whole number in a range."""
     if type(value) is not int:
         expected, remedy = f"a whole number of at least {least}{otherwise}", "pass such a number"
@@ -68,9 +72,9 @@ def shown(value: int) -> str:
     return str(value) if abs(value) < 10**24 else "a number of more than 24 digits"
 
 
-_UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in enumerate("KMGT") for unit, base in (
-    ("B", 1000), ("iB", 1024), ("", 1024)
-)}  # fmt: skip
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}iB": 1024**_power, _prefix: 1024**_power}
 _MOST = float(2**63)  # bytes, the size of the address space
 
 

@@ -1,7 +1,8 @@
 """The runner: the parts of one run, and the sweeps that methods make over its segments.
 
-Steps change a state, which is in memory, on disk, or in the journal. ``load`` sets values of it, ``snapshot`` returns all on
-which later steps depend, and ``restore`` continues from that. A kind of steps that cannot do one of these refuses it.
+Steps change a state, which is in memory, on disk, or in the journal. ``load`` sets values of it,
+``snapshot`` returns all on which later steps depend, and ``restore`` continues from that. A kind of
+steps that cannot do one of these refuses it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,41 @@ from zo2core.perturbation import FactorStore, Perturbation, StackedModel
 from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
-from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    CounterNoise,
+    Device,
+    Forward,
+    NoiseGenerator,
+    Scheduler,
+    ZOEstimator,
+)
 from zo2core.shared import SharedBase
 from zo2core.sources.segment_store import BaseDigests
 from zo2core.sources.slot_file import Generations
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.gradient_visitor import GradientVisitor, StoredParameters, TrainedParameters
 from zo2core.sweep.microbatch import grouped
-from zo2core.sweep.perturbers import CounterPerturber, DrawnPerturber, FactorPerturber, Groups, Perturber, WorkBuffer
+from zo2core.sweep.perturbers import (
+    CounterPerturber,
+    DrawnPerturber,
+    FactorPerturber,
+    Groups,
+    Perturber,
+    WorkBuffer,
+)
 from zo2core.sweep.visitor import ExclusiveUse, SegmentVisitor, UpdateLoss, Visits, watched
-from zo2core.types import Batch, BlockLayout, Commit, Evaluation, ParameterSpec, StepResult, Update, require_tensors
+from zo2core.types import (
+    Batch,
+    BlockLayout,
+    Commit,
+    Evaluation,
+    ParameterSpec,
+    StepResult,
+    Update,
+    require_tensors,
+)
 from zo2core.workers import Workers, sync_snapshots
 
 Trained: TypeAlias = TrainedParameters | StoredParameters
@@ -66,14 +92,18 @@ class RunOptions:
 
 
 class Runner:
-    """The parts of one run, which ``build`` opens one after the other. It knows no method: a method makes sweeps with it."""
+    """The parts of one run, which ``build`` opens one after the other.
+
+    It knows no method: a method makes sweeps with it.
+    """
 
     recorder: TraceRecorder
     journal: Journal
     is_kept: bool  # whether steps are recorded in the journal
     workers: Workers
     device: Device
-    estimator: ZOEstimator | None  # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
+    # its ``perturb_in_place`` is not None; None for a run without zeroth-order steps
+    estimator: ZOEstimator | None
     perturbation: Perturbation
     noise: NoiseGenerator
     factors: FactorStore | None = None  # of low-rank perturbations; None for dense ones
@@ -97,8 +127,10 @@ class Runner:
         self.model, self.options = model, options
         self.opened = opened  # closes what was opened for the run, and nothing of the caller's
         self.use = ExclusiveUse("Engine")
-        self.watch: Callable[[int, int], object] | None = None  # called after each visit, with the visits so far and of all
-        self._offloaded = 0  # version at which the blocks that stay on the device were last offloaded
+        # called after each visit, with the visits so far and of all
+        self.watch: Callable[[int, int], object] | None = None
+        # version at which the blocks that stay on the device were last offloaded
+        self._offloaded = 0
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -112,13 +144,21 @@ class Runner:
 
     @property
     def write_back_every(self) -> int | None:
-        """Versions that a segment may be ahead of its bytes on disk; None: segments are never written."""
+        """Versions that a segment may be ahead of its bytes on disk; None: segments are never
+        written.
+        """
         return None if self.source is None else self.source.write_back_every
 
     @property
     def waiting_bytes(self) -> int:
-        """Host memory for inputs that have no room where forwards run, on a device with its own memory."""
-        return sys.maxsize if self.spec is None else self.spec.waiting_bytes + max(self.spec.host_plan.spare, 0)
+        """Host memory for inputs that have no room where forwards run, on a device with its own
+        memory.
+        """
+        return (
+            sys.maxsize
+            if self.spec is None
+            else self.spec.waiting_bytes + max(self.spec.host_plan.spare, 0)
+        )
 
     @property
     def host_limit(self) -> int | None:
@@ -130,29 +170,45 @@ class Runner:
         """Yield the batches on the device, checked by their forward."""
         for batch in batches:
             require_tensors(batch)
-            yield forward.prepared({key: value.to(self.device.torch_device) for key, value in batch.items()})
+            yield forward.prepared(
+                {key: value.to(self.device.torch_device) for key, value in batch.items()}
+            )
 
     def filled(self, batches: Iterable[Batch], forward: Forward) -> Iterator[list[Batch]]:
         """Prepare batches, and group them by sweep, as memory for activations allows."""
         self.use.require_open()
         prepared = self.prepared(batches, forward)
-        for group, *_ in grouped(prepared, forward, lambda held, running: held + running <= self.activation_bytes):
+        for group, *_ in grouped(
+            prepared, forward, lambda held, running: held + running <= self.activation_bytes
+        ):
             self.use.require_open()
             yield group
 
     def sweep(self, version: int, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
         """Visit all segments once; returns the head's outputs, one list for each evaluation."""
         with self.use.locked():
-            return self._run(SegmentVisitor(self.visits, version, groups, forward), range(len(self.layouts)))
+            return self._run(
+                SegmentVisitor(self.visits, version, groups, forward), range(len(self.layouts))
+            )
 
-    def run(self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Visit segments in an order, in which a block may occur more than once, by a method's own visitor."""
+    def run(
+        self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]
+    ) -> list[list[torch.Tensor]]:
+        """Visit segments in an order, in which a block may occur more than once, by a method's own
+        visitor.
+        """
         with self.use.locked():
             return self._run(visitor, order)
 
-    def _run(self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+    def _run(
+        self, visitor: SegmentVisitor | GradientVisitor, order: Sequence[int]
+    ) -> list[list[torch.Tensor]]:
         try:
-            visit = visitor.visit if self.watch is None else watched(visitor.visit, len(order), self.watch)
+            visit = (
+                visitor.visit
+                if self.watch is None
+                else watched(visitor.visit, len(order), self.watch)
+            )
             self.scheduler.sweep(visit, order)
         except BaseException:
             self.recorder.flush()  # its transfers do not count for the next step
@@ -163,7 +219,9 @@ class Runner:
         return visitor.outputs
 
     def perturber(self, version: int, evaluations: Sequence[Evaluation | None]) -> Perturber:
-        """Make what brings weights to a version and perturbs them in one sweep, by where what is trained is."""
+        """Make what brings weights to a version and perturbs them in one sweep, by where what is
+        trained is.
+        """
         model, noise, buffer = self.model, self.noise, self.work_buffer
         if self.trained is not None:
             self.trained.begin_sweep()
@@ -205,13 +263,19 @@ class Runner:
         lanes, seconds = self.recorder.ended(sweep), sweep.done - started
         if isinstance(record, Commit):
             loss, norm = record.loss, record.grad_norm
-            return StepResult(record.step, loss, (loss,), (), (), record.lr, seconds, lanes, grad_norm=norm)
+            return StepResult(
+                record.step, loss, (loss,), (), (), record.lr, seconds, lanes, grad_norm=norm
+            )
         losses, grads, seeds = record.losses, record.projected_grads, record.seeds
         share = self.update_loss.share_applied(record)
-        return StepResult(record.step, losses[0], losses, grads, seeds, record.lr, seconds, lanes, share)
+        return StepResult(
+            record.step, losses[0], losses, grads, seeds, record.lr, seconds, lanes, share
+        )
 
     def offload_kept(self, step: int) -> None:
-        """Offload blocks that stay on the device, if they are due to be written back, before a step."""
+        """Offload blocks that stay on the device, if they are due to be written back, before a
+        step.
+        """
         if self.write_back_every is not None and step > self._offloaded + self.write_back_every:
             with self.use.locked():
                 self.scheduler.release_all()
@@ -229,7 +293,9 @@ def lacking(asked: str, part: str, expected: str) -> OptionError:
 
 
 class Steps:
-    """Takes the steps of a run, and has the state that they change: by default a journal, whose steps are replayed."""
+    """Takes the steps of a run, and has the state that they change: by default a journal, whose
+    steps are replayed.
+    """
 
     # Found, expected and remedy of the error for what its state does not support.
     refusal: ClassVar[tuple[str, str, str]] = (
@@ -271,11 +337,15 @@ class Steps:
     def require_snapshots(self, asked: str) -> Snapshots:
         """The snapshots of a run that is kept."""
         if self.snapshots is None:
-            raise lacking(asked, "snapshots", "FirstOrder(...) with run=..., and without commit_every")
+            raise lacking(
+                asked, "snapshots", "FirstOrder(...) with run=..., and without commit_every"
+            )
         return self.snapshots
 
     def take_snapshot(self, keep: Collection[int]) -> None:
-        """Write a snapshot of the present step durably, and delete all older ones but the newest of them."""
+        """Write a snapshot of the present step durably, and delete all older ones but the newest of
+        them.
+        """
         snapshots, workers = self.require_snapshots("take_snapshot"), self._runner.workers
         state = self.snapshot()
         workers.require_same("trained parameters", workers.digest([state["parameters"]]))
@@ -283,9 +353,16 @@ class Steps:
 
 
 class TrainedSteps(Steps):
-    """First-order steps, and the parameters that they train. A step that was lost with its process is repeated."""
+    """First-order steps, and the parameters that they train.
 
-    refusal = ("an engine that takes no steps", "FirstOrder(optimizer)", "pass a method to the engine")
+    A step that was lost with its process is repeated.
+    """
+
+    refusal = (
+        "an engine that takes no steps",
+        "FirstOrder(optimizer)",
+        "pass a method to the engine",
+    )
     version = 0
 
     def __init__(self, runner: Runner) -> None:
@@ -312,8 +389,10 @@ class TrainedSteps(Steps):
         elif (recorded := journal.commits[commit.step]) != commit:
             raise JournalError(
                 f"{journal.name}, step {commit.step}",
-                found=f"loss {commit.loss!r}, gradient norm {commit.grad_norm!r} and lr {commit.lr!r} in the repeated step",
-                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr {recorded.lr!r}, as before",
+                found=f"loss {commit.loss!r}, gradient norm {commit.grad_norm!r} and lr "
+                f"{commit.lr!r} in the repeated step",
+                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr "
+                f"{recorded.lr!r}, as before",
                 remedy="resume with the same machine, torch, transformers and number of threads",
             )
 
@@ -323,11 +402,15 @@ class TrainedSteps(Steps):
         self.trained.load(parameters, lambda: self._runner.sweep(0, [], self._runner.model))
 
     def require(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuse values of other parameters than the trained ones, and values that are not finite."""
+        """Refuse values of other parameters than the trained ones, and values that are not
+        finite.
+        """
         if not isinstance(parameters, Mapping):
             raise unusable_state(f"a {type(parameters).__name__} as parameters")
         forms = dict(self.trained.forms)
         if {name: form_of(value) for name, value in parameters.items()} != forms:
-            raise unusable_state(f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones")
+            raise unusable_state(
+                f"{len(parameters)} parameters that are not all of the {len(forms)} trained ones"
+            )
         for name, value in parameters.items():
             require_finite(name, value)

@@ -15,7 +15,16 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from zo2core.profiling import Timeline, now
-from zo2core.protocols import BlockSource, Device, ReplaySegment, Scheduler, Store, Transfer, VisitSegment, Wait
+from zo2core.protocols import (
+    BlockSource,
+    Device,
+    ReplaySegment,
+    Scheduler,
+    Store,
+    Transfer,
+    VisitSegment,
+    Wait,
+)
 from zo2core.ranges import require_whole
 from zo2core.types import Bucket, Event, Lane
 
@@ -29,7 +38,9 @@ class SerialScheduler:
         timeline: Records every transfer.
     """
 
-    def __init__(self, source: BlockSource, device: Device, *, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, source: BlockSource, device: Device, *, timeline: Timeline | None = None
+    ) -> None:
         self._source = source
         self._device = device
         self._timeline = Timeline() if timeline is None else timeline
@@ -51,7 +62,8 @@ class SerialScheduler:
             for position, index in enumerate(order):
                 is_held = index in held
                 bucket = held[index] if is_held else self._source.acquire(index)
-                version: int | None = bucket.version  # None: the visit failed before its bytes were final, and they are lost
+                # None: the visit failed before its bytes were final, and they are lost
+                version: int | None = bucket.version
 
                 def commit(committed: int, bucket: Bucket = bucket) -> None:
                     nonlocal version
@@ -63,7 +75,12 @@ class SerialScheduler:
                     if has_revisits:  # acquired blocks are needed again, before others
                         self._source.prefetch(upcoming(order, position + 1))
                     version = None
-                    visit(index, self._store(bucket) if is_held else self._upload(bucket), bucket.version, commit)
+                    visit(
+                        index,
+                        self._store(bucket) if is_held else self._upload(bucket),
+                        bucket.version,
+                        commit,
+                    )
                     version = bucket.version if version is None else version
                 finally:
                     if self._layouts[index].resident and version is not None:
@@ -77,7 +94,10 @@ class SerialScheduler:
 
     @contextmanager
     def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
+        """Bring one segment to the present version, and its bytes to its bucket.
+
+        See the contract.
+        """
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         bucket, version = self._source.acquire(index), None
         try:
@@ -150,7 +170,10 @@ class _Uploaded(NamedTuple):
 
 
 class _InSlot(NamedTuple):
-    """The segment is in a slot. Its bucket is released, or will be once a copy to or from it is done."""
+    """The segment is in a slot.
+
+    Its bucket is released, or will be once a copy to or from it is done.
+    """
 
     slot: _Slot
 
@@ -170,7 +193,8 @@ class _Arrival:
     """A segment on the device, or being uploaded."""
 
     index: int
-    version: int | None  # version of the bytes in the store; None: a replay failed half-way and they are lost
+    # version of the bytes in the store; None: a replay failed half-way and they are lost
+    version: int | None
     store: Store
     arrived: Event
     held: _Held = field(repr=False)
@@ -186,26 +210,33 @@ class _Leaving(NamedTuple):
 
 
 def spread(blocks: Sequence[int], kept: int) -> set[int]:
-    """Choose the blocks that stay on a device, evenly spread, so that transfers have time in between."""
+    """Choose the blocks that stay on a device, evenly spread, so that transfers have time in
+    between.
+    """
     return {blocks[i * len(blocks) // kept] for i in range(kept)}
 
 
 class OverlappedScheduler:
-    """Computes block i while block i+1 is uploaded and block i-1 is offloaded (ZO2, arXiv 2503.12668, sections 5.2 to 5.4).
+    """Computes block i while block i+1 is uploaded and block i-1 is offloaded (ZO2, arXiv
+    2503.12668, sections 5.2 to 5.4).
 
-    Two slots on the device alternate. While the device computes in one of them, the other one's block is offloaded and the
-    next block is uploaded. A block's bytes are final once it is replayed, so its offload overlaps its forwards. Embedding,
-    head and blocks that are kept have permanent slots. The next sweep's first block is uploaded while the head is computed.
-    Events order the queues; each wait has a reason (``Wait``).
+    Two slots on the device alternate. While the device computes in one of them, the other one's
+    block is offloaded and the next block is uploaded. A block's bytes are final once it is
+    replayed, so its offload overlaps its forwards. Embedding, head and blocks that are kept have
+    permanent slots. The next sweep's first block is uploaded while the head is computed. Events
+    order the queues; each wait has a reason (``Wait``).
 
-    Where segments are computed in their buckets there are no transfers: only the source's own work overlaps with compute.
+    Where segments are computed in their buckets there are no transfers: only the source's own work
+    overlaps with compute.
 
     Args:
         source: Source of the segments. The caller closes it.
         device: Compute device. The caller closes it.
-        kept: Number of blocks that stay on the device, spread evenly over the sweep, and need no transfers.
-        across_sweeps: Whether the next sweep's first blocks are uploaded while this one ends. Must be false if
-            the source itself brings blocks to the present version, which is newer in the next sweep.
+        kept: Number of blocks that stay on the device, spread evenly over the sweep, and need no
+            transfers.
+        across_sweeps: Whether the next sweep's first blocks are uploaded while this one ends. Must
+            be false if the source itself brings blocks to the present version, which is newer in
+            the next sweep.
         timeline: Records every transfer.
 
     Raises:
@@ -228,13 +259,19 @@ class OverlappedScheduler:
         self._layouts = source.layouts
         blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
         require_whole("kept", kept, 0, len(blocks))
-        staying = {index for index, layout in enumerate(self._layouts) if layout.resident} | spread(blocks, kept)
+        staying = {index for index, layout in enumerate(self._layouts) if layout.resident} | spread(
+            blocks, kept
+        )
         self._free: deque[_Slot] = deque()  # free slots of blocks that do not stay
         self._own: dict[int, _Slot] = {}  # slots of segments that stay
         if not device.in_place:
-            moving = [layout.nbytes for index, layout in enumerate(self._layouts) if index not in staying]
+            moving = [
+                layout.nbytes for index, layout in enumerate(self._layouts) if index not in staying
+            ]
             self._free.extend(_Slot(device.empty(max(moving))) for _ in moving[:SLOTS])
-            self._own = {index: _Slot(device.empty(self._layouts[index].nbytes)) for index in sorted(staying)}
+            self._own = {
+                index: _Slot(device.empty(self._layouts[index].nbytes)) for index in sorted(staying)
+            }
         self._on_device: dict[int, _Arrival] = {}  # segments that stay, with their bytes
         self._ahead: dict[int, _Arrival] = {}  # uploaded early, for a later visit
         self._leaving: deque[_Leaving] = deque()
@@ -242,7 +279,8 @@ class OverlappedScheduler:
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        residents: dict[int, _Arrival] = {}  # residents computed in their buckets: released at the end
+        # residents computed in their buckets: released at the end
+        residents: dict[int, _Arrival] = {}
         arrival: _Arrival | None = None
         try:
             self._source.prefetch(self._missing(upcoming(order, 0)))
@@ -252,7 +290,11 @@ class OverlappedScheduler:
                 coming: list[int] = []
                 ready = started = 0
                 if not self._device.in_place:
-                    later = upcoming(order, position + 1) if self._across_sweeps else dict.fromkeys(order[position + 1 :])
+                    later = (
+                        upcoming(order, position + 1)
+                        if self._across_sweeps
+                        else dict.fromkeys(order[position + 1 :])
+                    )
                     coming = self._missing(list(later))
                     ready = min(self._source.prefetch(coming), AHEAD)
                     if index in coming:  # it cannot be uploaded before it is offloaded
@@ -260,7 +302,8 @@ class OverlappedScheduler:
                         ready = min(ready, len(coming))
                 elif has_revisits:  # otherwise the order passed at the beginning still holds
                     self._source.prefetch(upcoming(order, position + 1))
-                while started < ready and self._bring_ahead(coming[started]):  # in the order in which they are needed
+                while started < ready and self._bring_ahead(coming[started]):
+                    # in the order in which they are needed
                     started += 1
                 self._visit(visit, arrival)
                 visited, arrival = arrival, None
@@ -269,7 +312,8 @@ class OverlappedScheduler:
                 else:
                     self._let_go(visited)
                 self._release_arrived()
-                if started < min(len(coming), AHEAD):  # the host may wait for the disk, while the device computes
+                if started < min(len(coming), AHEAD):
+                    # the host may wait for the disk, while the device computes
                     self._bring_ahead(coming[started])
             if self._across_sweeps:
                 self._prefetch_next_sweep(order)
@@ -282,13 +326,20 @@ class OverlappedScheduler:
 
     @contextmanager
     def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
+        """Bring one segment to the present version, and its bytes to its bucket.
+
+        See the contract.
+        """
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         arrival = self._arrival(index)
         try:
             before = self._begin(arrival)
             arrival.version = replay(index, arrival.store, before)
-            yield (arrival.held if isinstance(arrival.held, _InBucket) else self._return(arrival, arrival.held)).bucket
+            yield (
+                arrival.held
+                if isinstance(arrival.held, _InBucket)
+                else self._return(arrival, arrival.held)
+            ).bucket
         finally:
             self._let_go(arrival)
             self._release_all()
@@ -314,7 +365,10 @@ class OverlappedScheduler:
         return self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
 
     def _begin(self, arrival: _Arrival) -> int:
-        """Order a segment's compute after its upload. Returns its version, which is unknown until the compute is issued."""
+        """Order a segment's compute after its upload.
+
+        Returns its version, which is unknown until the compute is issued.
+        """
         before, arrival.version = arrival.version, None
         assert before is not None
         self._device.streams.order(arrival.arrived, Wait.UPLOADED)
@@ -347,10 +401,14 @@ class OverlappedScheduler:
 
     def _missing(self, order: Sequence[int]) -> list[int]:
         """The segments of an order that must be uploaded."""
-        return [index for index in order if index not in self._on_device and index not in self._ahead]
+        return [
+            index for index in order if index not in self._on_device and index not in self._ahead
+        ]
 
     def _prefetch_next_sweep(self, order: Sequence[int]) -> None:
-        """Upload the first blocks of the next sweep; the host waits until their offloads are done."""
+        """Upload the first blocks of the next sweep; the host waits until their offloads are
+        done.
+        """
         coming = self._missing(upcoming(order, 0))
         for position in range(min(len(coming), AHEAD)) if self._free else ():
             index = coming[position]
@@ -360,8 +418,12 @@ class OverlappedScheduler:
                 return
 
     def _bring_ahead(self, index: int) -> bool:
-        """Start a segment's upload, if a slot and a bucket are free and its bucket is not in a copy."""
-        if self._device.in_place or any(leaving.bucket.segment == index for leaving in self._leaving):
+        """Start a segment's upload, if a slot and a bucket are free and its bucket is not in a
+        copy.
+        """
+        if self._device.in_place or any(
+            leaving.bucket.segment == index for leaving in self._leaving
+        ):
             return False
         if not self._layouts[index].resident and self._out >= self._source.capacity:
             return False
@@ -406,26 +468,41 @@ class OverlappedScheduler:
         slot.last_uses = {}
         store = self._layouts[index].views(memory)
         if not stays:
-            return _Arrival(index, bucket.version, store, transfer.done, _Uploaded(slot, bucket, transfer))
+            return _Arrival(
+                index, bucket.version, store, transfer.done, _Uploaded(slot, bucket, transfer)
+            )
         self._leaving.append(_Leaving(transfer, Wait.SENT, bucket, bucket.version))
-        arrival = self._on_device[index] = _Arrival(index, bucket.version, store, transfer.done, _InSlot(slot))
+        arrival = self._on_device[index] = _Arrival(
+            index, bucket.version, store, transfer.done, _InSlot(slot)
+        )
         return arrival
 
     def _send_back(self, slot: _Slot, bucket: Bucket, version: int) -> None:
-        """Start the offload of a slot's bytes, which are final; the bucket is released when it is done."""
+        """Start the offload of a slot's bytes, which are final; the bucket is released when it is
+        done.
+        """
         transfer = self._offload(slot, bucket, self._device.streams.mark())
         slot.last_uses[Wait.OFFLOADED] = transfer.done
         self._leaving.append(_Leaving(transfer, Wait.RETURNED, bucket, version))
 
     def _offload(self, slot: _Slot, bucket: Bucket, replayed: Event) -> Transfer:
         memory = slot.memory[: len(bucket.data)]
-        return self._copy(Lane.OFFLOAD, bucket.segment, bucket.data, memory, {Wait.REPLAYED: replayed})
+        return self._copy(
+            Lane.OFFLOAD, bucket.segment, bucket.data, memory, {Wait.REPLAYED: replayed}
+        )
 
     def _copy(
-        self, lane: Lane, index: int, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
+        self,
+        lane: Lane,
+        index: int,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Mapping[Wait, Event],
     ) -> Transfer:
         transfer = self._device.streams.copy(lane, target, source, after)
-        self._timeline.note(lane, self._layouts[index].name, transfer.started, transfer.done, source.numel())
+        self._timeline.note(
+            lane, self._layouts[index].name, transfer.started, transfer.done, source.numel()
+        )
         return transfer
 
     def _let_go(self, arrival: _Arrival) -> None:
@@ -439,9 +516,12 @@ class OverlappedScheduler:
         if arrival.index not in self._own:
             self._free.append(held.slot)
         elif arrival.version is None:
-            del self._on_device[arrival.index]  # a failed replay: the bucket's bytes are older, but sound
+            # a failed replay: the bucket's bytes are older, but sound
+            del self._on_device[arrival.index]
         if isinstance(held, _Uploaded):
-            self._leaving.append(_Leaving(held.transfer, Wait.SENT, held.bucket, held.bucket.version))
+            self._leaving.append(
+                _Leaving(held.transfer, Wait.SENT, held.bucket, held.bucket.version)
+            )
         elif isinstance(held, _Returned):
             self._release(held.bucket, arrival.version)
 
@@ -470,9 +550,17 @@ class OverlappedScheduler:
 
 
 def open_scheduler(
-    source: BlockSource, device: Device, timeline: Timeline, *, overlap: bool, kept: int = 0, across_sweeps: bool = True
+    source: BlockSource,
+    device: Device,
+    timeline: Timeline,
+    *,
+    overlap: bool,
+    kept: int = 0,
+    across_sweeps: bool = True,
 ) -> Scheduler:
     """Make the overlapped scheduler, or its serial twin."""
     if not overlap:
         return SerialScheduler(source, device, timeline=timeline)
-    return OverlappedScheduler(source, device, kept=kept, across_sweeps=across_sweeps, timeline=timeline)
+    return OverlappedScheduler(
+        source, device, kept=kept, across_sweeps=across_sweeps, timeline=timeline
+    )

@@ -1,8 +1,10 @@
-"""A base that several runs read together: each block comes from disk, or to a device, once for all of them.
+"""A base that several runs read together: each block comes from disk, or to a device, once for all
+of them.
 
-A run of a base that it only reads (an adapter by any method, or low-rank perturbations of the activations) is opened with
-``shared=base``. Its steps, evaluations and exports then use the segments of the shared base, and its results are, bit for
-bit, those of the run alone. Only the reads, the decoding of quantised blocks and the work buffer are shared.
+A run of a base that it only reads (an adapter by any method, or low-rank perturbations of the
+activations) is opened with ``shared=base``. Its steps, evaluations and exports then use the
+segments of the shared base, and its results are, bit for bit, those of the run alone. Only the
+reads, the decoding of quantised blocks and the work buffer are shared.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from zo2core.devices import choose_device
 from zo2core.errors import BusyError, MemoryBudgetError, OptionError
 from zo2core.kernels.encoding import decode
 from zo2core.perturbation import DensePerturbation
-from zo2core.planning.memory import DevicePlan, HostPlan, Machine, MemoryPolicy, RunRequest, RunSpec, decoded_bytes, plan
+from zo2core.planning.memory import (
+    DevicePlan,
+    HostPlan,
+    Machine,
+    MemoryPolicy,
+    RunRequest,
+    RunSpec,
+    decoded_bytes,
+    plan,
+)
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
 from zo2core.protocols import BlockModel, Device, ReplaySegment, Store, VisitSegment
@@ -33,7 +44,15 @@ from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
 from zo2core.sweep.perturbers import named_views
 from zo2core.sweep.visitor import ExclusiveUse, sole_use
-from zo2core.types import Batch, Bucket, ParameterSpec, SegmentKind, StepResult, flat_views, packed_bytes
+from zo2core.types import (
+    Batch,
+    Bucket,
+    ParameterSpec,
+    SegmentKind,
+    StepResult,
+    flat_views,
+    packed_bytes,
+)
 
 _PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
 
@@ -41,9 +60,10 @@ _PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
 def end_openmp_team() -> None:
     """End the OpenMP threads of the calling thread, which start again when it next computes.
 
-    Once a process has more OpenMP threads than processors, GNU's library puts them to sleep at the end of each operation
-    instead of letting them wait actively: a step of a small model then takes a quarter longer. Threads that take turns
-    call this before they wait. Other libraries than OpenMP 5.0 are left alone.
+    Once a process has more OpenMP threads than processors, GNU's library puts them to sleep at the
+    end of each operation instead of letting them wait actively: a step of a small model then takes
+    a quarter longer. Threads that take turns call this before they wait. Other libraries than
+    OpenMP 5.0 are left alone.
     """
     try:
         openmp = ctypes.CDLL(None)
@@ -57,12 +77,15 @@ T = TypeVar("T")
 
 
 class _Turn(threading.Thread, Generic[RequestT]):
-    """A function, and a thread that runs it until it makes a request, and then only when it is told to."""
+    """A function, and a thread that runs it until it makes a request, and then only when it is told
+    to.
+    """
 
     def __init__(self, function: Callable[[], Any], local: threading.local) -> None:
         super().__init__(name="zo2-run", daemon=True)
         self._function, self._local = function, local
-        self._resumed: SimpleQueue[BaseException | None] = SimpleQueue()  # holds what the function's request raises, if any
+        # holds what the function's request raises, if any
+        self._resumed: SimpleQueue[BaseException | None] = SimpleQueue()
         self._paused: SimpleQueue[None] = SimpleQueue()
         self.request: RequestT | None = None  # that waits to be served
         self.result: Any = None  # what the function returned, or the exception that it raised
@@ -88,7 +111,9 @@ class _Turn(threading.Thread, Generic[RequestT]):
         self._wait()
 
     def resume(self, error: BaseException | None = None) -> None:
-        """Run the function until it makes its next request, or has ended; an error is raised in it first."""
+        """Run the function until it makes its next request, or has ended; an error is raised in it
+        first.
+        """
         self._resumed.put(error)
         self._paused.get()
 
@@ -99,10 +124,11 @@ class _Turn(threading.Thread, Generic[RequestT]):
 
 
 class Lockstep(Generic[RequestT]):
-    """Runs functions one at a time, each until it makes a request, and serves the requests of all together.
+    """Runs functions one at a time, each until it makes a request, and serves the requests of all
+    together.
 
-    Each function has a thread of its own, but only one thread runs at a time: the functions need no locks, and always run in
-    the same order. Requests are served in the thread of the caller.
+    Each function has a thread of its own, but only one thread runs at a time: the functions need no
+    locks, and always run in the same order. Requests are served in the thread of the caller.
     """
 
     def __init__(self, serve: Callable[[Sequence[RequestT]], None]) -> None:
@@ -111,7 +137,8 @@ class Lockstep(Generic[RequestT]):
         self._is_running = False
 
     def request(self, request: RequestT | None) -> None:
-        """Wait until a request is served: with those of the other functions, or alone outside of ``run``.
+        """Wait until a request is served: with those of the other functions, or alone outside of
+        ``run``.
 
         None waits until each other function has ended or made a request that is served.
         """
@@ -136,7 +163,8 @@ class Lockstep(Generic[RequestT]):
         self._is_running = True
         try:
             self._run_rounds(turns)
-        except BaseException as error:  # whatever the functions wait for raises it, until all have ended
+        except BaseException as error:
+            # whatever the functions wait for raises it, until all have ended
             for turn in turns:
                 while not turn.has_ended:
                     turn.resume(error)
@@ -152,7 +180,9 @@ class Lockstep(Generic[RequestT]):
         while running := [turn for turn in turns if not turn.has_ended]:
             for turn in running:
                 turn.resume()
-                if isinstance(turn.result, BaseException) and not isinstance(turn.result, Exception):
+                if isinstance(turn.result, BaseException) and not isinstance(
+                    turn.result, Exception
+                ):
                     raise turn.result
             requests = [turn.request for turn in running if turn.request is not None]
             if requests:
@@ -173,7 +203,9 @@ EngineT = TypeVar("EngineT", bound=Stepping)
 
 
 class _Opened:
-    """The source of the base, the scheduler, and memory for decoded blocks, for the plan at one time."""
+    """The source of the base, the scheduler, and memory for decoded blocks, for the plan at one
+    time.
+    """
 
     def __init__(self, model: BlockModel, device: Device, spec: RunSpec, *, overlap: bool) -> None:
         with ExitStack() as opened:
@@ -188,20 +220,30 @@ class _Opened:
                 timeline=self.timeline,
             )
             opened.callback(source.close)
-            self.scheduler = open_scheduler(source, device, self.timeline, overlap=overlap, kept=spec.kept)
+            self.scheduler = open_scheduler(
+                source, device, self.timeline, overlap=overlap, kept=spec.kept
+            )
             self._layouts, self._memory = model.layouts, device.empty(decoded_bytes(model.layouts))
             self._helper: ThreadPoolExecutor | None = None
             if device.torch_device.type == "cpu":
-                self._helper = opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-decode"))
+                self._helper = opened.enter_context(
+                    ThreadPoolExecutor(1, thread_name_prefix="zo2-decode")
+                )
             self.close = opened.pop_all().close
 
     @torch.no_grad()
     def decoded(self, index: int, store: Store) -> Store:
         """Return a segment's parameters; a block's encoded ones are decoded, once for all runs."""
         layout, decoded = self._layouts[index], list(store)
-        if layout.kind is not SegmentKind.BLOCK:  # embedding and head are decoded by each run, if at all
+        if layout.kind is not SegmentKind.BLOCK:
+            # embedding and head are decoded by each run, if at all
             return store
-        views = iter(flat_views([spec.decoded for spec in layout.parameters if spec.encoding is not None], self._memory))
+        views = iter(
+            flat_views(
+                [spec.decoded for spec in layout.parameters if spec.encoding is not None],
+                self._memory,
+            )
+        )
         for position, spec in enumerate(layout.parameters):
             if spec.encoding is not None:
                 decoded[position] = next(views)
@@ -212,14 +254,17 @@ class _Opened:
 class SharedBase:
     """One base, which is only read, for several runs.
 
-    The memory of all runs is planned together. Blocks are opened with the first sweep, and opened again, with less memory
-    for them, when a run joins later.
+    The memory of all runs is planned together. Blocks are opened with the first sweep, and opened
+    again, with less memory for them, when a run joins later.
 
     Args:
-        model: The base, without an adapter. Each run has a model of its own, opened from the same files.
+        model: The base, without an adapter. Each run has a model of its own, opened from the same
+            files.
         device: "cpu", "cuda", "cuda:N" or a ``Device``, for all runs.
-        memory: Memory of the process and of the device, with all runs. Activations are those that the runs ask for.
-        overlap: Whether transfers and disk reads overlap with compute. The bits are the same without.
+        memory: Memory of the process and of the device, with all runs. Activations are those that
+            the runs ask for.
+        overlap: Whether transfers and disk reads overlap with compute. The bits are the same
+            without.
 
     Raises:
         OptionError, DeviceError: if an option is out of its range, or the device is missing.
@@ -260,25 +305,31 @@ class SharedBase:
         """Plan of device memory; None if the device computes in host memory."""
         return self._spec.device_plan
 
-    def step(self, batches: Mapping[EngineT, Batch | Sequence[Batch]]) -> dict[EngineT, StepResult | Exception]:
+    def step(
+        self, batches: Mapping[EngineT, Batch | Sequence[Batch]]
+    ) -> dict[EngineT, StepResult | Exception]:
         """Take a step of each of some runs, in one sweep.
 
         Args:
             batches: The batch of each run that steps, as for its ``step``, by its engine.
 
         Returns:
-            The result of each step, or the exception with which it failed: such a step was not taken, and all others were.
+            The result of each step, or the exception with which it failed: such a step was not
+            taken, and all others were.
 
         Raises:
             BusyError, ClosedError: as for ``together``.
         """
-        return self.together({engine: partial(engine.step, batch) for engine, batch in batches.items()})
+        return self.together(
+            {engine: partial(engine.step, batch) for engine, batch in batches.items()}
+        )
 
     def together(self, functions: Mapping[KeyT, Callable[[], T]]) -> dict[KeyT, T | Exception]:
         """Run functions that use the engines of this base, so that their sweeps are made together.
 
-        Each function runs until it needs a sweep, whatever for: a step, an evaluation, a token of a generation. Once all
-        need one, or have ended, one sweep serves all that wait. The functions run in threads of their own, one at a time.
+        Each function runs until it needs a sweep, whatever for: a step, an evaluation, a token of a
+        generation. Once all need one, or have ended, one sweep serves all that wait. The functions
+        run in threads of their own, one at a time.
 
         Args:
             functions: The functions, each for a run of its own, by any key.
@@ -294,7 +345,9 @@ class SharedBase:
         results = self.lockstep.run(list(functions.values()))
         return dict(zip(functions, results, strict=True))
 
-    def join(self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests) -> SharedRun:
+    def join(
+        self, model: BlockModel, request: RunRequest, timeline: Timeline, digests: BaseDigests
+    ) -> SharedRun:
         """Add a run. Engines call it when they are made.
 
         Args:
@@ -304,7 +357,8 @@ class SharedBase:
             digests: Digests of the base in the run's journal.
 
         Raises:
-            OptionError: if the run has another base, would change it, or asks for what belongs to the shared base.
+            OptionError: if the run has another base, would change it, or asks for what belongs to
+                the shared base.
             MemoryBudgetError: if there is no memory for it.
             BusyError: during an iteration over ``parameters_now`` of another run.
         """
@@ -325,7 +379,8 @@ class SharedBase:
             self._spec = self._planned([*self._runs.values(), request])
         self._runs[run] = request
         try:
-            # Sweeps that other runs wait for have memory that was planned without this run, which uses none meanwhile.
+            # Sweeps that other runs wait for have memory that was planned without this run, which
+            # uses none meanwhile.
             self.lockstep.request(None)
         except BaseException:
             run.leave()
@@ -338,7 +393,10 @@ class SharedBase:
         self._runs.pop(run, None)
 
     def close(self) -> None:
-        """Stop all reads and free memory. May be called twice. The runs' engines are closed before."""
+        """Stop all reads and free memory.
+
+        May be called twice. The runs' engines are closed before.
+        """
         self._use.close()
         self._close_segments()
         self._closing.close()
@@ -351,8 +409,13 @@ class SharedBase:
 
     @contextmanager
     def replayed(self, run: SharedRun, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring a run's part of a segment to the present version, with the run's parameters on the host."""
-        with self._use.locked(), self._segments().scheduler.replayed(partial(run.replay, replay), index) as bucket:
+        """Bring a run's part of a segment to the present version, with the run's parameters on the
+        host.
+        """
+        with (
+            self._use.locked(),
+            self._segments().scheduler.replayed(partial(run.replay, replay), index) as bucket,
+        ):
             views = tuple(view.cpu() for view in run.views(index, bucket.views))
             yield Bucket(index, bucket.data, views, bucket.version)
 
@@ -369,7 +432,11 @@ class SharedBase:
     def _planned(self, runs: Sequence[RunRequest]) -> RunSpec:
         """Plan the memory of the base and of runs."""
         request = RunRequest.of_base(self._model.layouts, self._on_disk, self._memory, runs)
-        return plan(replace(request, overlap=self._overlap), Machine.of(self.device), MeasuredSpeeds(self._model.weights))
+        return plan(
+            replace(request, overlap=self._overlap),
+            Machine.of(self.device),
+            MeasuredSpeeds(self._model.weights),
+        )
 
     def _segments(self) -> _Opened:
         self._use.require_open()
@@ -398,7 +465,8 @@ class SharedBase:
                 opened.scheduler.sweep(_SharedVisitor(sweeps, self._model, opened).visit, order)
         except _SweepEnded:
             pass
-        except Exception as error:  # whatever ends the sweep ends it for all runs in it, each of which raises it
+        except Exception as error:
+            # whatever ends the sweep ends it for all runs in it, each of which raises it
             for sweep in sweeps:
                 sweep.error = sweep.error or error
             return
@@ -429,7 +497,11 @@ class _SharedVisitor:
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
         """Let each run visit a segment. See the contract."""
         commit(version)
-        here = [sweep for sweep in self._sweeps if sweep.error is None and self._position < len(sweep.order)]
+        here = [
+            sweep
+            for sweep in self._sweeps
+            if sweep.error is None and self._position < len(sweep.order)
+        ]
         self._position += 1
         if not here:
             raise _SweepEnded
@@ -444,10 +516,12 @@ class _SharedVisitor:
 
 
 class SharedRun:
-    """A run's part of the shared base: a scheduler whose sweeps are made together with those of other runs.
+    """A run's part of the shared base: a scheduler whose sweeps are made together with those of
+    other runs.
 
-    The base is only read. What the run has beside it, such as an adapter's parameters, is in memory of its own, and so is
-    their version: the run's visitor cannot tell that others share its segments.
+    The base is only read. What the run has beside it, such as an adapter's parameters, is in memory
+    of its own, and so is their version: the run's visitor cannot tell that others share its
+    segments.
     """
 
     def __init__(
@@ -464,10 +538,14 @@ class SharedRun:
         self.activation_bytes = 0  # for its activations
         self._checked: set[int] = set()
         if [layout.kind for layout in model.layouts] != [layout.kind for layout in shared.layouts]:
-            raise _other_base(f"{len(model.layouts)} segments", f"the {len(shared.layouts)} segments of the shared base")
+            raise _other_base(
+                f"{len(model.layouts)} segments",
+                f"the {len(shared.layouts)} segments of the shared base",
+            )
         # For each parameter: its position in the base, or own memory.
         self._sources: list[list[int | torch.Tensor]] = []
-        self._versions: list[int | None] = [None] * len(shared.layouts)  # of own memory; None: it has to be read
+        # of own memory; None: it has to be read
+        self._versions: list[int | None] = [None] * len(shared.layouts)
         for index, layout in enumerate(model.layouts):
             positions = _positions(model, shared, index, changes_base=changes_base)
             own = [spec for spec in layout.parameters if spec.name not in positions]
@@ -483,7 +561,10 @@ class SharedRun:
             raise sweep.error
 
     def replayed(self, replay: ReplaySegment, index: int) -> AbstractContextManager[Bucket]:
-        """Bring one segment to the present version, with its bytes on the host. See the contract."""
+        """Bring one segment to the present version, with its bytes on the host.
+
+        See the contract.
+        """
         return self._base.replayed(self, replay, index)
 
     def release_all(self) -> None:
@@ -494,8 +575,12 @@ class SharedRun:
         self._base.leave(self)
 
     def views(self, index: int, shared: Store) -> tuple[torch.Tensor, ...]:
-        """Return a segment's parameters in the order of the run's layout, given those of the base."""
-        return tuple(shared[source] if isinstance(source, int) else source for source in self._sources[index])
+        """Return a segment's parameters in the order of the run's layout, given those of the
+        base.
+        """
+        return tuple(
+            shared[source] if isinstance(source, int) else source for source in self._sources[index]
+        )
 
     def visit(self, visit: VisitSegment, index: int, shared: Store) -> None:
         """Let the run visit a segment."""
@@ -509,13 +594,17 @@ class SharedRun:
             self._versions[index] = version  # nothing was committed, so nothing was changed
 
     def replay(self, replay: ReplaySegment, index: int, shared: Store, version: int) -> int:
-        """Bring the run's part of a segment to the present version; returns the base's, which does not change."""
+        """Bring the run's part of a segment to the present version; returns the base's, which does
+        not change.
+        """
         store, own_version = self._at_version(index, shared)
         self._versions[index] = replay(index, store, own_version)
         return version
 
     def check(self, index: int, shared: Store, digest: str) -> None:
-        """Compare the digest of a segment's base with that of the run, when the run first uses it."""
+        """Compare the digest of a segment's base with that of the run, when the run first
+        uses it.
+        """
         layout = self._model.layouts[index]
         if index in self._checked or not self._digests.wants(layout):
             return
@@ -533,10 +622,15 @@ class SharedRun:
             self._digests.check(layout, digest, self._model.weights)
 
     def _at_version(self, index: int, shared: Store) -> tuple[tuple[torch.Tensor, ...], int]:
-        """A segment's parameters and their version. The version is unknown until the visitor has said it."""
+        """A segment's parameters and their version.
+
+        The version is unknown until the visitor has said it.
+        """
         views, version = self.views(index, shared), self._versions[index]
         if version is None:
-            for spec, source in zip(self._model.layouts[index].parameters, self._sources[index], strict=True):
+            for spec, source in zip(
+                self._model.layouts[index].parameters, self._sources[index], strict=True
+            ):
                 if not isinstance(source, int):
                     values = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
                     self._model.weights.read_into(spec.name, values)
@@ -547,27 +641,44 @@ class SharedRun:
 
 
 def _require_shareable(request: RunRequest) -> None:
-    """Refuse options that belong to the shared base, and runs whose weights change where they are stored."""
+    """Refuse options that belong to the shared base, and runs whose weights change where they are
+    stored.
+    """
     memory, every = request.memory, "an interval" if request.has_to_write else "auto"
-    given = {"memory.host": memory.host, "memory.device": memory.device, "replay": request.replay, "write_back.every": every}
+    given = {
+        "memory.host": memory.host,
+        "memory.device": memory.device,
+        "replay": request.replay,
+        "write_back.every": every,
+    }
     for option, value in given.items():
         if value != "auto":
             expected = "none for a run of a shared base"
             raise OptionError(option, str(value), expected, "pass it to SharedBase")
 
 
-def _positions(model: BlockModel, base: BlockModel, index: int, *, changes_base: bool) -> dict[str, int]:
-    """Find the base's parameters in a segment of a run, and refuse those that are not the base's, or that would change.
+def _positions(
+    model: BlockModel, base: BlockModel, index: int, *, changes_base: bool
+) -> dict[str, int]:
+    """Find the base's parameters in a segment of a run, and refuse those that are not the base's,
+    or that would change.
 
-    An adapter may give a parameter another name, but it neither moves it nor puts parameters of its own into blocks.
+    An adapter may give a parameter another name, but it neither moves it nor puts parameters of its
+    own into blocks.
     """
     layout, shared = model.layouts[index], base.layouts[index]
     by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
     files = {_file(base, spec) for spec in shared.parameters}
-    renamed = [spec for spec in layout.parameters if spec.name not in by_name and _file(model, spec) in files]
+    renamed = [
+        spec
+        for spec in layout.parameters
+        if spec.name not in by_name and _file(model, spec) in files
+    ]
     names = {spec.name for spec in layout.parameters}
     left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
-    positions = {spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name}
+    positions = {
+        spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name
+    }
     positions.update(zip((spec.name for spec in renamed), left, strict=False))
     for spec in layout.parameters:
         if spec.name in positions:
@@ -593,11 +704,17 @@ def _file(model: BlockModel, spec: ParameterSpec) -> str:
 def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_file: str) -> None:
     """Refuse a parameter that is not the base's."""
     names = ("shape", "dtype", "encoding", "transfer_dtype")
-    attributes = {name: (getattr(spec, name), getattr(shared, name)) for name in names} | {"file": (file, shared_file)}
+    attributes = {name: (getattr(spec, name), getattr(shared, name)) for name in names} | {
+        "file": (file, shared_file)
+    }
     for name, (found, expected) in attributes.items():
         if found != expected:
-            raise _other_base(f"{spec.name} of {name} {found}", f"{name} {expected}, as in the shared base")
+            raise _other_base(
+                f"{spec.name} of {name} {found}", f"{name} {expected}, as in the shared base"
+            )
 
 
 def _other_base(found: str, expected: str) -> OptionError:
-    return OptionError("shared", found, expected, "open the run's model as the shared base was opened")
+    return OptionError(
+        "shared", found, expected, "open the run's model as the shared base was opened"
+    )

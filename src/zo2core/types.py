@@ -1,4 +1,6 @@
-"""The values that the parts of the library exchange: layouts of segments, programs, steps and their records, results."""
+"""The values that the parts of the library exchange: layouts of segments, programs, steps and their
+records, results.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ def shown_bytes(nbytes: float) -> str:
     return f"{nbytes:.3g} bytes" if unit == "bytes" else f"{nbytes:.{digits}f} {unit}"
 
 
-# Note: Alignment. Parameters start at multiples of a cache line in a bucket and in the work buffer, as in memory that torch
-# allocates: matrix kernels may choose another path, with other roundings, for unaligned weights.
+# Note: Alignment. Parameters start at multiples of a cache line in a bucket and in the work buffer,
+# as in memory that torch allocates: matrix kernels may choose another path, with other roundings,
+# for unaligned weights.
 ALIGNMENT = 64  # bytes
 
 
@@ -57,14 +60,20 @@ class ParameterSpec:
 
     name: str  # as in the model's named_parameters()
     shape: tuple[int, ...]
-    dtype: torch.dtype  # dtype of the noise and of updates, and of the stored weight unless it is encoded
+    # dtype of the noise and of updates, and of the stored weight unless it is encoded
+    dtype: torch.dtype
     index: int  # position in named_parameters(): the order in which MeZO draws z
     decays: bool  # whether weight decay applies
-    forward_dtype: torch.dtype | None = None  # dtype of the forward's rounded copy; None: the stored dtype
-    transfer_dtype: torch.dtype | None = None  # dtype to which it is rounded before perturbations; None: no rounding
-    transfer_back: bool = False  # whether the result of every update is rounded to the transfer dtype as well
-    encoding: Encoding | None = None  # encoding of the stored weight, which is only read; None: stored in its dtype
-    frozen: bool = False  # whether the weight is only read: it has no noise, no updates and no version
+    # dtype of the forward's rounded copy; None: the stored dtype
+    forward_dtype: torch.dtype | None = None
+    # dtype to which it is rounded before perturbations; None: no rounding
+    transfer_dtype: torch.dtype | None = None
+    # whether the result of every update is rounded to the transfer dtype as well
+    transfer_back: bool = False
+    # encoding of the stored weight, which is only read; None: stored in its dtype
+    encoding: Encoding | None = None
+    # whether the weight is only read: it has no noise, no updates and no version
+    frozen: bool = False
 
     @property
     def numel(self) -> int:
@@ -93,12 +102,18 @@ class ParameterSpec:
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether the weight is transferred to a device in another dtype, and perturbed from that."""
+        """Whether the weight is transferred to a device in another dtype, and perturbed from
+        that.
+        """
         return self.transfer_dtype not in (None, self.dtype)
 
     def in_forward(self) -> ParameterSpec:
         """Return the specification of the forward's copy."""
-        return self.decoded if self.forward_dtype is None else replace(self.decoded, dtype=self.forward_dtype)
+        return (
+            self.decoded
+            if self.forward_dtype is None
+            else replace(self.decoded, dtype=self.forward_dtype)
+        )
 
     @property
     def decoded(self) -> ParameterSpec:
@@ -117,10 +132,14 @@ class SavedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedForm:
-    """The tensors of a checkpoint, and of an export, that does not store one tensor for each parameter."""
+    """The tensors of a checkpoint, and of an export, that does not store one tensor for each
+    parameter.
+    """
 
-    parts: Mapping[str, Sequence[SavedPart]] = field(default_factory=dict)  # by parameter, in the order of its elements
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors that no update changes, by name
+    # by parameter, in the order of its elements
+    parts: Mapping[str, Sequence[SavedPart]] = field(default_factory=dict)
+    # tensors that no update changes, by name
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def parts_of(self, spec: ParameterSpec) -> Sequence[SavedPart]:
         """Return the parts of tensors that store a parameter; by default one tensor of its name."""
@@ -134,7 +153,10 @@ def saved_form(model: object) -> SavedForm:
 
 
 class StateSpec(NamedTuple):
-    """A tensor that an optimizer keeps from step to step beside a segment's weights. At first it is zero."""
+    """A tensor that an optimizer keeps from step to step beside a segment's weights.
+
+    At first it is zero.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -158,17 +180,22 @@ class SegmentKind(Enum):
 class BlockLayout:
     """The layout of one segment's parameters in its bucket: by default packed, each aligned.
 
-    Embedding and head are *resident*: their bytes stay in memory for a whole sweep, so that the head can borrow the
-    embedding's tied weight. If blocks are frozen except for a few parameters, the embedding owns these few and the blocks
-    borrow them: then blocks never change, and need no offload.
+    Embedding and head are *resident*: their bytes stay in memory for a whole sweep, so that the
+    head can borrow the embedding's tied weight. If blocks are frozen except for a few parameters,
+    the embedding owns these few and the blocks borrow them: then blocks never change, and need no
+    offload.
     """
 
     name: str
     kind: SegmentKind
-    parameters: tuple[ParameterSpec, ...]  # owned parameters, whose bytes are in this segment's bucket
-    borrowed: tuple[ParameterSpec, ...] = ()  # used parameters that an earlier resident segment owns
-    offsets: tuple[int, ...] | None = None  # offset of each parameter and state in the bucket, in bytes; None: packed
-    states: tuple[StateSpec, ...] = ()  # tensors of an optimizer, stored in the bucket after the parameters
+    # owned parameters, whose bytes are in this segment's bucket
+    parameters: tuple[ParameterSpec, ...]
+    # used parameters that an earlier resident segment owns
+    borrowed: tuple[ParameterSpec, ...] = ()
+    # offset of each parameter and state in the bucket, in bytes; None: packed
+    offsets: tuple[int, ...] | None = None
+    # tensors of an optimizer, stored in the bucket after the parameters
+    states: tuple[StateSpec, ...] = ()
 
     @property
     def resident(self) -> bool:
@@ -180,11 +207,16 @@ class BlockLayout:
         """Size of the bucket in bytes, with alignment."""
         if self.offsets is None:
             return sum(aligned(spec.nbytes) for spec in self.stored)
-        return max((start + spec.nbytes for start, spec in zip(self.offsets, self.stored, strict=True)), default=0)
+        return max(
+            (start + spec.nbytes for start, spec in zip(self.offsets, self.stored, strict=True)),
+            default=0,
+        )
 
     @property
     def weight_bytes(self) -> int:
-        """Size in bytes of the start of the bucket that has all parameters and, unless states are packed, no state."""
+        """Size in bytes of the start of the bucket that has all parameters and, unless states are
+        packed, no state.
+        """
         if self.offsets is None or not self.states:
             return self.nbytes
         return self.offsets[len(self.parameters)]
@@ -205,7 +237,8 @@ class BlockLayout:
         return not self.parameters or not all(spec.frozen for spec in self.parameters)
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return flat typed views of the owned parameters in a buffer, and of the states after them.
+        """Return flat typed views of the owned parameters in a buffer, and of the states after
+        them.
 
         Args:
             buffer: uint8, 1-D, at least ``nbytes`` long, page-aligned.
@@ -216,10 +249,14 @@ class BlockLayout:
         if self.offsets is None:
             return tuple(flat_views(self.stored, buffer))
         pairs = zip(self.offsets, self.stored, strict=True)
-        return tuple(buffer[start : start + spec.nbytes].view(spec.stored_dtype) for start, spec in pairs)
+        return tuple(
+            buffer[start : start + spec.nbytes].view(spec.stored_dtype) for start, spec in pairs
+        )
 
 
-def flat_views(specs: Sequence[ParameterSpec | StateSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def flat_views(
+    specs: Sequence[ParameterSpec | StateSpec], buffer: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """Yield a flat typed view of a uint8 buffer for each parameter, packed with alignment."""
     offset = 0
     for spec in specs:
@@ -228,37 +265,53 @@ def flat_views(specs: Sequence[ParameterSpec | StateSpec], buffer: torch.Tensor)
 
 
 def work_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Return the bytes of a work buffer: those of the largest segment, with its borrowed parameters."""
+    """Return the bytes of a work buffer: those of the largest segment, with its borrowed
+    parameters.
+    """
     return max(packed_bytes([spec.in_forward() for spec in layout.used]) for layout in layouts)
 
 
 def keeps_unrounded(spec: ParameterSpec, *, perturbs_in_place: bool) -> bool:
-    """Whether a weight is perturbed unrounded, in memory of its own, while the work buffer has the rounded weight.
+    """Whether a weight is perturbed unrounded, in memory of its own, while the work buffer has the
+    rounded weight.
 
     Args:
         spec: The parameter.
-        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next. Low-bit weights are always
-            converted before they are perturbed.
+        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next.
+            Low-bit weights are always converted before they are perturbed.
     """
     return not spec.frozen and spec.is_rounded and (perturbs_in_place or spec.is_low_bit)
 
 
 def unrounded_bytes(layouts: Sequence[BlockLayout], *, perturbs_in_place: bool) -> int:
-    """Return the bytes of unrounded weights of the largest segment, if the work buffer has rounded ones."""
+    """Return the bytes of unrounded weights of the largest segment, if the work buffer has rounded
+    ones.
+    """
     return max(
-        packed_bytes([spec for spec in layout.used if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)])
+        packed_bytes(
+            [
+                spec
+                for spec in layout.used
+                if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)
+            ]
+        )
         for layout in layouts
     )
 
 
-def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
+def divide_tied(
+    layouts: Sequence[BlockLayout],
+) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
     """Divide trained parameters into those that several segments use and those of a single segment.
 
     Returns:
         The tied parameters, and the untied parameters of each segment.
     """
     tied = {spec.name: spec for layout in layouts for spec in layout.borrowed if not spec.frozen}
-    untied = [[spec for spec in layout.parameters if spec.name not in tied and not spec.frozen] for layout in layouts]
+    untied = [
+        [spec for spec in layout.parameters if spec.name not in tied and not spec.frozen]
+        for layout in layouts
+    ]
     return list(tied.values()), untied
 
 
@@ -301,14 +354,17 @@ class Descend(NamedTuple):
 class Table(NamedTuple):
     """A program in a device's memory, encoded for compiled kernels."""
 
-    instructions: torch.Tensor  # int32 (n, 5): kind, direction, and the bits of three float32 scalars
-    scalars: torch.Tensor  # float32 (n, 5): the same memory; scale, rate and weight decay in the last three columns
+    # int32 (n, 5): kind, direction, and the bits of three float32 scalars
+    instructions: torch.Tensor
+    # float32 (n, 5): the same memory; scale, rate and weight decay in the last three columns
+    scalars: torch.Tensor
     directions: torch.Tensor  # int64 (m, 2): seed, and the address of a drawn z, here 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Program:
-    """The instructions for each weight of a parameter, in order; kernels run them in one pass over memory.
+    """The instructions for each weight of a parameter, in order; kernels run them in one pass over
+    memory.
 
     A program keeps its encoded tables, which live as long as it does: for a sweep.
     """
@@ -316,7 +372,8 @@ class Program:
     seeds: tuple[int, ...]  # of the directions
     instructions: tuple[Perturb | Descend, ...]  # change the weights
     then: Perturb | None = None  # makes a perturbed copy of the weights afterwards
-    tables: dict[torch.device, Table] = field(default_factory=dict, init=False, repr=False)  # filled by the kernels
+    # filled by the kernels
+    tables: dict[torch.device, Table] = field(default_factory=dict, init=False, repr=False)
 
 
 class Distribution(Enum):
@@ -332,9 +389,11 @@ class Distribution(Enum):
 
 
 MAX_SEED = 2**63 - 1
-LARGEST = torch.finfo(torch.float32).max  # largest number that may be added to a weight: more overflows float32
+# largest number that may be added to a weight: more overflows float32
+LARGEST = torch.finfo(torch.float32).max
 
-Batch: TypeAlias = Mapping[str, torch.Tensor]  # inputs of the model's forward: input_ids, attention_mask, labels, ...
+# inputs of the model's forward: input_ids, attention_mask, labels, ...
+Batch: TypeAlias = Mapping[str, torch.Tensor]
 
 
 def require_tensors(batch: Mapping[str, object]) -> None:
@@ -350,7 +409,9 @@ def require_tensors(batch: Mapping[str, object]) -> None:
 
 
 class RowGroup(NamedTuple):
-    """The rows of a batch on which an evaluation runs: one of several groups of equally many rows."""
+    """The rows of a batch on which an evaluation runs: one of several groups of equally many
+    rows.
+    """
 
     number: int  # index of the group, from 0
     groups: int  # number of groups
@@ -374,7 +435,10 @@ class Evaluation(NamedTuple):
                 f"step {step}, seed {self.seed}, shift {self.shift:+g}",
                 found=f"loss {loss.item()}",
                 expected="a finite loss",
-                remedy="lower `lr` or `zo_eps`, or use bfloat16 or float32 where float16 overflows; no step was taken",
+                remedy=(
+                    "lower `lr` or `zo_eps`, or use bfloat16 or float32 where float16 overflows; "
+                    "no step was taken"
+                ),
             )
 
     def validated(self) -> Evaluation:
@@ -394,9 +458,9 @@ class Evaluation(NamedTuple):
 class Update:
     """The record of a zeroth-order step, from which its change of the weights is replayed exactly.
 
-    ``theta <- theta - lr * ((g * z) + (weight_decay * theta))`` for one direction after the other. With
-    ``perturb_in_place`` the weights are first perturbed through all evaluations and back, whose rounding is part of MeZO's
-    trajectory (MeZO, arXiv 2305.17333, Algorithm 1).
+    ``theta <- theta - lr * ((g * z) + (weight_decay * theta))`` for one direction after the other.
+    With ``perturb_in_place`` the weights are first perturbed through all evaluations and back,
+    whose rounding is part of MeZO's trajectory (MeZO, arXiv 2305.17333, Algorithm 1).
     """
 
     step: int  # 0-based; the update leads from version step to step + 1
@@ -420,15 +484,17 @@ class Update:
                 f"step {self.step}",
                 found=f"projected gradients {self.projected_grads}",
                 expected="finite projected gradients",
-                remedy="raise `zo_eps`: the losses' difference was divided by too small a number; the step was not taken",
+                remedy="raise `zo_eps`: the losses' difference was divided by too small a number; "
+                "the step was not taken",
             )
         return self
 
     def contradiction(self) -> tuple[str, str] | None:
         """Find a value that no estimator can have made.
 
-        Weights in float32 have to stay finite: lr, zo_eps, weight decay, the projected gradients, and each product that is
-        added to a weight, ``lr * g``, ``lr * weight_decay`` and ``shift * zo_eps``, are at most ``LARGEST``.
+        Weights in float32 have to stay finite: lr, zo_eps, weight decay, the projected gradients,
+        and each product that is added to a weight, ``lr * g``, ``lr * weight_decay`` and ``shift *
+        zo_eps``, are at most ``LARGEST``.
 
         Returns:
             The finding and the expectation, in words; None if all values are valid.
@@ -439,7 +505,10 @@ class Update:
         if len(self.losses) != len(self.evaluations):
             return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one for each evaluation"
         if len(self.projected_grads) != len(self.seeds):
-            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one for each seed"
+            return (
+                f"{len(self.projected_grads)} projected gradients",
+                f"{len(self.seeds)}, one for each seed",
+            )
         seeds = {evaluation.seed for evaluation in self.evaluations}
         for seed in seeds:
             if not 0 <= seed <= MAX_SEED:
@@ -466,7 +535,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The record of a first-order step, which cannot be replayed, since a gradient is not a scalar."""
+    """The record of a first-order step, which cannot be replayed, since a gradient is not a
+    scalar.
+    """
 
     step: int  # 0-based
     loss: float  # before the update
@@ -479,7 +550,11 @@ class Commit:
         Returns:
             The finding and the expectation, in words; None if all values are valid.
         """
-        for name, value, least in (("loss", self.loss, -math.inf), ("grad_norm", self.grad_norm, 0), ("lr", self.lr, 0)):
+        for name, value, least in (
+            ("loss", self.loss, -math.inf),
+            ("grad_norm", self.grad_norm, 0),
+            ("lr", self.lr, 0),
+        ):
             if not math.isfinite(value):
                 return f"{name} {value}", "a finite number"
             if value < least:
@@ -495,7 +570,8 @@ class Lane(Enum):
     """A kind of work and the hardware that does it."""
 
     READ = "read"  # disk to host
-    HOST = "host"  # the host's arithmetic for a device: replays, and conversions to and from the transfer dtype
+    # the host's arithmetic for a device: replays, and conversions to and from the transfer dtype
+    HOST = "host"
     UPLOAD = "upload"  # host to device
     ACTIVATIONS_IN = "activations in"  # host to device, for activations
     REPLAY = "replay"  # replays on the device
@@ -534,7 +610,10 @@ def bound_seconds(uses: Mapping[Lane, LaneUse]) -> float:
 
 
 class StepResult(NamedTuple):
-    """The result of one step. Of a first-order step, the loss is that before the update, and there are no directions."""
+    """The result of one step.
+
+    Of a first-order step, the loss is that before the update, and there are no directions.
+    """
 
     step: int  # 0-based
     loss: float  # of the first evaluation, as MeZO reports it
@@ -544,12 +623,16 @@ class StepResult(NamedTuple):
     lr: float  # applied to each direction, or by the optimizer
     seconds: float  # wall time
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
-    share_applied: float | None = None  # share of sampled weights that the update changes; None: it was not measured
-    grad_norm: float | None = None  # 2-norm of all gradients together, before clipping; None for a zeroth-order step
+    # share of sampled weights that the update changes; None: it was not measured
+    share_applied: float | None = None
+    # 2-norm of all gradients together, before clipping; None for a zeroth-order step
+    grad_norm: float | None = None
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device computes in host memory."""
+        """Bytes of blocks and activations that were uploaded and offloaded; 0 if the device
+        computes in host memory.
+        """
         moving = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
         return sum(self.lanes[lane].nbytes for lane in moving)
 

@@ -1,7 +1,8 @@
-"""Data-parallel workers on ``torch.distributed``: each computes a shard of a step, and all combine the results alike.
+"""Data-parallel workers on ``torch.distributed``: each computes a shard of a step, and all combine
+the results alike.
 
-A shard is part of the evaluations, on part of the rows. Before a run starts, each worker takes the journal's records or the
-snapshot that others have and it lacks, and all compare what has to agree.
+A shard is part of the evaluations, on part of the rows. Before a run starts, each worker takes the
+journal's records or the snapshot that others have and it lacks, and all compare what has to agree.
 """
 
 from __future__ import annotations
@@ -54,30 +55,41 @@ class Split(NamedTuple):
 
 def require_split(name: str) -> None:
     """Refuse a name that is not the name of a split."""
-    if name not in ("auto", "rows", "directions") and not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", name):
+    if name not in ("auto", "rows", "directions") and not re.fullmatch(
+        r"[1-9]\d{0,5}x[1-9]\d{0,5}", name
+    ):
         raise OptionError(
             "split",
             found=repr(name),
-            expected="auto, rows, directions, or both as 2x3: two groups for directions, three workers each for rows",
+            expected=(
+                "auto, rows, directions, or both as 2x3: two groups for directions, three workers "
+                "each for rows"
+            ),
             remedy="pass one of these",
         )
 
 
 def choose_split(name: str, size: int, evaluations: int, rows: int | None) -> Split:
-    """The named split of a step among workers; for "auto", the one in which the busiest worker has the least to compute.
+    """The named split of a step among workers; for "auto", the one in which the busiest worker has
+    the least to compute.
 
-    Of equally good splits "auto" takes the one with the most groups: sharding directions leaves every bit of the result as
-    it is, while losses over parts of the rows are summed in another order.
+    Of equally good splits "auto" takes the one with the most groups: sharding directions leaves
+    every bit of the result as it is, while losses over parts of the rows are summed in another
+    order.
     """
     require_split(name)
     most_parts = 1 if rows is None else rows
     if name == "auto":
-        splits = [Split(groups, size // groups) for groups in range(size, 0, -1) if size % groups == 0]
+        splits = [
+            Split(groups, size // groups) for groups in range(size, 0, -1) if size % groups == 0
+        ]
     elif "x" in name:
         splits = [Split(*map(int, name.split("x")))]
     else:
         splits = [Split(size, 1) if name == "directions" else Split(1, size)]
-    fitting = [split for split in splits if split.groups <= evaluations and split.parts <= most_parts]
+    fitting = [
+        split for split in splits if split.groups <= evaluations and split.parts <= most_parts
+    ]
     if not fitting or fitting[0].groups * fitting[0].parts != size:
         row_count = "rows that cannot be sharded" if rows is None else f"{rows} rows"
         raise OptionError(
@@ -86,13 +98,17 @@ def choose_split(name: str, size: int, evaluations: int, rows: int | None) -> Sp
             expected="an evaluation and a row for every worker",
             remedy="start fewer workers, or use more queries or rows per step",
         )
-    return min(fitting, key=lambda split: -(-evaluations // split.groups) * -(-most_parts // split.parts))
+    return min(
+        fitting, key=lambda split: -(-evaluations // split.groups) * -(-most_parts // split.parts)
+    )
 
 
 class Report(NamedTuple):
     """A worker's losses, as JSON values."""
 
-    context: int  # checksum over what all workers have to agree on: journal, evaluations, digest of the batch, split
+    # checksum over what all workers have to agree on: journal, evaluations, digest of the batch,
+    # split
+    context: int
     tokens: int  # labelled tokens of the worker's rows: the weight of its losses in means over rows
     dtype: str  # in which the model computed the losses; doubles hold all of their bits
     losses: list[float]  # one per evaluation of the worker's shard
@@ -104,9 +120,17 @@ def combined(reports: Sequence[Report], split: Split, evaluations: int) -> list[
     for rank, report in enumerate(reports):
         shard = split.evaluations(rank, evaluations)
         if report.context != reports[0].context:
-            raise mismatch(rank, "losses of another journal, other directions or another batch", "losses of the same step")
+            raise mismatch(
+                rank,
+                "losses of another journal, other directions or another batch",
+                "losses of the same step",
+            )
         if len(report.losses) != len(shard):
-            raise mismatch(rank, f"{len(report.losses)} losses", f"{len(shard)}, one per evaluation of its shard")
+            raise mismatch(
+                rank,
+                f"{len(report.losses)} losses",
+                f"{len(shard)}, one per evaluation of its shard",
+            )
         if split.parts == 1 and report.dtype != reports[0].dtype:
             raise mismatch(rank, f"losses in {report.dtype}", f"{reports[0].dtype}, as worker 0's")
         for index, loss in zip(shard, report.losses, strict=True):
@@ -126,7 +150,9 @@ def _mean(parts: Sequence[tuple[float, int]]) -> float:
 
 def mismatch(rank: int, found: str, expected: str) -> WorkerError:
     """The error for a worker that does something else than the others."""
-    return WorkerError(f"worker {rank}", found, expected, "start all workers with the same command, model and rows")
+    return WorkerError(
+        f"worker {rank}", found, expected, "start all workers with the same command, model and rows"
+    )
 
 
 def require_equal(digests: Sequence[object], what: str) -> None:
@@ -141,17 +167,20 @@ T = TypeVar("T")
 
 
 class Workers:
-    """The workers of a run. They share only the losses of a step, or gradients, and combine them in the order of ranks.
+    """The workers of a run.
 
-    All workers have the same model, rows and options, and make the same calls in the same order. Where directions are split,
-    the result has the bits of a single worker's. Losses over parts of the rows differ from a single worker's by the order of
-    summation only.
+    They share only the losses of a step, or gradients, and combine them in the order of ranks.
+
+    All workers have the same model, rows and options, and make the same calls in the same order.
+    Where directions are split, the result has the bits of a single worker's. Losses over parts of
+    the rows differ from a single worker's by the order of summation only.
 
     Args:
-        group: Process group of ``torch.distributed``, with a backend for CPU tensors. It stays the caller's. None: this
-            process is the only worker.
-        split: "directions", "rows", both as "2x3" (two groups for directions, three workers each for rows), or "auto": the
-            split in which the busiest worker has the least to compute, chosen for each step.
+        group: Process group of ``torch.distributed``, with a backend for CPU tensors. It stays the
+            caller's. None: this process is the only worker.
+        split: "directions", "rows", both as "2x3" (two groups for directions, three workers each
+            for rows), or "auto": the split in which the busiest worker has the least to compute,
+            chosen for each step.
         neighbours: Number of workers on this host, which divide its free memory.
 
     Raises:
@@ -169,14 +198,16 @@ class Workers:
     def from_torchrun(cls, *, split: str = "auto", timeout: float = TIMEOUT) -> Self:
         """Connect to the workers that ``torchrun`` started: by gloo, and by NCCL between GPUs.
 
-        Where all of them run on one host, gloo uses the loopback interface unless ``GLOO_SOCKET_IFNAME`` names another one.
+        Where all of them run on one host, gloo uses the loopback interface unless
+        ``GLOO_SOCKET_IFNAME`` names another one.
 
         Args:
             split: As in the constructor.
             timeout: Seconds that a worker waits for the others.
 
         Raises:
-            OptionError: if this process was not started by ``torchrun``, or ``split`` is not a split.
+            OptionError: if this process was not started by ``torchrun``, or ``split`` is not a
+                split.
             WorkerError: if the other workers do not connect in time.
         """
         require_split(split)
@@ -187,12 +218,19 @@ class Workers:
                 expected="the variables that torchrun sets",
                 remedy="start with torchrun --nproc-per-node N -m zo2adapters ...",
             )
-        size, neighbours = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size, neighbours = (
+            int(os.environ["WORLD_SIZE"]),
+            int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
         if size == 1:
             return cls(split=split)
         if neighbours == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and distributed.is_nccl_available() else "gloo"
+        backend = (
+            "cpu:gloo,cuda:nccl"
+            if torch.cuda.is_available() and distributed.is_nccl_available()
+            else "gloo"
+        )
         wait = timedelta(seconds=timeout)
         _connected(lambda: _at_most(timeout, lambda: _join(backend, wait)))
         workers = cls(distributed.group.WORLD, split=split, neighbours=neighbours)
@@ -217,17 +255,24 @@ class Workers:
         content = json.dumps([purpose, value]).encode()
         sizes = [int(size) for size in self.all_gather_tensors(torch.tensor([len(content)]))]
         message = torch.frombuffer(bytearray(content.ljust(max(sizes))), dtype=torch.uint8)
-        received = [json.loads(bytes(content.numpy())) for content in self.all_gather_tensors(message)]
+        received = [
+            json.loads(bytes(content.numpy())) for content in self.all_gather_tensors(message)
+        ]
         for rank, (sent, _) in enumerate(received):
             if sent != received[0][0]:
-                raise mismatch(rank, f"{sent} where worker 0 sent {received[0][0]}", "the same calls in the same order")
+                raise mismatch(
+                    rank,
+                    f"{sent} where worker 0 sent {received[0][0]}",
+                    "the same calls in the same order",
+                )
         return [value for _, value in received]
 
     def all_gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Send a tensor and return the tensors of all workers, in the order of ranks.
 
         Args:
-            tensor: Contiguous, of the same shape and dtype on all workers, on the CPU or a GPU of this process's own.
+            tensor: Contiguous, of the same shape and dtype on all workers, on the CPU or a GPU of
+                this process's own.
 
         Raises:
             WorkerError: if a worker has ended, or sends nothing for too long.
@@ -265,16 +310,21 @@ class Workers:
         require_equal(self.all_gather(digest, what), what)
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """Gather the results of items that were sharded round-robin, in the order of the items, which all workers agree on.
+        """Gather the results of items that were sharded round-robin, in the order of the items,
+        which all workers agree on.
 
         Args:
-            values: Results of this worker's items, which are those at the indices rank, rank + size, ...
+            values: Results of this worker's items, which are those at the indices rank, rank +
+                size, ...
 
         Raises:
             WorkerError: if a worker has ended, sends nothing for too long, or makes another call.
         """
         gathered = self.all_gather(list(values))
-        return [gathered[index % self.size][index // self.size] for index in range(sum(map(len, gathered)))]
+        return [
+            gathered[index % self.size][index // self.size]
+            for index in range(sum(map(len, gathered)))
+        ]
 
     def split_of(self, evaluations: int, rows: int | None) -> Split:
         """Choose how the workers share a step.
@@ -286,10 +336,15 @@ class Workers:
         Raises:
             OptionError: if some worker would have nothing to compute.
         """
-        return Split(1, 1) if self.size == 1 else choose_split(self.split, self.size, evaluations, rows)
+        return (
+            Split(1, 1)
+            if self.size == 1
+            else choose_split(self.split, self.size, evaluations, rows)
+        )
 
     def digest(self, batches: Sequence[Batch]) -> int:
-        """A digest of batches (names, shapes, dtypes, bytes), to compare among workers; 0 for a single worker.
+        """A digest of batches (names, shapes, dtypes, bytes), to compare among workers; 0 for a
+        single worker.
 
         Raises:
             BatchError: if a batch holds something other than tensors.
@@ -306,14 +361,21 @@ class Workers:
         return digest.intdigest()
 
     def gathered(
-        self, split: Split, evaluations: int, losses: Sequence[torch.Tensor], *, tokens: int, context: object
+        self,
+        split: Split,
+        evaluations: int,
+        losses: Sequence[torch.Tensor],
+        *,
+        tokens: int,
+        context: object,
     ) -> list[torch.Tensor]:
         """Send this worker's losses and return those of all evaluations of a step, 0-d.
 
         Args:
             split: How the workers share the step.
             evaluations: Number of evaluations of the step.
-            losses: Losses of this worker's evaluations, 0-d. A single worker's are returned as they are.
+            losses: Losses of this worker's evaluations, 0-d. A single worker's are returned as they
+                are.
             tokens: Labelled tokens of this worker's rows.
             context: What all workers have to agree on.
 
@@ -323,13 +385,20 @@ class Workers:
         if self.size == 1:
             return list(losses)
         dtype = str(losses[0].dtype if losses else torch.float64).removeprefix("torch.")
-        report = Report(zlib.crc32(repr(context).encode()), tokens, dtype, [float(loss.item()) for loss in losses])
+        report = Report(
+            zlib.crc32(repr(context).encode()),
+            tokens,
+            dtype,
+            [float(loss.item()) for loss in losses],
+        )
         reports = [Report(*received) for received in self.all_gather(report, "losses")]
         return combined(reports, split, evaluations)
 
     def _open_group(self) -> Any:
         if self._group is None:
-            raise ClosedError("Workers", "a closed object", "an open one", "use it within its context")
+            raise ClosedError(
+                "Workers", "a closed object", "an open one", "use it within its context"
+            )
         return self._group
 
     def close(self) -> None:
@@ -347,7 +416,9 @@ class Workers:
 
 
 def _at_most(seconds: float, call: Callable[[], object]) -> None:
-    """Call in a thread: gloo never stops waiting for a worker that was killed while it connected."""
+    """Call in a thread: gloo never stops waiting for a worker that was killed while it
+    connected.
+    """
     result: Future[object] = Future()
 
     def run() -> None:
@@ -366,8 +437,9 @@ def _at_most(seconds: float, call: Callable[[], object]) -> None:
 def _join(backend: str, wait: timedelta) -> None:
     """Join the group of all workers that were started together.
 
-    Workers that are started again find the same store, where the addresses of those that were stopped still stand: keys are
-    told apart by the attempt. Without that, gloo connects to closed ports, attempt after attempt.
+    Workers that are started again find the same store, where the addresses of those that were
+    stopped still stand: keys are told apart by the attempt. Without that, gloo connects to closed
+    ports, attempt after attempt.
     """
     store, rank, size = next(rendezvous("env://", timeout=wait))
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -383,7 +455,8 @@ def _connected(call: Callable[[], object]) -> None:
             "another worker",
             found=f"a broken connection ({_told(error)})",
             expected="an answer from all workers",
-            remedy="read what the other workers print, and start all of them again: they continue where they stopped",
+            remedy="read what the other workers print, and start all of them again: they continue "
+            "where they stopped",
         ) from error
 
 
@@ -394,32 +467,48 @@ def _told(error: RuntimeError) -> str:
 
 
 def sync_journals(journal: Journal, workers: Workers) -> None:
-    """Append the records that the longest journal of the workers has and this one lacks: the run continues there."""
+    """Append the records that the longest journal of the workers has and this one lacks: the run
+    continues there.
+    """
     if workers.size == 1:
         return
     version = journal.version
-    held = [version, len(journal.base_digests), journal.chain(version)] if journal.header is not None else [-1, 0, None]
+    held = (
+        [version, len(journal.base_digests), journal.chain(version)]
+        if journal.header is not None
+        else [-1, 0, None]
+    )
     journals = workers.all_gather(held)
     longest = max(range(workers.size), key=lambda rank: (journals[rank][:2], -rank))
     if journals[longest][0] < 0:
         return
     steps = [max(length, 0) for length, *_ in journals]
-    expected = workers.all_gather([journal.chain(step) for step in steps] if longest == workers.rank else [])[longest]
+    expected = workers.all_gather(
+        [journal.chain(step) for step in steps] if longest == workers.rank else []
+    )[longest]
     for rank, step in enumerate(steps):
         if journals[rank][2] not in (None, expected[rank]):
             raise WorkerError(
                 f"worker {rank}",
-                found=f"a journal of {counted(step, 'step')} that does not belong to worker {longest}'s run",
+                found=f"a journal of {counted(step, 'step')} that does not belong to worker "
+                f"{longest}'s run",
                 expected=f"the first {step} steps of its {steps[longest]}",
-                remedy="start all workers with the same command, or move that worker's run directory away",
+                remedy=(
+                    "start all workers with the same command, or move that worker's run directory "
+                    "away"
+                ),
             )
-    records = workers.broadcast(journal.excerpt(min(steps)) if longest == workers.rank else b"", longest)
+    records = workers.broadcast(
+        journal.excerpt(min(steps)) if longest == workers.rank else b"", longest
+    )
     if longest != workers.rank:
         journal.take_excerpt(records)
 
 
 def sync_snapshots(snapshots: Snapshots, workers: Workers) -> Snapshot | None:
-    """Return the newest snapshot of all workers; one that this worker lacks is written to its directory."""
+    """Return the newest snapshot of all workers; one that this worker lacks is written to its
+    directory.
+    """
     newest = snapshots.newest()
     if workers.size == 1:
         return newest
@@ -433,11 +522,16 @@ def sync_snapshots(snapshots: Snapshots, workers: Workers) -> Snapshot | None:
 
 
 def require_agreement(
-    journal: Journal, noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device, workers: Workers
+    journal: Journal,
+    noise: NoiseGenerator,
+    layouts: Sequence[BlockLayout],
+    device: torch.device,
+    workers: Workers,
 ) -> None:
     """Refuse a journal (header, steps, digests of the base) or noise that differs from rank 0's.
 
-    Torch's normal numbers, which MeZO draws, differ between kinds of processors: the same record would give another update.
+    Torch's normal numbers, which MeZO draws, differ between kinds of processors: the same record
+    would give another update.
     """
     if workers.size == 1:
         return
@@ -456,13 +550,19 @@ def require_agreement(
                 f"worker {rank}",
                 found=f"a machine that draws other {noise.name} noise than worker 0's",
                 expected="the same numbers on all machines",
-                remedy="use counter-based noise (PhiloxNoise; no --estimator mezo:exact), or machines of one kind",
+                remedy="use counter-based noise (PhiloxNoise; no --estimator mezo:exact), or "
+                "machines of one kind",
             )
 
 
-def _noise_checksum(noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device) -> int:
+def _noise_checksum(
+    noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device
+) -> int:
     """A checksum over the first numbers that this machine draws."""
-    first = min((spec for layout in layouts for spec in layout.parameters if not spec.frozen), key=lambda spec: spec.index)
+    first = min(
+        (spec for layout in layouts for spec in layout.parameters if not spec.frozen),
+        key=lambda spec: spec.index,
+    )
     start, stop = noise.chunks(first)[0]
     drawn = torch.empty(stop - start, dtype=first.dtype, device=device)
     noise.fill(drawn, 0, first)

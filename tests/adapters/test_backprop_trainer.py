@@ -1,4 +1,6 @@
-"""``transformers.Trainer`` and TRL's with first-order steps: the bits are those of the trainer alone on peft's model."""
+"""``transformers.Trainer`` and TRL's with first-order steps: the bits are those of the trainer
+alone on peft's model.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +16,13 @@ from trainers import OF_TRL, ROWS, Smoothed, trainer_options
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from whole_loops import adalomo_loop, lomo_loop
 
-from zo2adapters import Adapter, BackpropGRPOMixin, BackpropTrainerMixin, FullBackpropTrainerMixin, open_checkpoint
+from zo2adapters import (
+    Adapter,
+    BackpropGRPOMixin,
+    BackpropTrainerMixin,
+    FullBackpropTrainerMixin,
+    open_checkpoint,
+)
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy
 from zo2core.errors import CheckpointError, OptionError
@@ -28,7 +36,11 @@ pytestmark = OF_TRL
 ONE_BLOCK = memory(1)  # the others are read from disk in each sweep
 NOUNS = WORDS[3:]
 PREFERENCES = [
-    {"prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]), "chosen": f" {NOUNS[i % 4]}", "rejected": f" {NOUNS[(i * 5 + 1) % 7]}"}
+    {
+        "prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]),
+        "chosen": f" {NOUNS[i % 4]}",
+        "rejected": f" {NOUNS[(i * 5 + 1) % 7]}",
+    }
     for i in range(12)
 ]
 
@@ -73,7 +85,9 @@ def assert_alike(ours: Any, stock: Any) -> None:
     for name, value in ours.engine.parameters_now():
         same = trained[name if name in trained else f"base_model.model.{name}"]
         assert torch.equal(value, same), name
-    rows = [[row for row in trainer.state.log_history if "loss" in row] for trainer in (ours, stock)]
+    rows = [
+        [row for row in trainer.state.log_history if "loss" in row] for trainer in (ours, stock)
+    ]
     for key in ("loss", "grad_norm", "learning_rate"):
         expected = [row.get(key) for row in rows[1]]
         if None not in expected:  # loops that are written out log no norms
@@ -89,7 +103,9 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes"), each_choice([Trainer, SmoothedTrainer], CHANGES))
-def test_a_run_is_that_of_the_trainer_alone(base: Path, tmp_path: Path, kind: type[Any], changes: dict[str, Any]) -> None:
+def test_a_run_is_that_of_the_trainer_alone(
+    base: Path, tmp_path: Path, kind: type[Any], changes: dict[str, Any]
+) -> None:
     ours = made(mixed_in(kind), opened(base), tmp_path / "run", **changes)
     stock = made(kind, whole(base), tmp_path / "stock", **changes)
     ours.train()
@@ -98,7 +114,9 @@ def test_a_run_is_that_of_the_trainer_alone(base: Path, tmp_path: Path, kind: ty
     assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
 
 
-def of_trl(kind: type[Any], config: Any, rows: list[Any], model: Any, output: Path, **given: Any) -> Any:
+def of_trl(
+    kind: type[Any], config: Any, rows: list[Any], model: Any, output: Path, **given: Any
+) -> Any:
     args = {name: given.pop(name) for name in ("bf16", "precompute_ref_log_probs") if name in given}
     args = config(**trainer_options(output, max_length=16, **args))
     return kind(model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), **given)
@@ -106,12 +124,18 @@ def of_trl(kind: type[Any], config: Any, rows: list[Any], model: Any, output: Pa
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path, bf16: bool) -> None:
-    """Also with TRL's default bf16=True: the weights are float32, and autocast computes in bfloat16."""
+    """Also with TRL's default bf16=True: the weights are float32, and autocast computes in
+    bfloat16.
+    """
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES]
     given = (trl.SFTConfig, rows)
-    ours = of_trl(mixed_in(trl.SFTTrainer), *given, str(base), tmp_path / "run", peft_config=lora(), bf16=bf16)
+    ours = of_trl(
+        mixed_in(trl.SFTTrainer), *given, str(base), tmp_path / "run", peft_config=lora(), bf16=bf16
+    )
     before = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
-    stock = of_trl(trl.SFTTrainer, *given, monolithic(base, lora(), before, ()), tmp_path / "stock", bf16=bf16)
+    stock = of_trl(
+        trl.SFTTrainer, *given, monolithic(base, lora(), before, ()), tmp_path / "stock", bf16=bf16
+    )
     ours.train()
     stock.train()
     assert_alike(ours, stock)
@@ -121,7 +145,9 @@ def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path)
     given, asked = (trl.DPOConfig, PREFERENCES), dict[str, Any](precompute_ref_log_probs=True)
     ours = of_trl(mixed_in(trl.DPOTrainer), *given, opened(base), tmp_path / "run", **asked)
     resident = AutoModelForCausalLM.from_pretrained(base)
-    stock = of_trl(trl.DPOTrainer, *given, resident, tmp_path / "stock", peft_config=lora(), **asked)
+    stock = of_trl(
+        trl.DPOTrainer, *given, resident, tmp_path / "stock", peft_config=lora(), **asked
+    )
     with torch.no_grad():
         own = dict(stock.model.named_parameters())
         for name, value in values_of(opened(base)).items():
@@ -140,7 +166,9 @@ FAMILIES = ["llama", "opt"]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def of_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("trainer") / "of_family", small_config(request.param))
+    directory = save_model(
+        tmp_path_factory.mktemp("trainer") / "of_family", small_config(request.param)
+    )
     save_tokenizer(directory)
     return directory
 
@@ -151,14 +179,17 @@ def options(output: Path, **changes: Any) -> TrainingArguments:
 
 def full(of_family: Path, output: Path, **changes: Any) -> Any:
     args = options(output, **changes)
-    return FullTrainer(model=of_family, args=args, train_dataset=ROWS, eval_dataset=ROWS[:5], memory=IN_MEMORY)
+    return FullTrainer(
+        model=of_family, args=args, train_dataset=ROWS, eval_dataset=ROWS[:5], memory=IN_MEMORY
+    )
 
 
 def whole_stock(of_family: Path, output: Path, **changes: Any) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(of_family)
     model.eval()
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
+        # what is mapped from a file may lie unaligned, and round otherwise
+        parameter.data = parameter.data.clone()
 
     class Plain(Trainer):
         def training_step(self, model: Any, *given: Any, **named: Any) -> Any:
@@ -168,7 +199,9 @@ def whole_stock(of_family: Path, output: Path, **changes: Any) -> Any:
             finally:
                 model.train = real
 
-    return Plain(model=model, args=options(output, **changes), train_dataset=ROWS, eval_dataset=ROWS[:5])
+    return Plain(
+        model=model, args=options(output, **changes), train_dataset=ROWS, eval_dataset=ROWS[:5]
+    )
 
 
 FULL_CHANGES: list[dict[str, Any]] = [
@@ -180,8 +213,12 @@ FULL_CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("of_family", "changes"), each_choice(FAMILIES, FULL_CHANGES), indirect=["of_family"], ids=str)
-def test_all_parameters_are_those_of_the_trainer_alone(of_family: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("of_family", "changes"), each_choice(FAMILIES, FULL_CHANGES), indirect=["of_family"], ids=str
+)
+def test_all_parameters_are_those_of_the_trainer_alone(
+    of_family: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     trainer, other = (
         full(of_family, tmp_path / "run", **changes),
         whole_stock(of_family, tmp_path / "whole_stock", **changes),
@@ -198,8 +235,12 @@ def test_all_parameters_are_those_of_the_trainer_alone(of_family: Path, tmp_path
 LOOPS = {"lomo": lomo_loop, "adalomo": adalomo_loop}
 
 
-@pytest.mark.parametrize(("of_family", "optim"), each_choice(FAMILIES, list(LOOPS)), indirect=["of_family"])
-def test_fused_optimizers_have_the_bits_of_their_loops(of_family: Path, optim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("of_family", "optim"), each_choice(FAMILIES, list(LOOPS)), indirect=["of_family"]
+)
+def test_fused_optimizers_have_the_bits_of_their_loops(
+    of_family: Path, optim: str, tmp_path: Path
+) -> None:
     trainer = full(of_family, tmp_path / "run", optim=optim, max_grad_norm=0.5)
     other = whole_stock(of_family, tmp_path / "whole_stock", max_grad_norm=0.0)
 
@@ -232,7 +273,9 @@ BOTH = pytest.mark.parametrize("make", [of_adapter, full])
 
 
 @BOTH
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(make: Any, base: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(
+    make: Any, base: Path, tmp_path: Path
+) -> None:
     saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     whole, again = (make(base, tmp_path / "run", **saved) for _ in range(2))
     middle = tmp_path / "run" / "checkpoint-4"
@@ -250,8 +293,15 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(make: Any, base: Path
 
 
 @BOTH
-def test_the_best_model_is_loaded_at_the_end_and_peft_loads_adapters(make: Any, base: Path, tmp_path: Path) -> None:
-    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+def test_the_best_model_is_loaded_at_the_end_and_peft_loads_adapters(
+    make: Any, base: Path, tmp_path: Path
+) -> None:
+    saved: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     ours = make(base, tmp_path / "run", **saved, load_best_model_at_end=True, learning_rate=0.5)
     ours.train()
     losses = {row["step"]: row["eval_loss"] for row in ours.state.log_history if "eval_loss" in row}
@@ -261,20 +311,31 @@ def test_the_best_model_is_loaded_at_the_end_and_peft_loads_adapters(make: Any, 
     for _ in range(2):  # the second time files are replaced
         ours.save_model(tmp_path / "saved")
     for directory in (Path(ours.state.best_model_checkpoint), tmp_path / "saved"):
-        loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)
-        values = {name.removeprefix("base_model.model."): value for name, value in loaded.named_parameters()}
+        loaded = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), directory
+        )
+        values = {
+            name.removeprefix("base_model.model."): value
+            for name, value in loaded.named_parameters()
+        }
         for name, value in ours.engine.parameters.items():
             assert torch.equal(value, values[name]), name
     assert not (tmp_path / "saved" / "model.safetensors").exists()
 
 
 def mixed(dtype: str) -> Any:
-    return lambda base: open_checkpoint(base, adapter=Adapter(config=lora()), precision="mixed", dtype=dtype)
+    return lambda base: open_checkpoint(
+        base, adapter=Adapter(config=lora()), precision="mixed", dtype=dtype
+    )
 
 
 def test_models_of_the_precision_that_is_asked_for_are_taken(base: Path, tmp_path: Path) -> None:
     exact = open_checkpoint(base, adapter=Adapter(config=lora(use_dora=True)), dtype="bfloat16")
-    taken = [(mixed("bfloat16")(base), {"bf16": True}), (mixed("float16")(base), {"fp16": True}), (exact, {})]
+    taken = [
+        (mixed("bfloat16")(base), {"bf16": True}),
+        (mixed("float16")(base), {"fp16": True}),
+        (exact, {}),
+    ]
     for model, asked in taken:
         FirstOrderTrainer(model=model, args=options(tmp_path, **asked))
     trainer = made(FirstOrderTrainer, open_checkpoint(base), tmp_path)
@@ -284,8 +345,18 @@ def test_models_of_the_precision_that_is_asked_for_are_taken(base: Path, tmp_pat
 
 OF_ZEROTH_ORDER = re.compile(r"ZOArguments|estimator|MeZO|projected|all parameters")
 REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
-    (FirstOrderTrainer, opened, {"bf16": True}, r"bf16=False, fp16=False, or .*precision='mixed', dtype='bfloat16'"),
-    (FirstOrderTrainer, mixed("float16"), {"bf16": True}, r"bf16=False, fp16=True, or .*='mixed', dtype='bfloat16'"),
+    (
+        FirstOrderTrainer,
+        opened,
+        {"bf16": True},
+        r"bf16=False, fp16=False, or .*precision='mixed', dtype='bfloat16'",
+    ),
+    (
+        FirstOrderTrainer,
+        mixed("float16"),
+        {"bf16": True},
+        r"bf16=False, fp16=True, or .*='mixed', dtype='bfloat16'",
+    ),
     (FirstOrderTrainer, mixed("bfloat16"), {}, r"bf16=True, fp16=False, or .*precision='exact'"),
     (
         FirstOrderTrainer,
@@ -298,7 +369,12 @@ REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
     (FirstOrderTrainer, opened, {"deepspeed": {}, "fsdp": "full_shard"}, ""),
     (FirstOrderTrainer, opened, {"optimizers": (object(), None)}, ""),
     (FirstOrderTrainer, opened, {"torch_compile": True}, "torch_compile"),
-    (FirstOrderTrainer, opened, {"peft_config": lora()}, "peft_config: found one with an opened PeftBlockModel"),
+    (
+        FirstOrderTrainer,
+        opened,
+        {"peft_config": lora()},
+        "peft_config: found one with an opened PeftBlockModel",
+    ),
     (FirstOrderTrainer, str, {}, "peft_config: found none"),
     (FullTrainer, str, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
     (FullTrainer, str, {"torch_compile": True}, "torch_compile"),
@@ -308,23 +384,30 @@ REFUSED: list[tuple[type[Any], Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "model", "given", "told"), REFUSED, ids=map(str, range(len(REFUSED))))
+@pytest.mark.parametrize(
+    ("kind", "model", "given", "told"), REFUSED, ids=map(str, range(len(REFUSED)))
+)
 def test_what_cannot_be_heeded_is_refused_with_what_applies(
     kind: type[Any], model: Any, given: dict[str, Any], told: str, base: Path, tmp_path: Path
 ) -> None:
     args = options(tmp_path)
-    for name in given.keys() & vars(args).keys():  # some alone are refused by the constructor of these
+    for name in given.keys() & vars(args).keys():
+        # some alone are refused by the constructor of these
         setattr(args, name, given[name])
     of_trainer = {name: value for name, value in given.items() if name not in vars(args)}
     with pytest.raises(OptionError, match=told) as refused:
         kind(model=model(base), args=args, train_dataset=ROWS, **of_trainer)
-    assert told or not OF_ZEROTH_ORDER.search(str(refused.value)), "remedies name what a first-order trainer has"
+    assert told or not OF_ZEROTH_ORDER.search(str(refused.value)), (
+        "remedies name what a first-order trainer has"
+    )
 
 
 # GRPO, with the completions that the trainer has generated
 
 
-WITH_ACTIVATIONS = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False), activations="16MiB")
+WITH_ACTIVATIONS = MemoryPolicy(
+    host=HostPlan((), 1 << 40, 1, keep_noise=False), activations="16MiB"
+)
 PROMPTS = [{"prompt": " ".join(NOUNS[i % 5 : i % 5 + 1 + i % 3])} for i in range(8)]
 
 
@@ -337,7 +420,9 @@ def cats(completions: list[str], **_: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = save_model(tmp_path_factory.mktemp("grpo") / "vocabulary", small_config("llama", vocab_size=len(WORDS)))
+    directory = save_model(
+        tmp_path_factory.mktemp("grpo") / "vocabulary", small_config("llama", vocab_size=len(WORDS))
+    )
     save_tokenizer(directory)
     return directory
 
@@ -356,11 +441,22 @@ def made_grpo(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
     options = {"memory": WITH_ACTIVATIONS} if issubclass(kind, BackpropTrainerMixin) else {}
     rows = datasets.Dataset.from_list(PROMPTS)
     args = trl.GRPOConfig(**trainer_options(output, **given))
-    return kind(model=model, args=args, reward_funcs=cats, train_dataset=rows, eval_dataset=rows.select(range(4)), **options)
+    return kind(
+        model=model,
+        args=args,
+        reward_funcs=cats,
+        train_dataset=rows,
+        eval_dataset=rows.select(range(4)),
+        **options,
+    )
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "loss_type": "grpo"}], ids=str)
-def test_grpo_on_the_same_completions_has_trls_bits(vocabulary: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2, "loss_type": "grpo"}], ids=str
+)
+def test_grpo_on_the_same_completions_has_trls_bits(
+    vocabulary: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
     ours = made_grpo(FirstOrderGRPOTrainer, opened(vocabulary), tmp_path / "run", **changes)
     written: list[list[list[int]]] = []
     own = ours._generate_single_turn
@@ -382,19 +478,35 @@ def test_grpo_on_the_same_completions_has_trls_bits(vocabulary: Path, tmp_path: 
     for name, value in ours.engine.parameters.items():
         same = trained[name if name in trained else f"base_model.model.{name}"]
         assert torch.equal(value, same), name
-    rows = [[row for row in trainer.state.log_history if "loss" in row] for trainer in (ours, stock)]
+    rows = [
+        [row for row in trainer.state.log_history if "loss" in row] for trainer in (ours, stock)
+    ]
     assert len(rows[0]) == 4
     assert len({row["reward"] for row in rows[0]}) > 1
-    for key in ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens"):
+    for key in (
+        "loss",
+        "grad_norm",
+        "reward",
+        "reward_std",
+        "entropy",
+        "completions/mean_length",
+        "num_tokens",
+    ):
         assert [row[key] for row in rows[0]] == [row[key] for row in rows[1]], key
     assert any(row["grad_norm"] for row in rows[0])
 
 
 def test_completions_are_those_of_the_present_adapter(vocabulary: Path, tmp_path: Path) -> None:
     trainer = made_grpo(
-        FirstOrderGRPOTrainer, opened(vocabulary), tmp_path / "run", max_steps=2, per_device_eval_batch_size=4
+        FirstOrderGRPOTrainer,
+        opened(vocabulary),
+        tmp_path / "run",
+        max_steps=2,
+        per_device_eval_batch_size=4,
     )
-    assert {"eval_loss", "eval_reward"} <= trainer.evaluate().keys(), "evaluation generates for each batch"
+    assert {"eval_loss", "eval_reward"} <= trainer.evaluate().keys(), (
+        "evaluation generates for each batch"
+    )
     trainer.train()
     prompts = [[3, 4], [5]]
     written, _ = trainer._generate_single_turn(prompts, None, {}, 2)
@@ -403,7 +515,12 @@ def test_completions_are_those_of_the_present_adapter(vocabulary: Path, tmp_path
     with Engine(model, FirstOrder(None)) as engine:
         sampling = Sampling(temperature=1.5, seed=trainer.args.seed + 2)
         again = Generation(
-            engine, model, max_new_tokens=5, sampling=sampling, eos_token_ids=trainer.eos_token_ids, pad_token_id=0
+            engine,
+            model,
+            max_new_tokens=5,
+            sampling=sampling,
+            eos_token_ids=trainer.eos_token_ids,
+            pad_token_id=0,
         ).continuations(prompts)
     assert [written] == again
 
@@ -419,7 +536,9 @@ def test_completions_are_those_of_the_present_adapter(vocabulary: Path, tmp_path
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
     ],
 )
-def test_what_needs_a_whole_model_is_refused(vocabulary: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_what_needs_a_whole_model_is_refused(
+    vocabulary: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(OptionError, match=f"^{named}: "):
         made_grpo(FirstOrderGRPOTrainer, opened(vocabulary), tmp_path / "run", **changes)
 
@@ -427,6 +546,9 @@ def test_what_needs_a_whole_model_is_refused(vocabulary: Path, tmp_path: Path, c
 def test_the_other_mixins_name_the_one_for_grpo(vocabulary: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="BackpropGRPOMixin"):
         made_grpo(mixed_in(trl.GRPOTrainer), opened(vocabulary), tmp_path / "run")
-    misplaced, args = mixed_in(trl.SFTTrainer, BackpropGRPOMixin), trl.SFTConfig(**trainer_options(tmp_path))
+    misplaced, args = (
+        mixed_in(trl.SFTTrainer, BackpropGRPOMixin),
+        trl.SFTConfig(**trainer_options(tmp_path)),
+    )
     with pytest.raises(OptionError, match="one of TRL's GRPOTrainer"):
         misplaced(model=opened(vocabulary), args=args)

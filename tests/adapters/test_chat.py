@@ -46,7 +46,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("first", "second")):
         torch.manual_seed(seed)
         whole = peft.get_peft_model(
-            AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, target_modules="all-linear", lora_alpha=400)
+            AutoModelForCausalLM.from_pretrained(base),
+            peft.LoraConfig(r=4, target_modules="all-linear", lora_alpha=400),
         )
         with torch.no_grad():
             for parameter_name, parameter in whole.named_parameters():
@@ -69,12 +70,16 @@ def expected(place: Path, text: str, new: int, adapter: str | None = None) -> st
         model = peft.PeftModel.from_pretrained(model, place / adapter)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     ends = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
-    made = model.generate(input_ids=ids, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=ends)
+    made = model.generate(
+        input_ids=ids, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=ends
+    )
     answer = [token for token in made[0, ids.shape[1] :].tolist() if token not in ends]
     return str(tokenizer.decode(answer, skip_special_tokens=True))
 
 
-def test_answers_are_those_of_the_whole_model_and_the_conversation_goes_on_until_a_reset(place: Path) -> None:
+def test_answers_are_those_of_the_whole_model_and_the_conversation_goes_on_until_a_reset(
+    place: Path,
+) -> None:
     lines = "/adaptor first\n/adapter\nthe cat\n\n  \nthe dog\n/reset\nthe cat\n/quit\nthe dog\n"
     ended = chat("--model", place / "base", "--max-new-tokens", 4, lines=lines)
     first = expected(place, "the cat ", 4)
@@ -84,16 +89,26 @@ def test_answers_are_those_of_the_whole_model_and_the_conversation_goes_on_until
     assert "NAME switches" not in ended.err
     assert "/adaptor is not a command" in ended.err
     limits = ("--max-new-tokens", 2, "--sequence-length", 6)
-    ended = chat("--model", place / "base", *limits, lines="the cat sat on the mat the dog\n/reset\nthe cat\n")
+    ended = chat(
+        "--model",
+        place / "base",
+        *limits,
+        lines="the cat sat on the mat the dog\n/reset\nthe cat\n",
+    )
     assert "/reset" in ended.err, "a conversation that is too long can be reset"
     assert ended.out.splitlines() == [expected(place, "the cat ", 2)]
 
 
-def test_adapters_are_switched_by_name_which_for_a_run_is_its_own(place: Path, tmp_path: Path) -> None:
+def test_adapters_are_switched_by_name_which_for_a_run_is_its_own(
+    place: Path, tmp_path: Path
+) -> None:
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "journal.jsonl").touch()
     shutil.copytree(place / "second", tmp_path / "tuned" / "model")
-    lines = "the cat\n/reset\n/adapter tuned\nthe cat\n/reset\n/adapter none\nthe cat\n/adapter\n/adapter third\n"
+    lines = (
+        "the cat\n/reset\n/adapter tuned\nthe cat\n/reset\n/adapter none\nthe "
+        "cat\n/adapter\n/adapter third\n"
+    )
     adapters = ("--adapter", place / "first", tmp_path / "tuned" / "model")
     ended = chat("--model", place / "base", *adapters, "--max-new-tokens", 4, lines=lines)
     answers = [expected(place, "the cat ", 4, adapter) for adapter in ("first", "second", None)]
@@ -106,7 +121,9 @@ def test_a_run_answers_with_its_weights_and_none_with_its_base(tmp_path: Path) -
     options = small_run(tmp_path)
     give_template(Path(options.model))
     finish(options)
-    ended = chat(options.output, "--max-new-tokens", 2, lines="the cat\n/reset\n/adapter none\nthe cat\n")
+    ended = chat(
+        options.output, "--max-new-tokens", 2, lines="the cat\n/reset\n/adapter none\nthe cat\n"
+    )
     assert len(ended.out.splitlines()) == 2
     assert ended.out.splitlines()[1] == expected(tmp_path, "the cat ", 2)
     assert "run answers" in ended.err
@@ -115,9 +132,22 @@ def test_a_run_answers_with_its_weights_and_none_with_its_base(tmp_path: Path) -
 def test_the_base_is_the_one_that_the_adapters_name(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "first", tmp_path / "named")
     config = tmp_path / "named" / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": str(place / "base")}))
-    ended = chat("--adapter", tmp_path / "named", "--max-new-tokens", 4, lines="the cat\n/reset\n/adapter none\nthe cat\n")
-    assert ended.out.splitlines() == [expected(place, "the cat ", 4, "first"), expected(place, "the cat ", 4)]
+    config.write_text(
+        json.dumps(
+            {**json.loads(config.read_bytes()), "base_model_name_or_path": str(place / "base")}
+        )
+    )
+    ended = chat(
+        "--adapter",
+        tmp_path / "named",
+        "--max-new-tokens",
+        4,
+        lines="the cat\n/reset\n/adapter none\nthe cat\n",
+    )
+    assert ended.out.splitlines() == [
+        expected(place, "the cat ", 4, "first"),
+        expected(place, "the cat ", 4),
+    ]
 
 
 def test_text_appears_token_by_token_and_an_interrupt_ends_the_answer_and_the_next_one_the_command(
@@ -139,7 +169,9 @@ def test_text_appears_token_by_token_and_an_interrupt_ends_the_answer_and_the_ne
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_answer_that_is_stopped_stays_in_the_conversation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_stopped_stays_in_the_conversation(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped after its first token."""
 
     def ask(stop: _Stop) -> _Stop:
@@ -164,7 +196,8 @@ def test_a_terminal_shows_a_mark_and_ends_with_the_input(place: Path) -> None:
         close_fds=True,
     )
     os.close(theirs)
-    told, typed = b"", [b"the cat\n", b"\x04"]  # each once the mark asks for it: the terminal's mode changes with it
+    # each once the mark asks for it: the terminal's mode changes with it
+    told, typed = b"", [b"the cat\n", b"\x04"]
     try:
         while select.select([ours], [], [], SECONDS)[0]:
             told += os.read(ours, 1024)
@@ -184,17 +217,35 @@ def test_a_terminal_shows_a_mark_and_ends_with_the_input(place: Path) -> None:
 
 def test_an_engine_is_closed_before_the_next_one_opens(place: Path) -> None:
     with patch.object(Engine, "close", autospec=True, side_effect=Engine.close) as close:
-        chat("--model", place / "base", "--adapter", place / "first", lines="/adapter none\n/adapter first\n")
+        chat(
+            "--model",
+            place / "base",
+            "--adapter",
+            place / "first",
+            lines="/adapter none\n/adapter first\n",
+        )
     assert len({id(call.args[0]) for call in close.call_args_list}) == 3
 
 
-def run_on_moods(folder: Path, row: dict[str, str], *given: object, template: bool = False) -> TrainOptions:
+def run_on_moods(
+    folder: Path, row: dict[str, str], *given: object, template: bool = False
+) -> TrainOptions:
     """A run of one step on two rows that differ in their mood."""
     options = small_run(folder, steps=1)
     if template:
         give_template(folder / "base")
     write_rows(options.data, [{**row, "mood": mood} for mood in WORDS[8:10]])
-    command = ("train", "--model", options.model, "--data", options.data, "--output", options.output, "--steps", 1)
+    command = (
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        options.output,
+        "--steps",
+        1,
+    )
     done(*command, "--lr", 0.1, *given)
     return options
 
@@ -209,7 +260,8 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
     first, switched, unknown, long = ended.err.splitlines()
     labels, column = sorted(WORDS[8:10]), "subject" if by == "template" else "prompt"
     assert first.startswith(
-        f"run chooses one of the labels {', '.join(labels)} for the {column} that you type; /adapter NAME"
+        f"run chooses one of the labels {', '.join(labels)} for the {column} that you type; "
+        "/adapter NAME"
     )
     assert switched.startswith("none chooses one of the labels")
     assert unknown.startswith("/reset is not a command; ")
@@ -223,28 +275,51 @@ def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) 
         expected = torch.tensor(list(likelihoods.values())).softmax(0)
         for label, share in zip(labels, expected.tolist(), strict=True):
             assert float(shares[label].rstrip("%")) == pytest.approx(100 * share, abs=0.06)
-        assert answer.split(" ")[0] == max(likelihoods, key=likelihoods.__getitem__), "the likeliest label comes first"
+        assert answer.split(" ")[0] == max(likelihoods, key=likelihoods.__getitem__), (
+            "the likeliest label comes first"
+        )
 
 
 def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path) -> None:
-    columns = ("--prompt-template", "{subject} is", "--columns", "completion=mood", "--lora-rank", 2)
+    columns = (
+        "--prompt-template",
+        "{subject} is",
+        "--columns",
+        "completion=mood",
+        "--lora-rank",
+        2,
+    )
     options = run_on_moods(tmp_path, {"subject": "the cat"}, *columns, "--method", "adamw")
-    ended = chat(options.output, "--max-new-tokens", 1, lines="the dog\n/help\n/adapter none\nthe dog\n")
+    ended = chat(
+        options.output, "--max-new-tokens", 1, lines="the dog\n/help\n/adapter none\nthe dog\n"
+    )
     first, repeated, _ = ended.err.splitlines()
     assert first == repeated
-    assert first.startswith("run continues the prompt of the subject that you type; /adapter NAME switches")
+    assert first.startswith(
+        "run continues the prompt of the subject that you type; /adapter NAME switches"
+    )
     assert "/reset" not in first
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     base = AutoModelForCausalLM.from_pretrained(options.model)
     logits = base(torch.tensor([tokenizer("the dog is").input_ids])).logits[0, -1]
-    assert ended.out.splitlines()[1].strip() == tokenizer.decode([int(logits.argmax())], skip_special_tokens=True).strip()
+    assert (
+        ended.out.splitlines()[1].strip()
+        == tokenizer.decode([int(logits.argmax())], skip_special_tokens=True).strip()
+    )
     adapter = options.output / "model"
-    assert json.loads((adapter / "zo2_prompt.json").read_text()) == {"prompt_template": "{subject} is"}
+    assert json.loads((adapter / "zo2_prompt.json").read_text()) == {
+        "prompt_template": "{subject} is"
+    }
     assert "## Prompts" in (adapter / "README.md").read_text()
-    assert AutoTokenizer.from_pretrained(adapter)("the dog is").input_ids == tokenizer("the dog is").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(adapter)("the dog is").input_ids
+        == tokenizer("the dog is").input_ids
+    )
 
 
 def test_a_run_on_labels_with_two_columns_is_a_conversation(tmp_path: Path) -> None:
     columns = ("--prompt-template", "{subject} {verb}", "--columns", "label=mood")
     options = run_on_moods(tmp_path, {"subject": "the cat", "verb": "is"}, *columns, template=True)
-    assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith("run answers; ")
+    assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith(
+        "run answers; "
+    )

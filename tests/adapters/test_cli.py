@@ -1,4 +1,6 @@
-"""The command line: the whole path from a checkpoint and rows to an exported model, and what it says when it cannot."""
+"""The command line: the whole path from a checkpoint and rows to an exported model, and what it
+says when it cannot.
+"""
 
 import io
 import itertools
@@ -39,19 +41,28 @@ def test_train_evaluate_and_export_agree() -> None:
     assert "out/model" in done(*TRAIN, "--output", "out", *evaluated).out
     records = rows_of("out/metrics.jsonl")
     steps = [record for record in records if "loss" in record]
-    evaluations = {record["step"]: record["evaluation_loss"] for record in records if "evaluation_loss" in record}
+    evaluations = {
+        record["step"]: record["evaluation_loss"]
+        for record in records
+        if "evaluation_loss" in record
+    }
     assert [record["step"] for record in steps] == list(range(6))
     assert all(record["tokens_per_second"] > 0 and record["rss_bytes"] > 0 for record in steps)
     assert list(evaluations) == [0, 3, 6]
     of_journal = ("--model", "base", "--journal", "out/journal.jsonl")
     for model in (("--model", "out/model"), (*of_journal, "--no-base")):
-        assert f"loss {evaluations[6]:.6f}" in done("evaluate", *model, "--data", "rows.jsonl", "--batch-size", 2).out
+        assert (
+            f"loss {evaluations[6]:.6f}"
+            in done("evaluate", *model, "--data", "rows.jsonl", "--batch-size", 2).out
+        )
     done("export", *of_journal, "--output", "exported")
     assert_equal(weights_of("exported"), weights_of("out/model"))
     assert AutoTokenizer.from_pretrained("out/model")("the cat")["input_ids"] == [3, 4]
 
 
-@pytest.mark.parametrize(("estimator", "name", "losses"), [("mezo", "multi-query-rge", 6), ("fzoo", "fzoo", 4)])
+@pytest.mark.parametrize(
+    ("estimator", "name", "losses"), [("mezo", "multi-query-rge", 6), ("fzoo", "fzoo", 4)]
+)
 def test_estimators_reach_updates(estimator: str, name: str, losses: int) -> None:
     done(*TRAIN, "--output", "run", "--estimator", estimator, "--queries", 3)
     journal = Journal("run/journal.jsonl")
@@ -66,13 +77,17 @@ SAVED = """
     evaluation=null eval_split=null evaluate_every=null samples=0
     architecture=null head="causal-lm" dtype="auto" precision="exact" transfer_dtype="stored"
     adapter=null adapter_frozen=[] lora_rank=null lora_targets=[] lora_alpha=null
-    prompt_template=null text_column=null prompt_column=null completion_column=null label_column=null
+    prompt_template=null text_column=null
+    prompt_column=null completion_column=null label_column=null
     messages_column=null labels=[] train_on="answers" too_long="auto"
     batch_size=2 micro_batch_size=null loss_chunk=null pack=false sequence_length=null
-    reward=[] max_new_tokens=32 temperature=0.0 top_p=1.0 reward_seconds=5.0 reward_memory="1GiB" max_drift=null
-    method=null max_grad_norm=null max_grad_value=null switch_every=null stream_blocks=false loss_scaling=false
+    reward=[] max_new_tokens=32 temperature=0.0 top_p=1.0 reward_seconds=5.0
+    reward_memory="1GiB" max_drift=null
+    method=null max_grad_norm=null max_grad_value=null switch_every=null
+    stream_blocks=false loss_scaling=false
     delayed_update=false state_bits=32 betas=null momentum=null
-    estimator="mezo" fitness="scaled" lr=0.01 zo_eps=0.001 weight_decay=0.0 decay="constant" warmup_steps=0 queries=1
+    estimator="mezo" fitness="scaled" lr=0.01 zo_eps=0.001 weight_decay=0.0
+    decay="constant" warmup_steps=0 queries=1
     noise="rademacher" exact_mezo=false rank=null period=100 stack=null per_row=false
     clip_grad=null clip_median=null guard=true
     memory="auto" device="cpu" device_memory="auto" activation_memory=null
@@ -84,16 +99,22 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing() -> None:
     done(*TRAIN, "--output", "whole")
     record = json.loads(Path("whole/options.json").read_text())
     saved = leaves(record["options"])
-    assert [saved.pop("model"), saved.pop("data")] == [str(Path(name).resolve()) for name in ("base", "rows.jsonl")]
+    assert [saved.pop("model"), saved.pop("data")] == [
+        str(Path(name).resolve()) for name in ("base", "rows.jsonl")
+    ]
     del saved["rendered_at"]
     assert {f"{name}={json.dumps(value)}" for name, value in saved.items()} == set(SAVED.split())
     del record["options"]["batching"]  # a format that is not this version's
     Path("whole/options.json").write_text(json.dumps(record))
-    assert "options.json: found no value for the key 'batch_size'" in refusal("train", "--resume", "whole")
+    assert "options.json: found no value for the key 'batch_size'" in refusal(
+        "train", "--resume", "whole"
+    )
 
 
 def test_a_device_of_its_own_memory_gives_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    behind_a_bus = MagicMock(side_effect=lambda _: ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0)))
+    behind_a_bus = MagicMock(
+        side_effect=lambda _: ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    )
     done(*TRAIN, "--output", "here")
     monkeypatch.setattr(zo2core.build, "choose_device", behind_a_bus)
     done(*TRAIN, "--output", "there", "--device", "cuda:1", "--device-memory", "1GB")
@@ -102,7 +123,9 @@ def test_a_device_of_its_own_memory_gives_the_model(monkeypatch: pytest.MonkeyPa
     done("train", "--resume", "resumed")
     assert behind_a_bus.call_args_list == [call("cuda:1")] * 2
     for other in ("there", "resumed"):
-        assert list(Journal(f"{other}/journal.jsonl").updates) == list(Journal("here/journal.jsonl").updates)
+        assert list(Journal(f"{other}/journal.jsonl").updates) == list(
+            Journal("here/journal.jsonl").updates
+        )
         assert_equal(weights_of(f"{other}/model"), weights_of("here/model"))
 
 
@@ -117,15 +140,26 @@ def test_schedules_reach_the_updates(decay: str) -> None:
 
 
 LORA = "--lora-rank 2"
-VERIFIED = ["", LORA, f"{LORA} --lora-targets q_proj down_proj", f"{LORA} --method adamw", f"{LORA} --method sgd"]
+VERIFIED = [
+    "",
+    LORA,
+    f"{LORA} --lora-targets q_proj down_proj",
+    f"{LORA} --method adamw",
+    f"{LORA} --method sgd",
+]
 VERIFIED += [f"--method {method}" for method in get_args(OptimizerName)]
 
 
 @pytest.mark.parametrize(
     ("method", "precision"),
-    [*each_choice(VERIFIED, ["--precision exact", "--precision mixed --dtype bfloat16"]), ("", "--dtype float16")],
+    [
+        *each_choice(VERIFIED, ["--precision exact", "--precision mixed --dtype bfloat16"]),
+        ("", "--dtype float16"),
+    ],
 )
-def test_verify_tells_equal_from_different(method: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_tells_equal_from_different(
+    method: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ("verify", "--model", "base", "--tokens", 9, *method.split(), *precision.split())
     told = done(*command).out
     assert told.startswith("EQUAL over 3 steps")
@@ -153,7 +187,9 @@ def test_verify_names_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wrong(theta: torch.Tensor, program: Program, *args: Any, **kwargs: Any) -> None:
         apply(theta, program, *args, **kwargs)
-        if theta.numel() == 12 * 20 and any(isinstance(one, Descend) for one in program.instructions):
+        if theta.numel() == 12 * 20 and any(
+            isinstance(one, Descend) for one in program.instructions
+        ):
             theta[7] += 1e-3
 
     monkeypatch.setattr(zo2core.sweep.perturbers, "apply", wrong)
@@ -163,7 +199,9 @@ def test_verify_names_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_all_help_has_one_layout_and_fills_its_lines(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_help_has_one_layout_and_fills_its_lines(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for option in ("--help", "--help-all"):
         usage, empty, *lines = run_here(*command.split(), option).out.splitlines()
@@ -173,9 +211,14 @@ def test_all_help_has_one_layout_and_fills_its_lines(command: str, monkeypatch: 
         assert not set("".join(lines)) & set("│╭"), "boxes of another layout"
         for line, following in itertools.pairwise(lines):
             is_name = line.startswith("  ") and not line.startswith("   ")
-            assert not is_name or (following.startswith(" " * 6) and following[6] != " "), "a text stands below each name"
-            if command and line.startswith(" " * 6) and following.startswith(" " * 6):  # one text over both lines
-                assert len(f"{line} {following.split()[0]}") > 100, f"a break before the line's end: {line}"
+            assert not is_name or (following.startswith(" " * 6) and following[6] != " "), (
+                "a text stands below each name"
+            )
+            if command and line.startswith(" " * 6) and following.startswith(" " * 6):
+                # one text over both lines
+                assert len(f"{line} {following.split()[0]}") > 100, (
+                    f"a break before the line's end: {line}"
+                )
 
 
 def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
@@ -190,7 +233,9 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
         "  --write-limit-tb FLOAT",
     ):
         assert expected in lines
-    assert "Training steps. Each takes two forward passes per query;" in " ".join(" ".join(lines).split())
+    assert "Training steps. Each takes two forward passes per query;" in " ".join(
+        " ".join(lines).split()
+    )
     report = run_here("report", "--help").out.splitlines()
     assert report[0] == "usage: zo2 report RUNS ... --output PATH [OPTIONS]"
     assert "  --output, -o PATH" in report
@@ -206,10 +251,14 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     assert "VeRA" not in train
     for name in COMMANDS:
         options = command_class(name)
-        assert set(options.first_options.split()) <= {option.field for option in option_fields(options)}
+        assert set(options.first_options.split()) <= {
+            option.field for option in option_fields(options)
+        }
 
 
-def test_what_one_does_first_are_commands_and_a_refusal_names_options_as_their_command_does() -> None:
+def test_what_one_does_first_are_commands_and_a_refusal_names_options_as_their_command_does() -> (
+    None
+):
     steps = re.findall(r"^  zo2 (\w+) ?(.*?)  ", run_here().out, re.MULTILINE)
     assert [name for name, _ in steps] == ["demo", "init", "train", "chat"]
     for name, words in steps:
@@ -231,8 +280,12 @@ def _signals_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_signals_as_before")
-def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw: dict[str, Any] = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in ("stdout", "stderr")}
+def test_control_characters_never_reach_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw: dict[str, Any] = {
+        name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in ("stdout", "stderr")
+    }
     for name, stream in raw.items():
         monkeypatch.setattr(sys, name, stream)
     evil = "a\x1b[2Jb\rc\x9bd\x07"
@@ -254,10 +307,21 @@ def test_control_characters_never_reach_the_terminal(tmp_path: Path, monkeypatch
 # What a newcomer types
 
 
-REWARD = ("--reward", "rewards.py:short", "--estimator", "es", "--rank", 2, "--reward-options", "max_new_tokens=2")
+REWARD = (
+    "--reward",
+    "rewards.py:short",
+    "--estimator",
+    "es",
+    "--rank",
+    2,
+    "--reward-options",
+    "max_new_tokens=2",
+)
 
 
-@pytest.mark.parametrize("text", ["from math import sqrt as short\n", "short = 3\n", "if True:\n    short = len\n"])
+@pytest.mark.parametrize(
+    "text", ["from math import sqrt as short\n", "short = 3\n", "if True:\n    short = len\n"]
+)
 def test_a_name_may_be_defined_in_any_way(text: str) -> None:
     Path("rewards.py").write_text(text)
     assert "without short" not in run_here(*ON_ROWS, "--steps", 1, "--output", "run", *REWARD).err
@@ -273,7 +337,7 @@ def test_columns_that_a_run_on_texts_does_not_use_are_told() -> None:
     assert "not used" not in done(*ON_ROWS, "--steps", 1, "--output", "rows").err
 
 
-def test_a_report_of_a_directory_of_runs_is_one_of_each_and_generations_of_several_have_a_name_each() -> None:
+def test_a_directory_of_runs_has_a_report_of_each_and_generations_have_their_names() -> None:
     pytest.importorskip("matplotlib")
     for name in ("one", "two"):
         done(*ON_ROWS, "--steps", 1, "--output", f"many/{name}", "--rank", 2)

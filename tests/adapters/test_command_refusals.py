@@ -1,4 +1,6 @@
-"""What no command does: one typed line each, that names option, file or row, and nothing in the directory has changed."""
+"""What no command does: one typed line each, that names option, file or row, and nothing in the
+directory has changed.
+"""
 
 import json
 import shutil
@@ -15,7 +17,12 @@ from zo2adapters.models.conversion import quantize
 
 CHOICE = {"prompt": "the cat", "candidates": [" sat", " ran"], "answer": 0}
 PREFERENCE = {"prompt": "the cat", "chosen": " sat", "rejected": " ran"}
-LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+LORA = {
+    "peft_type": "LORA",
+    "r": 2,
+    "target_modules": ["q_proj", "up_proj"],
+    "task_type": "CAUSAL_LM",
+}
 FUNCTIONS = """
 def flat(model, batch):
     return model(**batch).loss.detach()
@@ -39,7 +46,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     quantize(folder / "base", folder / "int8", "int8")
     for name, changes in CLASSIFIERS.items():
         made: Any = AutoModelForSequenceClassification
-        made.from_config(type(config)(**{**config.to_dict(), "pad_token_id": 0, **changes})).save_pretrained(folder / name)
+        made.from_config(
+            type(config)(**{**config.to_dict(), "pad_token_id": 0, **changes})
+        ).save_pretrained(folder / name)
         save_tokenizer(folder / name)
     rows: dict[str, list[Any]] = {
         "rows": ROWS,
@@ -53,7 +62,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write_rows(folder / f"{name}.jsonl", written)
     (folder / "sst2").mkdir()
     for name in ("train", "validation"):
-        labelled = [{"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)]
+        labelled = [
+            {"sentence": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS)
+        ]
         write_rows(folder / "sst2" / f"{name}.jsonl", labelled)
     (folder / "lora.json").write_text(json.dumps(LORA))
     (folder / "own.py").write_text(FUNCTIONS)
@@ -69,12 +80,18 @@ ADAMW = f"{TRAIN} --batch-size 3 --lr 1e-2 --method adamw"
 ADAPTER = f"{ADAMW} --adapter lora.json"
 LORA_RANK = f"{TRAIN} --lr 1e-2 --lora-rank 2"
 BADAM = f"{ADAMW} --method badam:switch_every=2,stream_blocks"
-REWARD = f"{TRAIN} --reward length --estimator es --queries 3 --rank 2 --reward-options max_new_tokens=5"
+REWARD = (
+    f"{TRAIN} --reward length --estimator es --queries 3 --rank 2 --reward-options max_new_tokens=5"
+)
 PREFERENCES, CHOICES = f"{TRAIN} --data preferences.jsonl", f"{TRAIN} --data choices.jsonl"
 CLASSES = "train --model classes --head sequence-classification --data labels.jsonl --output run"
 TASK = "train --model base --data sst2 --output run --task sst2"
 TUNE = "tune --model base --data rows.jsonl --output tuned"
-EVALUATE, PLAN, VERIFY = "evaluate --model base --data rows.jsonl", "plan --model base", "verify --model base"
+EVALUATE, PLAN, VERIFY = (
+    "evaluate --model base --data rows.jsonl",
+    "plan --model base",
+    "verify --model base",
+)
 
 REFUSED: list[tuple[str, str]] = [
     # What is missing, in use, or not there
@@ -111,7 +128,10 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --evaluation /nowhere.jsonl", "nowhere.jsonl"),
     (f"{TRAIN} --adapter missing.json", "missing.json"),
     (f"{TRAIN} --output base", "something at this path"),
-    (f"{TRAIN} --runs none.yaml --rank 2", "expected a YAML file with a line such as small: {lr: 1e-4} for each run"),
+    (
+        f"{TRAIN} --runs none.yaml --rank 2",
+        "expected a YAML file with a line such as small: {lr: 1e-4} for each run",
+    ),
     # Values out of range
     (f"{TRAIN} --lr nan", "--lr: found nan"),
     (f"{TRAIN} --sequence-length 33", "at most 32"),
@@ -122,32 +142,56 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --device cuda:99", "CUDA device(s)"),
     (f"{TRAIN} --memory much", "--memory: found 'much'"),
     (f"{TRAIN} --device-memory 8GiB", "--device-memory: found '8GiB'"),
-    *((f"{TRAIN} --evaluation {share}", "--evaluation: found") for share in ("0", "1", "nan", "1.5")),
+    *(
+        (f"{TRAIN} --evaluation {share}", "--evaluation: found")
+        for share in ("0", "1", "nan", "1.5")
+    ),
     # Estimators
     *(
         (f"{command} --batch-size 2 {estimator}", told)
         for command in (TRAIN, PLAN)
         for estimator, told in (
             ("--estimator fzoo", "--queries: found 1; expected at least 2"),
-            ("--estimator fzoo:exact --queries 4", "exact of --estimator: found fzoo; expected the estimator mezo"),
-            ("--estimator fzoo --queries 4 --noise mezo", "--noise: found 'mezo'; expected 'rademacher'"),
+            (
+                "--estimator fzoo:exact --queries 4",
+                "exact of --estimator: found fzoo; expected the estimator mezo",
+            ),
+            (
+                "--estimator fzoo --queries 4 --noise mezo",
+                "--noise: found 'mezo'; expected 'rademacher'",
+            ),
             ("--estimator fzoo --queries 4 --noise gaussian", "--noise: found 'gaussian'"),
             ("--estimator adam", "adam"),
         )
     ),
     # Gradients
     (f"{ADAMW} --memory 100MB", "expected at least"),
-    (f"{ADAMW} --write-limit-tb 1e-9 --snapshot-every 1", "--snapshot-every: found 1; expected at least "),
-    (f"{ADAMW} --model int8", "which is quantised; expected a model all of whose parameters are trained"),
+    (
+        f"{ADAMW} --write-limit-tb 1e-9 --snapshot-every 1",
+        "--snapshot-every: found 1; expected at least ",
+    ),
+    (
+        f"{ADAMW} --model int8",
+        "which is quantised; expected a model all of whose parameters are trained",
+    ),
     (f"{ADAMW} --clip norm=1 --split 2x1", "--split: found 2x1"),
-    (f"{ADAMW} --method stream_blocks --lora-rank 2", "stream_blocks of --method: found True with --method adamw and"),
-    (f"{ADAMW} --method loss_scaling --lora-rank 2", "loss_scaling of --method: found True with --method adamw and"),
+    (
+        f"{ADAMW} --method stream_blocks --lora-rank 2",
+        "stream_blocks of --method: found True with --method adamw and",
+    ),
+    (
+        f"{ADAMW} --method loss_scaling --lora-rank 2",
+        "loss_scaling of --method: found True with --method adamw and",
+    ),
     (f"{BADAM} --snapshot-every 2", "--snapshot-every: found 2 with stream_blocks of --method"),
     (f"{BADAM} --write-limit-tb 1e-9", "--write-limit-tb: found 1e-09, and a run that writes "),
     (f"{TRAIN} --clip norm=1", "norm of --clip: found 1.0 without --method"),
     (f"{TRAIN} --clip norm=1", "--clip projected"),
     *(
-        (f"{command} --method stream_blocks", "stream_blocks of --method: found True without --method; expected --method")
+        (
+            f"{command} --method stream_blocks",
+            "stream_blocks of --method: found True without --method; expected --method",
+        )
         for command in (TRAIN, PLAN)
     ),
     *(
@@ -156,26 +200,44 @@ REFUSED: list[tuple[str, str]] = [
         for more, told in (
             ("--lr 1e-6", "--lr: found 1e-06, the default of zeroth-order steps"),
             ("--warmup-steps 6", "--warmup-steps: found 6"),
-            ("--objective exact-match", "--objective: found exact-match, which has no gradient; expected loss"),
-            ("--data choices.jsonl --objective accuracy", "found accuracy, which has no gradient; expected choice-"),
+            (
+                "--objective exact-match",
+                "--objective: found exact-match, which has no gradient; expected loss",
+            ),
+            (
+                "--data choices.jsonl --objective accuracy",
+                "found accuracy, which has no gradient; expected choice-",
+            ),
             ("--objective own.py:flat", "a loss that has no gradient"),
         )
     ),
     # Adapters
-    (f"{ADAPTER} --adapter-frozen lora_A lora_B", "--adapter-frozen: found ['lora_A', 'lora_B'], which every parameter's"),
-    (f"{ADAPTER} --method lomo", "--method: found lomo with lora.json; expected adamw or sgd for an adapter"),
+    (
+        f"{ADAPTER} --adapter-frozen lora_A lora_B",
+        "--adapter-frozen: found ['lora_A', 'lora_B'], which every parameter's",
+    ),
+    (
+        f"{ADAPTER} --method lomo",
+        "--method: found lomo with lora.json; expected adamw or sgd for an adapter",
+    ),
     *(
         (f"{command} --method badam --adapter lora.json", "--method: found badam with lora.json")
         for command in (PLAN, VERIFY)
     ),
-    (f"{PLAN} --method adamw --adapter lora.json --device-memory 24GB", "it has no effect otherwise"),
+    (
+        f"{PLAN} --method adamw --adapter lora.json --device-memory 24GB",
+        "it has no effect otherwise",
+    ),
     (f"{TRAIN} --adapter lora.json --precision auto:transfer=bfloat16", "transfer of --precision"),
     (f"{TRAIN} --adapter lora.json --snapshot-every 2", "--adapter"),
     (f"{TRAIN} --adapter lora.json --write-back-every 2", "--write-back-every"),
     (f"{TRAIN} --adapter lora.json --adapter-frozen lora_C", "--adapter-frozen"),
     (f"{LORA_RANK} --adapter lora", "--lora-rank: found 2 with --adapter lora"),
     (f"{LORA_RANK} --lora-targets all-linear q_proj", "--lora-targets: found all-linear q_proj"),
-    (f"{LORA_RANK} --lora-targets q_proj,up_proj", "spaces between them. What to do: write q_proj up_proj"),
+    (
+        f"{LORA_RANK} --lora-targets q_proj,up_proj",
+        "spaces between them. What to do: write q_proj up_proj",
+    ),
     (f"{LORA_RANK} --lora-targets c_attn", "Target modules {'c_attn'} not found"),
     (f"{LORA_RANK} --lora-targets lm_head", "adapter.target_modules: found lm_head, the head"),
     (f"{LORA_RANK} --snapshot-every 2", "--lora-rank: found --snapshot-every"),
@@ -186,15 +248,27 @@ REFUSED: list[tuple[str, str]] = [
     (f"{EVALUATE} --lora-rank 2", "pass --run or --adapter DIR"),
     # Objectives and their rows
     (f"{TRAIN} --objective dpo", "rows with prompt, chosen and rejected"),
-    (f"{TRAIN} --objective beta=0.5", "beta of --objective: found the objective loss; expected the objective dpo"),
-    (f"{TRAIN} --objective accuracy", "found accuracy for rows with text, or prompt and completion"),
+    (
+        f"{TRAIN} --objective beta=0.5",
+        "beta of --objective: found the objective loss; expected the objective dpo",
+    ),
+    (
+        f"{TRAIN} --objective accuracy",
+        "found accuracy for rows with text, or prompt and completion",
+    ),
     (f"{TRAIN} --objective f2", "found 'f2'; expected one of auto, loss, choice-loss"),
-    (f"{TRAIN} --objective own.py:gone", "found own.py:gone, which cannot be imported (AttributeError"),
+    (
+        f"{TRAIN} --objective own.py:gone",
+        "found own.py:gone, which cannot be imported (AttributeError",
+    ),
     (f"{TRAIN} --objective gone.py:calm", "which cannot be imported (FileNotFoundError"),
     (f"{TRAIN} --batch-size 4 --objective own.py:logits", "--objective: found shape [4,"),
     (f"{PREFERENCES} --objective beta=0", "beta of --objective: found 0.0"),
     (f"{PREFERENCES} --objective exact-match", "rows with prompt, chosen and rejected"),
-    (f"{PREFERENCES} --rank 2 --per-row", "--per-row: found the objective dpo; expected the objective loss"),
+    (
+        f"{PREFERENCES} --rank 2 --per-row",
+        "--per-row: found the objective dpo; expected the objective loss",
+    ),
     ("evaluate --model base --data preferences.jsonl", "zo2 train as --evaluation"),
     (f"{CHOICES} --objective exact-match", "found exact-match for rows with prompt, candidates"),
     (f"{CHOICES} --rank 2 --per-row", "--per-row: found the objective choice-loss"),
@@ -205,9 +279,15 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --evaluation preferences.jsonl", "prompt, chosen and rejected"),
     (f"{TRAIN} --data texts.jsonl --samples 1", "--samples: found rows without a prompt"),
     (f"{TRAIN} --data texts.jsonl --samples -1", "--samples"),
-    (f"{TRAIN} --data texts.jsonl --reward length --rank 2", "--reward: found rows without a prompt; expected rows with a"),
+    (
+        f"{TRAIN} --data texts.jsonl --reward length --rank 2",
+        "--reward: found rows without a prompt; expected rows with a",
+    ),
     *(
-        (f"{command} --data {rows} --labels ran sat", "--labels: found ran sat for rows without labels")
+        (
+            f"{command} --data {rows} --labels ran sat",
+            "--labels: found ran sat for rows without labels",
+        )
         for command in (TRAIN, EVALUATE, PLAN)
         for rows in ("texts.jsonl", "choices.jsonl")
     ),
@@ -238,7 +318,10 @@ REFUSED: list[tuple[str, str]] = [
             ("--reward-options top_p=0.5,temperature=0", "zo2: top_p of --reward-options: "),
         )
     ),
-    (f"{TRAIN} --reward-options max_new_tokens=5", "max_new_tokens of --reward-options: found 5; expected --reward"),
+    (
+        f"{TRAIN} --reward-options max_new_tokens=5",
+        "max_new_tokens of --reward-options: found 5; expected --reward",
+    ),
     # Benchmarks in one command
     (f"{TASK} --task sst3", "zo2: --task: found"),
     (f"{TASK} --lr 0", "zo2: --lr: found"),
@@ -248,14 +331,20 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TASK} --head sequence-classification", "zo2: --head: found"),
     (f"{TASK} --objective dpo:beta=0.3", "zo2: beta of --objective: found"),
     (f"{TRAIN} --shots 2", "zo2: --shots: found"),
-    ("rows --task rte --data sst2 --output new", "train.jsonl, line 1: found a row that cannot be read (KeyError"),
+    (
+        "rows --task rte --data sst2 --output new",
+        "train.jsonl, line 1: found a row that cannot be read (KeyError",
+    ),
     # Plans and trials
     (f"{PLAN} --evaluate-every 5", "--evaluate-every: found 5 without the rows"),
     (f"{PLAN} --evaluation rows.jsonl", "--evaluation: found rows.jsonl without the rows"),
     (f"{PLAN} --runs 2 --data rows.jsonl", "that only read its weights"),
     (f"{PLAN} --model int8", "--rank"),
     (f"{VERIFY} --lr auto", "--lr: found auto"),
-    *((f"{TUNE} {more}", more.split()[0]) for more in ("--lr 1e-5", "--steps 5", "--forwards 0", "--evaluation rows.jsonl")),
+    *(
+        (f"{TUNE} {more}", more.split()[0])
+        for more in ("--lr 1e-5", "--steps 5", "--forwards 0", "--evaluation rows.jsonl")
+    ),
     (f"{TUNE} --lr auto", "--lr: found 'auto'"),
     (f"{TUNE} --method adamw --adapter lora.json --zo-eps-to-try 1e-3", "--zo-eps-to-try"),
     # Names of other tools, and near misses
@@ -273,7 +362,8 @@ REFUSED: list[tuple[str, str]] = [
     *(
         (
             f"{command} {option} 1",
-            f"command line: found the unknown option {option.partition('=')[0]}; expected an option of zo2 {command}; "
+            f"command line: found the unknown option {option.partition('=')[0]}; expected an "
+            f"option of zo2 {command}; "
             f"did you mean {nearest}.",
         )
         for command, option, nearest in (
@@ -293,7 +383,9 @@ REFUSED: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("command", "told"), REFUSED, ids=[command for command, _ in REFUSED])
-def test_a_command_that_cannot_be_done_is_refused_in_one_line(command: str, told: str, place: Path) -> None:
+def test_a_command_that_cannot_be_done_is_refused_in_one_line(
+    command: str, told: str, place: Path
+) -> None:
     before = contents(place)
     assert told in refusal(*command.split())
     assert contents(place) == before
@@ -307,11 +399,16 @@ ANSWER = "evaluate --model base --data bad.jsonl --max-new-tokens"
 LABELLED = "train --model {} --head sequence-classification --data bad.jsonl --output run --steps 1"
 BAD_ROWS: list[tuple[str, Mapping[str, Any], str]] = [
     (TRAIN, {"prompt": "the cat", "chosen": " sat"}, "'prompt', 'chosen' and 'rejected'"),
-    (TRAIN, {**PREFERENCE, "rejected": [{"role": "user", "content": "x"}]}, "all texts or all lists"),
+    (
+        TRAIN,
+        {**PREFERENCE, "rejected": [{"role": "user", "content": "x"}]},
+        "all texts or all lists",
+    ),
     (
         TRAIN,
         {**PREFERENCE, "rejected": " sat" * 40},
-        "a row of 43 tokens, with candidates, preferences or answers, which cannot be cut; expected at most 32",
+        "a row of 43 tokens, with candidates, preferences or answers, which cannot be cut; "
+        "expected at most 32",
     ),
     (TRAIN, {**PREFERENCE, "prompt": ""}, "at least 1 token of each"),
     (TRAIN, {**PREFERENCE, "chosen": ""}, "text to learn from"),
@@ -321,7 +418,8 @@ BAD_ROWS: list[tuple[str, Mapping[str, Any], str]] = [
         f"{ANSWER} 4",
         {"prompt": "the " * 30, "answers": ["cat"]},
         "which cannot be cut; expected at most 28, so that --max-new-tokens fit, too. What to do: "
-        "shorten this row or remove it, or raise --sequence-length, up to what the model takes, or lower",
+        "shorten this row or remove it, or raise --sequence-length, up to what the model takes, "
+        "or lower",
     ),
     *(
         (LABELLED.format(model), row, told)
@@ -350,7 +448,9 @@ GOOD: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize(("command", "row", "told"), BAD_ROWS, ids=[told for *_, told in BAD_ROWS])
-def test_a_row_of_another_form_is_refused_by_its_line(command: str, row: dict[str, Any], told: str, place: Path) -> None:
+def test_a_row_of_another_form_is_refused_by_its_line(
+    command: str, row: dict[str, Any], told: str, place: Path
+) -> None:
     words = command.split()
     write_rows(place / "bad.jsonl", [GOOD[words[2] if words[2] in GOOD else words[0]], row])
     line = refusal(*words, *(("--data", "bad.jsonl") if command == TRAIN else ()))
@@ -360,10 +460,14 @@ def test_a_row_of_another_form_is_refused_by_its_line(command: str, row: dict[st
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"), [(32, "found 32; expected at most 31: prompt and answer together"), (0, "found 0")], ids=str
+    ("tokens", "said"),
+    [(32, "found 32; expected at most 31: prompt and answer together"), (0, "found 0")],
+    ids=str,
 )
 def test_answers_without_room_are_refused(tokens: int, said: str, place: Path) -> None:
-    assert f"--max-new-tokens: {said}" in refusal(*EVALUATE.split(), "--data", "answers.jsonl", "--max-new-tokens", tokens)
+    assert f"--max-new-tokens: {said}" in refusal(
+        *EVALUATE.split(), "--data", "answers.jsonl", "--max-new-tokens", tokens
+    )
 
 
 RUNS: list[tuple[Mapping[str, Any], str]] = [
@@ -374,12 +478,17 @@ RUNS: list[tuple[Mapping[str, Any], str]] = [
     ({"a": 3}, "a name of letters and digits"),
     ({"a": {"rnk": 2}}, "rank"),
     ({}, "at least one"),
-    ({f"run-{number}": {"rank": 2} for number in range(1000)}, "runs.yaml: found 1000 runs; expected at most 64"),
+    (
+        {f"run-{number}": {"rank": 2} for number in range(1000)},
+        "runs.yaml: found 1000 runs; expected at most 64",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("runs", "told"), RUNS, ids=[told for _, told in RUNS])
-def test_a_file_of_runs_that_cannot_be_is_refused(runs: Mapping[str, Any], told: str, place: Path) -> None:
+def test_a_file_of_runs_that_cannot_be_is_refused(
+    runs: Mapping[str, Any], told: str, place: Path
+) -> None:
     (place / "runs.yaml").write_text(json.dumps(runs))
     assert told in refusal(*TRAIN.split(), "--runs", "runs.yaml")
     assert not (place / "run").exists()
@@ -388,12 +497,17 @@ def test_a_file_of_runs_that_cannot_be_is_refused(runs: Mapping[str, Any], told:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("def good(prompt, completion, row):\n    return 1\n", "rewards.py without short, but with good"),
+        (
+            "def good(prompt, completion, row):\n    return 1\n",
+            "rewards.py without short, but with good",
+        ),
         ("'A docstring.'\n", "rewards.py without short;"),
         ("def short(:\n", "rewards.py, line 1: "),
     ],
 )
-def test_a_reward_that_its_file_does_not_define_is_refused(text: str, found: str, place: Path) -> None:
+def test_a_reward_that_its_file_does_not_define_is_refused(
+    text: str, found: str, place: Path
+) -> None:
     (place / "rewards.py").write_text(text)
     told = refusal(*REWARD.split(), "--reward", "rewards.py:short")
     assert "--reward: found " in told
@@ -401,8 +515,12 @@ def test_a_reward_that_its_file_does_not_define_is_refused(text: str, found: str
     assert not (place / "run").exists()
 
 
-def test_tasks_under_torchrun_and_chats_of_two_adapters_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "did you mean --steps" not in refusal("evaluate", "--epochs", 3), "a command that has no such option"
+def test_tasks_under_torchrun_and_chats_of_two_adapters_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "did you mean --steps" not in refusal("evaluate", "--epochs", 3), (
+        "a command that has no such option"
+    )
     for folder in ("one", "two"):
         shutil.copytree(place / "mine", place / folder / "same")
     assert "--adapter" in refusal("chat", "--model", "base", "--adapter", "one/same", "two/same")

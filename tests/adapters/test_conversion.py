@@ -1,4 +1,6 @@
-"""Checkpoints whose tensors transformers renames and joins as it loads them, and what else they keep beside parameters."""
+"""Checkpoints whose tensors transformers renames and joins as it loads them, and what else they
+keep beside parameters.
+"""
 
 import json
 import re
@@ -23,12 +25,27 @@ from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import stored_tensors
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder, ZO2Error
-from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header, write_checkpoint
+from zo2core.checkpoint.shards import (
+    Piece,
+    SafetensorsReader,
+    TensorEntry,
+    parse_header,
+    write_checkpoint,
+)
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
 from zo2core.types import SavedForm, SavedPart
 
 BIAS = "e_score_correction_bias"  # a buffer
-CONVERTED = ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "olmo_hybrid", "apertus", "minimax_m2"]
+CONVERTED = [
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "granitemoe",
+    "gpt_neox",
+    "olmo_hybrid",
+    "apertus",
+    "minimax_m2",
+]
 STREAMED = memory(2)
 
 
@@ -48,8 +65,11 @@ def saved(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("model_type", CONVERTED)
-@pytest.mark.parametrize("dtype", short_first([torch.bfloat16], [torch.float32]))  # in bfloat16 more can differ
-def test_converted_checkpoints_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+# in bfloat16 more can differ
+@pytest.mark.parametrize("dtype", short_first([torch.bfloat16], [torch.float32]))
+def test_converted_checkpoints_are_monolithic_mezo(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     compared = compare(tiny(model_type), dtype, tmp_path / "model")
     assert compared["outcome"] == "equal", compared
 
@@ -62,16 +82,22 @@ def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) 
     before, after = weights_of(base), weights_of(tmp_path / "out")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert_same_bits(name, after[name].float(), tensor.float())  # transformers loads some in float32 all the same
+        # transformers loads some in float32 all the same
+        assert_same_bits(name, after[name].float(), tensor.float())
 
 
 def test_generation_with_a_cache_of_the_models_own_is_refused_by_name(tmp_path: Path) -> None:
     model = open_checkpoint(saved("minimax", tmp_path / "base"))
-    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"):
+    with (
+        Engine(model) as replayer,
+        pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"),
+    ):
         next(generate(replayer, model, [[3, 5]], max_new_tokens=1))
 
 
-def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(tmp_path: Path) -> None:
+def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(
+    tmp_path: Path,
+) -> None:
     base = saved("mixtral", tmp_path / "base")
     batch, method = random_batch(40, 2, 6, seed=0), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
     stock = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
@@ -80,7 +106,10 @@ def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(t
 
     def run(directory: Path, steps: int) -> list[float]:
         directory.mkdir(exist_ok=True)
-        kept: dict[str, Any] = {"journal": directory / "journal.jsonl", "write_back": WriteBackPolicy(directory=directory)}
+        kept: dict[str, Any] = {
+            "journal": directory / "journal.jsonl",
+            "write_back": WriteBackPolicy(directory=directory),
+        }
         with Engine(open_checkpoint(base), method, memory=STREAMED, **kept) as engine:
             return [engine.step(batch).loss for _ in range(steps)]
 
@@ -105,31 +134,48 @@ EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
         ({EXPERT: None}, "do not fit together|of shape"),
         ({EXPERT: torch.zeros(3, 16)}, "do not fit together"),
         ({EXPERT: torch.zeros(32, 16, dtype=torch.float64)}, "dtype F64"),
-        ({EXPERT.replace("w1", "w9"): torch.zeros(32, 16)}, "w9.*that the model of config.json does not have"),
+        (
+            {EXPERT.replace("w1", "w9"): torch.zeros(32, 16)},
+            "w9.*that the model of config.json does not have",
+        ),
         ({"model.layers.0.mlp.gate.weight": torch.zeros(4, 16)}, "a second tensor for"),
         ({GATE_UP: torch.zeros(4, 64, 16)}, f"a second tensor for {re.escape(GATE_UP)}"),
     ],
 )
-def test_experts_that_do_not_fit_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_experts_that_do_not_fit_are_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     base = saved("mixtral", tmp_path / "base")
     changed(base, changes)
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(base)
 
 
-def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Doubled(Concatenate):
         """Not one of those that are known to move rows only."""
 
     base = saved("llama", tmp_path / "base")
     both, moved = ["gate_proj.weight", "up_proj.weight"], r"tensor\(s\), the first of shape"
     rules: list[tuple[WeightConverter, type[ZO2Error], str]] = [
-        (WeightConverter("up_proj.weight", "up_proj.weight", [Transpose(0, 1)]), CheckpointError, moved),
+        (
+            WeightConverter("up_proj.weight", "up_proj.weight", [Transpose(0, 1)]),
+            CheckpointError,
+            moved,
+        ),
         (WeightConverter(both, "gate_proj.weight", [Concatenate(dim=1)]), CheckpointError, moved),
-        (WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()]), UnsupportedModelError, r"Doubled.*up_proj"),
+        (
+            WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()]),
+            UnsupportedModelError,
+            r"Doubled.*up_proj",
+        ),
     ]
     for rule, error, told in rules:
-        monkeypatch.setattr(stored_tensors, "get_model_conversion_mapping", lambda model, rule=rule: [rule])
+        monkeypatch.setattr(
+            stored_tensors, "get_model_conversion_mapping", lambda model, rule=rule: [rule]
+        )
         with pytest.raises(error, match=told):
             open_checkpoint(base)
 
@@ -137,7 +183,9 @@ def test_a_rule_that_moves_more_than_rows_or_computes_is_refused(tmp_path: Path,
 def test_buffers_decide_the_result_and_so_the_journal_knows_them(tmp_path: Path) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
     batch, estimator = random_batch(40, 2, 6, seed=0), MeZOSGD(lr=1e-2, zo_eps=1e-2)
-    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl"
+    ) as engine:
         engine.step(batch)
     [name] = [name for name in weights_of(base) if name.endswith(BIAS)]
     changed(base, {name: weights_of(base)[name] + 1})
@@ -162,17 +210,23 @@ def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_range_of_a_parameter_of_pieces_is_read(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("pieces")
     sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
-    held = {f"t{i}": torch.arange(size, dtype=torch.float32) + 100 * i for i, size in enumerate(sizes)}
+    held = {
+        f"t{i}": torch.arange(size, dtype=torch.float32) + 100 * i for i, size in enumerate(sizes)
+    }
     save_file(held, folder / "model.safetensors")
     entries = parse_header(folder / "model.safetensors")
     pieces = []
     for _ in range(data.draw(st.integers(1, 6))):
         name = data.draw(st.sampled_from(sorted(held)))
         start = data.draw(st.integers(0, held[name].numel() - 1))
-        pieces.append(Piece(entries[name], start, data.draw(st.integers(1, held[name].numel() - start))))
+        pieces.append(
+            Piece(entries[name], start, data.draw(st.integers(1, held[name].numel() - start)))
+        )
     whole = torch.cat([held[entry.name][start : start + numel] for entry, start, numel in pieces])
     first = data.draw(st.integers(0, whole.numel()))
     out = torch.full((data.draw(st.integers(0, whole.numel() - first)),), -1.0)
@@ -183,13 +237,19 @@ def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_pat
 
 
 def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) -> None:
-    specs = [ParameterSpec(name, (4, 3), torch.float32, index, decays=True) for index, name in enumerate("ab")]
+    specs = [
+        ParameterSpec(name, (4, 3), torch.float32, index, decays=True)
+        for index, name in enumerate("ab")
+    ]
     values = {name: torch.arange(12.0).view(4, 3) + 100 * index for index, name in enumerate("ab")}
-    halves = {"a": [SavedPart("x", (8, 3), 12, 12)], "b": [SavedPart("x", (8, 3), 0, 12)]}  # a is the second one
+    # a is the second one
+    halves = {"a": [SavedPart("x", (8, 3), 12, 12)], "b": [SavedPart("x", (8, 3), 0, 12)]}
     form = SavedForm(parts=halves, constants={"count": torch.tensor([1, 2, 3])})
     for max_shard in (1, 1 << 20):
         out = tmp_path / str(max_shard)
-        write_checkpoint(out, specs, values.items(), {}, dtype=torch.bfloat16, form=form, max_shard=max_shard)
+        write_checkpoint(
+            out, specs, values.items(), {}, dtype=torch.bfloat16, form=form, max_shard=max_shard
+        )
         held: dict[str, torch.Tensor] = {}
         for file in out.glob("*.safetensors"):
             held |= load_file(file)
@@ -198,7 +258,9 @@ def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) ->
         assert torch.equal(held["count"], torch.tensor([1, 2, 3]))
 
 
-def test_a_range_beyond_a_parameter_and_a_tensor_that_does_not_come_leave_no_hole(tmp_path: Path) -> None:
+def test_a_range_beyond_a_parameter_and_a_tensor_that_does_not_come_leave_no_hole(
+    tmp_path: Path,
+) -> None:
     save_file({"t": torch.arange(8.0)}, tmp_path / "model.safetensors")
     reader = SafetensorsReader(parse_header(tmp_path / "model.safetensors"))
     with pytest.raises(AssertionError, match="ends at element 8"):
@@ -208,30 +270,43 @@ def test_a_range_beyond_a_parameter_and_a_tensor_that_does_not_come_leave_no_hol
     places: list[TensorEntry | list[Piece]] = [entry, [*halves], [*reversed(halves)], [halves[0]]]
     fingerprints = {SafetensorsReader({"p": place}).fingerprint for place in places}
     assert len(fingerprints) == len(places), "a fingerprint tells which rows make up a parameter"
-    specs = [ParameterSpec(name, (4,), torch.float32, index, decays=True) for index, name in enumerate("ab")]
+    specs = [
+        ParameterSpec(name, (4,), torch.float32, index, decays=True)
+        for index, name in enumerate("ab")
+    ]
     with pytest.raises(AssertionError, match="b"):
         write_checkpoint(tmp_path / "out", specs, [("a", torch.zeros(4))], {})
     assert not (tmp_path / "out").exists()
 
 
-def test_buffers_of_a_checkpoint_without_the_models_prefix_are_read_and_exported(tmp_path: Path) -> None:
+def test_buffers_of_a_checkpoint_without_the_models_prefix_are_read_and_exported(
+    tmp_path: Path,
+) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
     bare = {name.removeprefix("model."): tensor for name, tensor in weights_of(base).items()}
     save_file(bare, base / "model.safetensors", metadata={"format": "pt"})
     with Engine(open_checkpoint(base)) as replayer:
         replayer.export(tmp_path / "out")
-    stock, expected = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "out", base))
+    stock, expected = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "out", base)
+    )
     assert_equal(stock, expected)
     assert any(bool(tensor.any()) for name, tensor in stock.items() if name.endswith(BIAS))
 
 
-def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_made_of_several_tensors_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = saved("deepseek_v3", tmp_path / "base")
     rules = get_model_conversion_mapping(small_model(small_config("deepseek_v3")))
     joined = WeightConverter(["half_a", "half_b"], "e_score_correction_bias", [Concatenate(dim=0)])
     [name] = [name for name in weights_of(base) if name.endswith(BIAS)]
     halves = {name.replace(BIAS, half): torch.zeros(2) for half in ("half_a", "half_b")}
     changed(base, {name: None, **halves})
-    monkeypatch.setattr(stored_tensors, "get_model_conversion_mapping", lambda model: [*rules, joined])
-    with pytest.raises(UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"):
+    monkeypatch.setattr(
+        stored_tensors, "get_model_conversion_mapping", lambda model: [*rules, joined]
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"
+    ):
         open_checkpoint(base)

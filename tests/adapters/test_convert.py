@@ -31,7 +31,9 @@ def shard_name(number: int, count: int) -> str:
     return f"pytorch_model-{number:05d}-of-{count:05d}.bin"
 
 
-def save_pickled(directory: Path, *, shards: int = 3, dtype: torch.dtype = torch.float32, legacy: bool = False) -> Tensors:
+def save_pickled(
+    directory: Path, *, shards: int = 3, dtype: torch.dtype = torch.float32, legacy: bool = False
+) -> Tensors:
     """A model with a tokenizer as it was laid out before safetensors; returns its tensors."""
     model = random_model(small_config("opt"), dtype)
     directory.mkdir(parents=True)
@@ -45,7 +47,9 @@ def save_pickled(directory: Path, *, shards: int = 3, dtype: torch.dtype = torch
         return state
     weight_map: dict[str, str] = {}
     for number, piece in enumerate(pieces, start=1):
-        torch.save(piece, directory / shard_name(number, shards), _use_new_zipfile_serialization=not legacy)
+        torch.save(
+            piece, directory / shard_name(number, shards), _use_new_zipfile_serialization=not legacy
+        )
         weight_map |= dict.fromkeys(piece, shard_name(number, shards))
     write_index(directory, {"metadata": {}, "weight_map": weight_map})
     return state
@@ -79,13 +83,19 @@ def refusal(source: Path, *, match: str, **options: Any) -> CheckpointError:
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_converted_model_opens_and_has_every_bit(shards: int, dtype: torch.dtype, legacy: bool, tmp_path: Path) -> None:
+def test_a_converted_model_opens_and_has_every_bit(
+    shards: int, dtype: torch.dtype, legacy: bool, tmp_path: Path
+) -> None:
     state = save_pickled(tmp_path / "base", shards=shards, dtype=dtype, legacy=legacy)
     lines: list[str] = []
     assert convert(tmp_path / "base", tmp_path / "out", report=lines.append) == tmp_path / "out"
     assert len(lines) == shards
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    weights = {"model.safetensors"} if shards == 1 else {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
+    weights = (
+        {"model.safetensors"}
+        if shards == 1
+        else {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
+    )
     index = set() if shards == 1 else {"model.safetensors.index.json"}
     assert files == weights | index | {"config.json", "tokenizer.json", "tokenizer_config.json"}
     assert open_checkpoint(tmp_path / "out").config.dtype is dtype
@@ -100,9 +110,17 @@ def test_a_converted_model_opens_and_has_every_bit(shards: int, dtype: torch.dty
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_of_the_index(tmp_path: Path) -> None:
+def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_of_the_index(
+    tmp_path: Path,
+) -> None:
     whole, own = torch.arange(12.0).reshape(3, 4), tmp_path / "own"
-    state = {"a": whole, "same": whole, "turned": whole.T, "row": whole[1], "parameter": torch.nn.Parameter(whole[:2])}
+    state = {
+        "a": whole,
+        "same": whole,
+        "turned": whole.T,
+        "row": whole[1],
+        "parameter": torch.nn.Parameter(whole[:2]),
+    }
     own.mkdir()
     torch.save(state, own / SINGLE_FILE)
     found = safetensors.torch.load_file(convert(own, tmp_path / "copies") / "model.safetensors")
@@ -112,11 +130,15 @@ def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_
     torch.save({"a": torch.ones(2), "extra": torch.ones(1)}, tmp_path / "2.bin")
     write_index(tmp_path, {"weight_map": {"a": "2.bin", "b": "1.bin"}})
     out = convert(tmp_path, tmp_path / "out")
-    first, second = (safetensors.torch.load_file(out / f"model-0000{i}-of-00002.safetensors") for i in (1, 2))
+    first, second = (
+        safetensors.torch.load_file(out / f"model-0000{i}-of-00002.safetensors") for i in (1, 2)
+    )
     assert first.keys() == {"b"}
     assert second.keys() == {"a", "extra"}
     assert torch.equal(second["a"], torch.ones(2))
-    assert json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]["extra"].startswith("model-00002")
+    assert json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"][
+        "extra"
+    ].startswith("model-00002")
     base = tmp_path / "unsettled"
     base.mkdir()
     for name in ("a", "b"):
@@ -126,14 +148,18 @@ def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_
         convert(base, tmp_path / "none")
 
 
-def test_one_shard_at_a_time_is_loaded_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shard_at_a_time_is_loaded_and_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_pickled(tmp_path / "base", shards=4)
     alive: list[weakref.ref[torch.Tensor]] = []
     load = torch.load
     loads = []
 
     def watched(path: Path, **options: Any) -> Any:
-        assert not any(reference() is not None for reference in alive), "an earlier shard is still in memory"
+        assert not any(reference() is not None for reference in alive), (
+            "an earlier shard is still in memory"
+        )
         assert options == {"map_location": "cpu", "weights_only": True, "mmap": True}
         state = load(path, **options)
         alive.extend(weakref.ref(tensor) for tensor in state.values())
@@ -141,12 +167,14 @@ def test_one_shard_at_a_time_is_loaded_and_mapped(tmp_path: Path, monkeypatch: p
         return state
 
     def noted(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
-        alive.extend(weakref.ref(tensor) for tensor in tensors.values())  # views of the loaded ones, and copies
+        # views of the loaded ones, and copies
+        alive.extend(weakref.ref(tensor) for tensor in tensors.values())
         safetensors.torch.save_file(tensors, path, metadata)
 
     monkeypatch.setattr(torch, "load", watched)
     monkeypatch.setattr(unpickling, "save_file", noted)
-    monkeypatch.setattr(LimitedProcess, "ask", lambda _, request, **__: unpickling.answer(request))  # here, to be watched
+    # here, to be watched
+    monkeypatch.setattr(LimitedProcess, "ask", lambda _, request, **__: unpickling.answer(request))
     convert(tmp_path / "base", tmp_path / "out")
     assert len(loads) == 4
     assert len(alive) > 4
@@ -200,7 +228,14 @@ def test_damaged_files_are_refused(legacy: bool, tmp_path: Path) -> None:
     save_pickled(tmp_path / "base", shards=1, legacy=legacy)
     path = tmp_path / "base" / SINGLE_FILE
     whole = path.read_bytes()
-    for content in (b"", b"PK\x03\x04", b"hello world" * 30, whole[:50], whole[: len(whole) // 2], whole[:-20]):
+    for content in (
+        b"",
+        b"PK\x03\x04",
+        b"hello world" * 30,
+        whole[:50],
+        whole[: len(whole) // 2],
+        whole[:-20],
+    ):
         path.write_bytes(content)
         assert refusal(tmp_path / "base", match="get the").where == str(path)
 
@@ -220,16 +255,34 @@ def name_another_tensor(base: Path) -> None:
     write_index(base, index)
 
 
-ELSEWHERE = ["../x.bin", "/etc/passwd", "sub/x.bin", "..", "", 3, None, "a\0.bin", "\ud800.bin", [], "x.pt"]
+ELSEWHERE = [
+    "../x.bin",
+    "/etc/passwd",
+    "sub/x.bin",
+    "..",
+    "",
+    3,
+    None,
+    "a\0.bin",
+    "\ud800.bin",
+    [],
+    "x.pt",
+]
 MALFORMED = [b"", b"{", b"[]", b'"x"', b"{}", b'{"weight_map": 3}', b'{"weight_map": {}}', b"\xff"]
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda base: (base / shard_name(3, 3)).write_bytes(b"PK\x03\x04 and no more"), "00003-of-00003"),
+    (
+        lambda base: (base / shard_name(3, 3)).write_bytes(b"PK\x03\x04 and no more"),
+        "00003-of-00003",
+    ),
     (lambda base: (base / shard_name(2, 3)).unlink(), f"{shard_name(2, 3)}.*No such file"),
     (name_another_tensor, r"no tensor other\.weight"),
     (lambda base: pipe(base / shard_name(1, 3)), "no regular file"),
     (lambda base: pipe(base / INDEX_FILE), "no regular file"),
     *((partial(rename_in_index, shard=shard), "directory") for shard in ELSEWHERE),
-    *((lambda base, raw=raw: (base / INDEX_FILE).write_bytes(raw), "weight_map") for raw in MALFORMED),
+    *(
+        (lambda base, raw=raw: (base / INDEX_FILE).write_bytes(raw), "weight_map")
+        for raw in MALFORMED
+    ),
 ]
 
 
@@ -242,7 +295,9 @@ def test_damaged_shards_and_indices_are_refused_at_once(
     refusal(tmp_path / "base", match=match)
 
 
-def test_a_directory_without_pickled_weights_and_a_destination_in_use_are_refused(tmp_path: Path) -> None:
+def test_a_directory_without_pickled_weights_and_a_destination_in_use_are_refused(
+    tmp_path: Path,
+) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
     refusal(base, match="no pickled weights")
     base.mkdir()
@@ -276,7 +331,12 @@ def _tight_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "MEMORY", 1 << 28)
 
 
-def archive(content: bytes, *, storages: Mapping[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED) -> bytes:
+def archive(
+    content: bytes,
+    *,
+    storages: Mapping[str, bytes] | None = None,
+    compression: int = zipfile.ZIP_STORED,
+) -> bytes:
     """A zip archive as torch.save writes it, around a pickle of one's own."""
     entries = {"data.pkl": content, "version": b"3\n", "byteorder": b"little"}
     entries |= {f"data/{key}": value for key, value in (storages or {}).items()}
@@ -304,7 +364,8 @@ def as_key(value: bytes) -> bytes:
 
 
 NESTED = b")" + b"\x85" * 200_000  # a tuple in a tuple in a tuple, ...
-SHARED = b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(100))  # a pair of one tuple twice, which holds a pair, ...
+# a pair of one tuple twice, which holds a pair, ...
+SHARED = b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(100))
 LOOP = b"]q\0h\0a"  # a list that holds itself
 FAR = b"r\xff\xff\xff\x7f"  # noted under the number 2 ** 31 - 1
 
@@ -315,7 +376,9 @@ def storage_of(numel: int) -> bytes:
 
 
 def doubled(times: int) -> bytes:
-    """Instructions for 4 bytes that are doubled again and again, by functions that torch's restricted reader allows."""
+    """Instructions for 4 bytes that are doubled again and again, by functions that torch's
+    restricted reader allows.
+    """
     begun = b"c_codecs\nencode\nX\4\0\0\0aaaaX\5\0\0\0ascii\x86R"
     return b"c_codecs\nencode\n" * times + begun + b"X\3\0\0\0hex\x86R" * times
 
@@ -330,11 +393,23 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a note under a large number": (archive(as_value(b")" + FAR)), "a tuple"),
     "four bytes doubled 40 times": (archive(as_value(doubled(40))), "more memory"),
     "6 GB of nothing": (archive(as_value(b"X\xff\xff\xff\x7f")), "damaged|more memory"),
-    "a storage of 6 GB": (archive(storage_of(1_500_000_000), storages={"0": b"\0" * 20}), "damaged|6000000000"),
+    "a storage of 6 GB": (
+        archive(storage_of(1_500_000_000), storages={"0": b"\0" * 20}),
+        "damaged|6000000000",
+    ),
     "a zip bomb": (archive(b"\0" * (1 << 28), compression=zipfile.ZIP_DEFLATED), "compressed"),
-    "a compressed storage": (archive(FIVE, storages={"0": b"\0" * 20}, compression=zipfile.ZIP_DEFLATED), "compressed"),
-    "a short storage": (archive(FIVE, storages={"0": b"\0" * 12}), "sizes .12 bytes in all.; expected .* .20 bytes"),
-    "a long storage": (archive(FIVE, storages={"0": b"\0" * 24}), "sizes .24 bytes in all.; expected .* .20 bytes"),
+    "a compressed storage": (
+        archive(FIVE, storages={"0": b"\0" * 20}, compression=zipfile.ZIP_DEFLATED),
+        "compressed",
+    ),
+    "a short storage": (
+        archive(FIVE, storages={"0": b"\0" * 12}),
+        "sizes .12 bytes in all.; expected .* .20 bytes",
+    ),
+    "a long storage": (
+        archive(FIVE, storages={"0": b"\0" * 24}),
+        "sizes .24 bytes in all.; expected .* .20 bytes",
+    ),
     "no storage": (archive(FIVE), "damaged"),
 }
 
@@ -342,7 +417,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 @pytest.mark.few(2)
 @pytest.mark.usefixtures("_tight_limits")
 @pytest.mark.parametrize(("content", "match"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file_is_refused_in_bounded_time_and_memory(content: bytes, match: str, tmp_path: Path) -> None:
+def test_a_hostile_file_is_refused_in_bounded_time_and_memory(
+    content: bytes, match: str, tmp_path: Path
+) -> None:
     (tmp_path / "base").mkdir()
     path = tmp_path / "base" / SINGLE_FILE
     path.write_bytes(content)
@@ -353,20 +430,27 @@ def test_a_hostile_file_is_refused_in_bounded_time_and_memory(content: bytes, ma
 
 
 @pytest.mark.usefixtures("_tight_limits")
-def test_a_flipped_bit_is_found_and_a_file_takes_little_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_and_a_file_takes_little_more_memory_than_it_has_bytes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "base").mkdir()
     path = tmp_path / "base" / SINGLE_FILE
     torch.save({"a": torch.ones(1000)}, path)
     content = bytearray(path.read_bytes())
     content[content.index(torch.ones(4).numpy().tobytes()) + 800] ^= 1
     path.write_bytes(content)
-    refusal(tmp_path / "base", match="data/0: found a damaged file; expected bytes with the archive's checksum")
+    refusal(
+        tmp_path / "base",
+        match="data/0: found a damaged file; expected bytes with the archive's checksum",
+    )
     torch.save({f"{i}": whole for i, whole in enumerate([torch.zeros(1 << 22)] * 100)}, path)
     refusal(tmp_path / "base", match="more memory")
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_weights_that_a_link_takes_from_elsewhere_are_not_converted(shards: int, tmp_path: Path) -> None:
+def test_weights_that_a_link_takes_from_elsewhere_are_not_converted(
+    shards: int, tmp_path: Path
+) -> None:
     save_pickled(tmp_path / "base", shards=shards)
     (tmp_path / "others").write_text("mine")
     (tmp_path / "base" / "notes.txt").symlink_to(tmp_path / "others")  # it is not copied
@@ -384,11 +468,15 @@ def test_remote_code_does_not_go_along_and_that_is_said(tmp_path: Path) -> None:
     save_pickled(tmp_path / "base", shards=1)
     for name in ("config.json", "tokenizer_config.json"):
         path = tmp_path / "base" / name
-        path.write_text(json.dumps({**json.loads(path.read_bytes()), "auto_map": {"AutoConfig": "code.Config"}}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_bytes()), "auto_map": {"AutoConfig": "code.Config"}})
+        )
     (tmp_path / "base" / "code.py").write_text("raise SystemExit")
     lines: list[str] = []
     convert(tmp_path / "base", tmp_path / "out", report=lines.append)
     assert lines[0].startswith("config.json and tokenizer_config.json: auto_map is left out")
     assert not any(b"auto_map" in path.read_bytes() for path in (tmp_path / "out").iterdir())
     assert not (tmp_path / "out" / "code.py").exists()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False) is not None
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False) is not None
+    )

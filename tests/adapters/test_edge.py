@@ -1,4 +1,6 @@
-"""Programs that train: dual forwards are plain LoRA-FA, the runtime's trajectory is the module's, its state an engine's."""
+"""Programs that train: dual forwards are plain LoRA-FA, the runtime's trajectory is the module's,
+its state an engine's.
+"""
 
 import importlib.util
 import sys
@@ -14,8 +16,24 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from zo2adapters import Adapter, HFBlockModel, MonolithicMeZO, ProgramState, TrainingProgram, open_checkpoint, write_program
-from zo2adapters.edge.program import GROUP, DualForwardLinear, Signs, TrainingStep, append_digest, assemble, groups_of
+from zo2adapters import (
+    Adapter,
+    HFBlockModel,
+    MonolithicMeZO,
+    ProgramState,
+    TrainingProgram,
+    open_checkpoint,
+    write_program,
+)
+from zo2adapters.edge.program import (
+    GROUP,
+    DualForwardLinear,
+    Signs,
+    TrainingStep,
+    append_digest,
+    assemble,
+    groups_of,
+)
 from zo2adapters.models.conversion import quantize
 from zo2core import Distribution, Engine, MeZOSGD, PhiloxNoise, ZerothOrder, ZO2Error
 from zo2core.errors import (
@@ -29,15 +47,20 @@ from zo2core.errors import (
 )
 from zo2core.kernels import fill
 
-needs_executorch = pytest.mark.skipif(importlib.util.find_spec("executorch") is None, reason="executorch is an extra")
+needs_executorch = pytest.mark.skipif(
+    importlib.util.find_spec("executorch") is None, reason="executorch is an extra"
+)
 FA = ("lora_A",)
 SEED, ZO_EPS, LR, STEPS = 5, 1e-2, 2e-3, 20
 ROWS, TOKENS = 2, 9
-# Losses of about 4 differ in their last bits, projected gradients by that over 2 zo_eps, B by LR times that a step.
+# Losses of about 4 differ in their last bits, projected gradients by that over 2 zo_eps, B by LR
+# times that a step.
 CLOSE, CLOSE_GRADS = 1e-5, 1e-3
 
 
-def opened(folder: Path, model_type: str = "llama", *, frozen: tuple[str, ...] = FA, **changes: Any) -> HFBlockModel:
+def opened(
+    folder: Path, model_type: str = "llama", *, frozen: tuple[str, ...] = FA, **changes: Any
+) -> HFBlockModel:
     """A tiny checkpoint, opened with a new adapter whose B is not zero."""
     base = folder / model_type
     if not base.exists():
@@ -47,7 +70,9 @@ def opened(folder: Path, model_type: str = "llama", *, frozen: tuple[str, ...] =
 
 
 def step_of(model: HFBlockModel, **changes: Any) -> TrainingStep:
-    return assemble(model, **{"rows": ROWS, "tokens": TOKENS, "zo_eps": ZO_EPS, "seed": SEED, **changes}).step
+    return assemble(
+        model, **{"rows": ROWS, "tokens": TOKENS, "zo_eps": ZO_EPS, "seed": SEED, **changes}
+    ).step
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -56,7 +81,9 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": batch["input_ids"], "labels": batch["labels"]} for batch in made]
 
 
-def taken(step: TrainingStep, batch: Mapping[str, torch.Tensor], lr: float = LR) -> tuple[torch.Tensor, float, int]:
+def taken(
+    step: TrainingStep, batch: Mapping[str, torch.Tensor], lr: float = LR
+) -> tuple[torch.Tensor, float, int]:
     with torch.inference_mode():
         losses, projected_grad, seed = step(batch["input_ids"], batch["labels"], torch.tensor(lr))
     return losses.clone(), float(projected_grad), int(seed)
@@ -76,7 +103,9 @@ def peft_whole(folder: Path, model_type: str, model: HFBlockModel) -> PreTrained
 
 
 def trained(whole: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in whole.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in whole.named_parameters() if parameter.requires_grad
+    }
 
 
 def split(adapter: torch.Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
@@ -91,7 +120,9 @@ def split(adapter: torch.Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, 
 
 def assert_close_adapter(step: TrainingStep, whole: nn.Module) -> None:
     expected = trained(whole)
-    values = split(step.state.adapter, {name: parameter.shape for name, parameter in expected.items()})
+    values = split(
+        step.state.adapter, {name: parameter.shape for name, parameter in expected.items()}
+    )
     for name, parameter in expected.items():
         assert_close(values[name], parameter.data)
 
@@ -123,11 +154,16 @@ def test_a_step_is_lora_fa_perturbed_in_its_weights(model_type: str, tmp_path: P
 
 
 def test_steps_are_those_of_algorithm_1_with_the_same_noise(tmp_path: Path) -> None:
-    """P-RGE's Algorithm 1, line by line: two copies of B, and the last step's projected gradient comes with the next."""
+    """P-RGE's Algorithm 1, line by line: two copies of B, and the last step's projected gradient
+    comes with the next.
+    """
     model = opened(tmp_path)
     step, whole = step_of(model), peft_whole(tmp_path, "llama", model)
     places = {name: place for place, (name, _) in enumerate(whole.named_parameters())}
-    copies = {name: [parameter.data.clone(), parameter.data.clone()] for name, parameter in trained(whole).items()}
+    copies = {
+        name: [parameter.data.clone(), parameter.data.clone()]
+        for name, parameter in trained(whole).items()
+    }
 
     def apply_update(projected_grad: float, seed: int | None) -> None:
         for name, (plus, minus) in copies.items():
@@ -172,15 +208,21 @@ def test_an_engine_that_is_told_the_losses_has_the_same_adapter_bit_for_bit(tmp_
     assert all(torch.equal(values[name], now[name]) for name in now)
 
 
-def test_a_step_changes_its_state_alone_and_not_the_adapter_where_losses_are_not_finite(tmp_path: Path) -> None:
+def test_a_step_changes_its_state_alone_and_not_the_adapter_where_losses_are_not_finite(
+    tmp_path: Path,
+) -> None:
     model, [batch] = opened(tmp_path), batches(1)
     step = step_of(model)
     before = {name: value.clone() for name, value in step.state_dict().items()}
     taken(step, batch)
-    changed = {name for name, value in step.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in step.state_dict().items() if not torch.equal(value, before[name])
+    }
     assert changed == {"state.adapter", "state.seed"}
     with told_engine(model) as used, told_engine(opened(tmp_path)) as fresh:
-        assert used.step(batch, seed=0).losses == fresh.step(batch, seed=0).losses, "the opened model stays as it is"
+        assert used.step(batch, seed=0).losses == fresh.step(batch, seed=0).losses, (
+            "the opened model stays as it is"
+        )
     step = step_of(opened(tmp_path), zo_eps=1e38)
     _, projected_grad, _ = taken(step, batch)
     assert not abs(projected_grad) < float("inf")
@@ -202,27 +244,44 @@ def quantised(folder: Path) -> HFBlockModel:
             UnsupportedModelError,
             "without an adapter",
         ),
-        (lambda path: opened(path, frozen=()), OptionError, "lora_A.default.weight, which is trained"),
-        (lambda path: opened(path, frozen=("lora_A", "layers.0")), OptionError, "lora_B.default.weight, which is frozen"),
+        (
+            lambda path: opened(path, frozen=()),
+            OptionError,
+            "lora_A.default.weight, which is trained",
+        ),
+        (
+            lambda path: opened(path, frozen=("lora_A", "layers.0")),
+            OptionError,
+            "lora_B.default.weight, which is frozen",
+        ),
         (quantised, UnsupportedModelError, "a quantised weight (NF4Blocks)"),
     ],
     ids=["no-adapter", "all-of-lora", "a-layer-frozen", "quantised"],
 )
-def test_others_are_refused(make: Callable[[Path], HFBlockModel], error: type[ZO2Error], found: str, tmp_path: Path) -> None:
+def test_others_are_refused(
+    make: Callable[[Path], HFBlockModel], error: type[ZO2Error], found: str, tmp_path: Path
+) -> None:
     with pytest.raises(error) as refusal:
         step_of(make(tmp_path))
     assert found in str(refusal.value)
 
 
 def test_a_layer_that_sees_other_rows_is_refused_by_name() -> None:
-    layer = DualForwardLinear(nn.Linear(4, 3), torch.zeros(2, 4), 1.0, path="experts.0", batch=(4, 9))
+    layer = DualForwardLinear(
+        nn.Linear(4, 3), torch.zeros(2, 4), 1.0, path="experts.0", batch=(4, 9)
+    )
     assert layer(torch.zeros(4, 9, 4)).shape == (4, 9, 3)
     assert layer(torch.zeros(36, 4)).shape == (36, 3)
-    with pytest.raises(UnsupportedModelError, match=r"^experts\.0: found a layer that is called with shape \(20, 4\)"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"^experts\.0: found a layer that is called with shape \(20, 4\)",
+    ):
         layer(torch.zeros(20, 4))
 
 
-def test_what_is_not_installed_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("executorch.exir", "executorch.runtime"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingPackageError, match=r"zo2core\[executorch\]"):
@@ -262,7 +321,11 @@ def test_the_runtimes_trajectory_is_the_modules(written: Path, folder: Path) -> 
     assert_close(program.state().adapter, step.state.adapter)
     assert program.state().seed == SEED + STEPS
     assert TrainingProgram(written).state().seed == SEED, "each object has a state of its own"
-    for given, rows, tokens in ((make_batch(40, [6]), 1, 6), (make_batch(40, [7, 4], seed=3), 2, 7)):  # smaller batches
+    for given, rows, tokens in (
+        (make_batch(40, [6]), 1, 6),
+        (make_batch(40, [7, 4], seed=3), 2, 7),
+    ):
+        # smaller batches
         expected = taken(step_of(opened(folder), rows=rows, tokens=tokens), given)[0]
         assert_close(TrainingProgram(written).step(given, lr=LR).losses, expected)
 
@@ -270,7 +333,15 @@ def test_the_runtimes_trajectory_is_the_modules(written: Path, folder: Path) -> 
 @needs_executorch
 def test_portable_kernels_take_the_same_steps(folder: Path, tmp_path: Path) -> None:
     model = opened(folder)
-    write_program(tmp_path / "portable.pte", model, rows=1, tokens=5, zo_eps=ZO_EPS, seed=SEED, partitioners=())
+    write_program(
+        tmp_path / "portable.pte",
+        model,
+        rows=1,
+        tokens=5,
+        zo_eps=ZO_EPS,
+        seed=SEED,
+        partitioners=(),
+    )
     program, step = TrainingProgram(tmp_path / "portable.pte"), step_of(model, rows=1, tokens=5)
     for seed in range(5):
         batch = make_batch(40, [5], seed=seed)
@@ -279,7 +350,9 @@ def test_portable_kernels_take_the_same_steps(folder: Path, tmp_path: Path) -> N
 
 
 @needs_executorch
-def test_an_engine_that_is_told_a_programs_losses_exports_its_adapter(written: Path, folder: Path, tmp_path: Path) -> None:
+def test_an_engine_that_is_told_a_programs_losses_exports_its_adapter(
+    written: Path, folder: Path, tmp_path: Path
+) -> None:
     program = TrainingProgram(written)
     with told_engine(opened(folder)) as engine:
         for batch in batches(5):
@@ -289,14 +362,18 @@ def test_an_engine_that_is_told_a_programs_losses_exports_its_adapter(written: P
         engine.export(tmp_path / "engine")
     program.save_adapter(tmp_path / "program")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "program" / name).read_bytes() == (tmp_path / "engine" / name).read_bytes()
+        assert (tmp_path / "program" / name).read_bytes() == (
+            tmp_path / "engine" / name
+        ).read_bytes()
     with pytest.raises(OutputError):
         program.save_adapter(tmp_path / "program")
 
 
 @needs_executorch
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
-def test_peft_loads_what_a_program_saves_to_the_same_loss(written: Path, folder: Path, tmp_path: Path) -> None:
+def test_peft_loads_what_a_program_saves_to_the_same_loss(
+    written: Path, folder: Path, tmp_path: Path
+) -> None:
     peft: Any = pytest.importorskip("peft")
     program = TrainingProgram(written)
     for batch in batches(3):
@@ -307,7 +384,8 @@ def test_peft_loads_what_a_program_saves_to_the_same_loss(written: Path, folder:
     base = AutoModelForCausalLM.from_pretrained(folder / "llama")
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     with torch.inference_mode():
-        assert float(model(**batch).loss) == pytest.approx(float(plus + minus) / 2, abs=1e-3)  # to the curvature
+        # to the curvature
+        assert float(model(**batch).loss) == pytest.approx(float(plus + minus) / 2, abs=1e-3)
     first = values_of(opened(folder))
     for name, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
         before = first[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")]
@@ -315,12 +393,18 @@ def test_peft_loads_what_a_program_saves_to_the_same_loss(written: Path, folder:
 
 
 @needs_executorch
-def test_a_restored_state_goes_on_bit_for_bit_and_that_of_another_adapter_is_refused(written: Path) -> None:
+def test_a_restored_state_goes_on_bit_for_bit_and_that_of_another_adapter_is_refused(
+    written: Path,
+) -> None:
     program = TrainingProgram(written)
     first, *rest = batches(4)
     program.step(first, lr=LR)
     state = program.state()
-    for wrong in (state._replace(adapter=torch.zeros(3)), state._replace(seed=-1), state._replace(seed=2**63)):
+    for wrong in (
+        state._replace(adapter=torch.zeros(3)),
+        state._replace(seed=-1),
+        state._replace(seed=2**63),
+    ):
         with pytest.raises(OptionError, match=r"^state\."):
             program.restore(wrong)
     assert program.state().seed == state.seed
@@ -332,7 +416,9 @@ def test_a_restored_state_goes_on_bit_for_bit_and_that_of_another_adapter_is_ref
         assert again.state().seed == state.seed
         repeated = [again.step(batch, lr=LR) for batch in rest]
         assert [report.seed for report in repeated] == [report.seed for report in reports]
-        assert all(torch.equal(one.losses, two.losses) for one, two in zip(reports, repeated, strict=True))
+        assert all(
+            torch.equal(one.losses, two.losses) for one, two in zip(reports, repeated, strict=True)
+        )
         assert torch.equal(again.state().adapter, after.adapter)
 
 
@@ -343,12 +429,18 @@ def bad_batches() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
         "rows": (make_batch(40, [5] * (ROWS + 1)), "3 rows"),
         "tokens": (make_batch(40, [TOKENS + 1]), "10 tokens"),
         "no-labels": ({"input_ids": good["input_ids"]}, "no labels"),
-        "nothing-to-learn": ({**good, "labels": torch.full_like(good["labels"], -100)}, "no token to predict"),
+        "nothing-to-learn": (
+            {**good, "labels": torch.full_like(good["labels"], -100)},
+            "no token to predict",
+        ),
         "vocabulary": ({**good, "input_ids": good["input_ids"] + 40}, "token 40"),
         "labels-of-another-shape": ({**good, "labels": good["labels"][:, 1:]}, "shape (2, 8)"),
         "padded-at-the-left": (left, "masked tokens before other tokens"),
         "masked-labels": ({**padded, "labels": padded["input_ids"]}, "or that have labels"),
-        "another-entry": ({**good, "position_ids": torch.arange(TOKENS).expand(ROWS, -1)}, "position_ids: found an entry"),
+        "another-entry": (
+            {**good, "position_ids": torch.arange(TOKENS).expand(ROWS, -1)},
+            "position_ids: found an entry",
+        ),
     }
 
 
@@ -378,15 +470,24 @@ def test_a_step_of_the_runtime_that_is_not_finite_leaves_the_adapter(written: Pa
 
 @needs_executorch
 @pytest.mark.parametrize("digested", [False, True], ids=["as it is", "with a digest"])
-@pytest.mark.parametrize("damage", ["missing", "empty", "text", "half", "end", "directory", "other", "flipped"])
-def test_a_file_that_is_no_such_program_is_refused(*, damage: str, digested: bool, written: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["missing", "empty", "text", "half", "end", "directory", "other", "flipped"]
+)
+def test_a_file_that_is_no_such_program_is_refused(
+    *, damage: str, digested: bool, written: Path, tmp_path: Path
+) -> None:
     path, whole = tmp_path / "damaged.pte", written.read_bytes()
     if damage == "directory":
         path.mkdir()
     elif damage != "missing":
         flipped = bytearray(whole)
         flipped[len(whole) // 2] ^= 1  # of the weights: the runtime would not notice
-        parts = {"empty": b"", "text": b"no program\n" * 99, "half": whole[: len(whole) // 2], "end": whole[:-4000]}
+        parts = {
+            "empty": b"",
+            "text": b"no program\n" * 99,
+            "half": whole[: len(whole) // 2],
+            "end": whole[:-4000],
+        }
         parts |= {"other": whole.replace(b"restore\0", b"rest0re\0"), "flipped": bytes(flipped)}
         path.write_bytes(parts[damage])
         if digested and damage != "flipped":
@@ -397,8 +498,18 @@ def test_a_file_that_is_no_such_program_is_refused(*, damage: str, digested: boo
 
 
 @needs_executorch
-def test_numbers_out_of_their_range_and_files_in_the_way_are_refused(written: Path, folder: Path, tmp_path: Path) -> None:
-    wrong = [("rows", 0), ("rows", True), ("tokens", 1), ("tokens", 13), ("zo_eps", 0.0), ("seed", -1), ("seed", 2**63)]
+def test_numbers_out_of_their_range_and_files_in_the_way_are_refused(
+    written: Path, folder: Path, tmp_path: Path
+) -> None:
+    wrong = [
+        ("rows", 0),
+        ("rows", True),
+        ("tokens", 1),
+        ("tokens", 13),
+        ("zo_eps", 0.0),
+        ("seed", -1),
+        ("seed", 2**63),
+    ]
     for option, value in wrong:
         options: dict[str, Any] = {"rows": 1, "tokens": 4, "zo_eps": ZO_EPS, option: value}
         with pytest.raises(OptionError, match=rf"^{option}: "):
@@ -410,7 +521,9 @@ def test_numbers_out_of_their_range_and_files_in_the_way_are_refused(written: Pa
 
 
 @needs_executorch
-def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask_a_value(self: TrainingStep, *inputs: torch.Tensor) -> torch.Tensor:
         return inputs[2] if inputs[2] > 0 else -inputs[2]
 

@@ -1,4 +1,6 @@
-"""``zo2 evaluate``: base and fine-tuned model in one table with standard errors, and what a run's directory knows."""
+"""``zo2 evaluate``: base and fine-tuned model in one table with standard errors, and what a run's
+directory knows.
+"""
 
 import csv
 import json
@@ -25,7 +27,10 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2core import Journal
 
 TEXTS = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[2:8]]
-CHOICES = [{"prompt": f"the {word} is", "candidates": [" yes", " no"], "answer": " yes"} for word in WORDS[2:9]]
+CHOICES = [
+    {"prompt": f"the {word} is", "candidates": [" yes", " no"], "answer": " yes"}
+    for word in WORDS[2:9]
+]
 ANSWERS = [{"prompt": f"the {word}", "answers": ["sat", "ran"]} for word in WORDS[2:5]]
 
 
@@ -41,12 +46,27 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(output: str, *more: object, data: str = "texts.jsonl", model: str = "base") -> None:
-    common = ("--model", model, "--data", data, "--output", output, "--steps", 4, "--lr", 1e-2, "--batch-size", 2)
+    common = (
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        output,
+        "--steps",
+        4,
+        "--lr",
+        1e-2,
+        "--batch-size",
+        2,
+    )
     done("train", *common, *more)
 
 
 def cells(told: str) -> dict[str, list[str]]:
-    """The table by its measures: the columns' values without standard errors; the names of the columns under ""."""
+    """The table by its measures: the columns' values without standard errors; the names of the
+    columns under "".
+    """
     names, *rows, _ = told.splitlines()
     table = {"": names.split("  ")}
     table[""] = [name.strip() for name in table[""] if name.strip()]
@@ -60,7 +80,10 @@ def cells(told: str) -> dict[str, list[str]]:
 def test_a_run_stands_beside_its_base(rows: str, here: Path) -> None:
     more = ("--data", f"{rows}.jsonl", "--batch-size", 2, "--max-new-tokens", 4)
     table = cells(done("evaluate", "--run", "run", *more).out)
-    lines = [done("evaluate", *model, *more).out for model in (("--model", "base"), ("--run", "run", "--no-base"))]
+    lines = [
+        done("evaluate", *model, *more).out
+        for model in (("--model", "base"), ("--run", "run", "--no-base"))
+    ]
     assert table.pop("") == ["base", "step 4"]
     assert len(table) == (1 if rows == "choices" else 2)
     for name, values in table.items():
@@ -71,24 +94,45 @@ def test_a_run_stands_beside_its_base(rows: str, here: Path) -> None:
 
 def test_a_classifier_stands_beside_its_base(here: Path) -> None:
     save_classifier(Path("classifier"))
-    labelled = [{"text": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS[2:7])]
+    labelled = [
+        {"text": f"the {word}", "label": number % 2} for number, word in enumerate(WORDS[2:7])
+    ]
     write_rows(Path("labels.jsonl"), labelled)
     train("classes", "--head", "sequence-classification", data="labels.jsonl", model="classifier")
-    table = cells(done("evaluate", "--run", "classes", "--data", "labels.jsonl", "--batch-size", 2).out)
-    line = done("evaluate", "--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl").out
+    table = cells(
+        done("evaluate", "--run", "classes", "--data", "labels.jsonl", "--batch-size", 2).out
+    )
+    line = done(
+        "evaluate",
+        "--model",
+        "classifier",
+        "--head",
+        "sequence-classification",
+        "--data",
+        "labels.jsonl",
+    ).out
     assert f"accuracy {table['accuracy'][0]}" in line
     assert float(table["loss"][0]) == pytest.approx(float(line.split()[1].strip(",")), abs=1e-5)
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("more", [("--lora-rank", 2), ("--rank", 2), ("--lora-rank", 2, "--method", "adamw")], ids=str)
+@pytest.mark.parametrize(
+    "more", [("--lora-rank", 2), ("--rank", 2), ("--lora-rank", 2, "--method", "adamw")], ids=str
+)
 def test_an_adapter_stands_beside_its_base(more: tuple[object, ...], here: Path) -> None:
     train("tuned", *more)
-    base = done("evaluate", "--model", "base", "--data", "texts.jsonl", "--batch-size", 2).out.split()[1].strip(",")
+    base = (
+        done("evaluate", "--model", "base", "--data", "texts.jsonl", "--batch-size", 2)
+        .out.split()[1]
+        .strip(",")
+    )
     commands = [("--run", "tuned")]
     if "--lora-rank" in more:
         commands.append(("--adapter", "tuned/model"))
-    tables = [cells(done("evaluate", *command, "--data", "texts.jsonl", "--batch-size", 2).out) for command in commands]
+    tables = [
+        cells(done("evaluate", *command, "--data", "texts.jsonl", "--batch-size", 2).out)
+        for command in commands
+    ]
     assert [table[""] for table in tables] == [["base", "step 4"], ["base", "tuned"]][: len(tables)]
     assert {table["loss"][0] for table in tables} == {base}
     assert len({table["loss"][1] for table in tables} - {base}) == 1
@@ -96,7 +140,10 @@ def test_an_adapter_stands_beside_its_base(more: tuple[object, ...], here: Path)
 
 def test_rows_stand_below_the_table_and_a_model_alone_has_no_base_beside_it(here: Path) -> None:
     told = done("evaluate", "--run", "run", "--data", "choices.jsonl", "--trace", "trace.json").out
-    assert told.splitlines()[-1] == "7 rows, 14 candidates, 1 sweep; \N{PLUS-MINUS SIGN} is the standard error"
+    assert (
+        told.splitlines()[-1]
+        == "7 rows, 14 candidates, 1 sweep; \N{PLUS-MINUS SIGN} is the standard error"
+    )
     assert json.loads(Path("trace.json").read_text())
     for command in (("--run", "run", "--at", 0), ("--model", "run/model"), ("--model", "base")):
         told = done("evaluate", *command, "--data", "texts.jsonl").out
@@ -125,14 +172,23 @@ def test_the_standard_error_of_a_loss_is_that_of_its_batches(here: Path) -> None
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 9)), min_size=2, max_size=8))
 def test_the_standard_error_of_groups_is_that_of_a_ratio(groups: list[tuple[float, int]]) -> None:
-    """Against the jackknife, which drops one group at a time, up to its own error for groups of different sizes."""
-    sums, weights = [value * weight for value, weight in groups], [float(weight) for _, weight in groups]
+    """Against the jackknife, which drops one group at a time, up to its own error for groups of
+    different sizes.
+    """
+    sums, weights = (
+        [value * weight for value, weight in groups],
+        [float(weight) for _, weight in groups],
+    )
     error = standard_error(sums, weights)
     assert error is not None
     mean = sum(sums) / sum(weights)
     residuals = [value - mean * weight for value, weight in zip(sums, weights, strict=True)]
-    assert error == pytest.approx(statistics.stdev(residuals) * math.sqrt(len(groups)) / sum(weights), abs=1e-9)
-    assert standard_error([1.0], [3.0]) is None, "there is none of one group, and none of an infinite loss"
+    assert error == pytest.approx(
+        statistics.stdev(residuals) * math.sqrt(len(groups)) / sum(weights), abs=1e-9
+    )
+    assert standard_error([1.0], [3.0]) is None, (
+        "there is none of one group, and none of an infinite loss"
+    )
     assert standard_error([1.0, math.inf], [1.0, 1.0]) is None
     equal = standard_error(sums, [1.0] * len(sums))
     assert equal == pytest.approx(statistics.stdev(sums) / math.sqrt(len(sums)), abs=1e-9)
@@ -142,14 +198,18 @@ def save_csv(path: str) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["subject", "mood"])
-        writer.writerows([f"the {word}", "yes" if number % 2 else "no"] for number, word in enumerate(WORDS[2:8]))
+        writer.writerows(
+            [f"the {word}", "yes" if number % 2 else "no"] for number, word in enumerate(WORDS[2:8])
+        )
 
 
 COLUMNS = ("--prompt-template", "{subject} is", "--columns", "label=mood")
 
 
 def test_a_run_knows_columns_template_labels_and_how_long_its_rows_may_be(here: Path) -> None:
-    write_rows(Path("mixed.jsonl"), [{"text": "the cat"}, {"text": "the cat sat"}, {"text": "the dog ran"}])
+    write_rows(
+        Path("mixed.jsonl"), [{"text": "the cat"}, {"text": "the cat sat"}, {"text": "the dog ran"}]
+    )
     train("short", "--sequence-length", 3, "--too-long", "drop", data="mixed.jsonl")
     short = done("evaluate", "--run", "short", "--data", "mixed.jsonl", "--no-base")
     assert "left out, since longer: 2 rows" in short.err
@@ -158,44 +218,82 @@ def test_a_run_knows_columns_template_labels_and_how_long_its_rows_may_be(here: 
     train("moods", *COLUMNS, data="moods.csv")
     assert "mood" in refusal("evaluate", "--model", "base", "--data", "moods.csv")
     told = done("evaluate", "--run", "moods", "--data", "moods.csv", "--no-base").out
-    assert told == done("evaluate", "--run", "moods", "--data", "moods.csv", "--no-base", *COLUMNS).out
+    assert (
+        told == done("evaluate", "--run", "moods", "--data", "moods.csv", "--no-base", *COLUMNS).out
+    )
     assert told == done("evaluate", "--model", "moods/model", "--data", "moods.csv", *COLUMNS).out
     Path("one.csv").write_text("subject,mood\nthe cat,no\n")  # whose labels alone are not enough
-    assert "1 row, 2 candidates" in done("evaluate", "--run", "moods", "--data", "one.csv", "--no-base").out
+    assert (
+        "1 row, 2 candidates"
+        in done("evaluate", "--run", "moods", "--data", "one.csv", "--no-base").out
+    )
     Path("other.csv").write_text("topic,mood\nthe cat,no\n")
     other = ("--prompt-template", "{topic} is")
-    assert "1 row," in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out
+    assert (
+        "1 row,"
+        in done("evaluate", "--run", "moods", "--data", "other.csv", "--no-base", *other).out
+    )
 
 
 @pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--evaluation", 0.5)], ids=str)
-def test_the_rows_of_a_run_are_those_it_was_evaluated_on(more: tuple[object, ...], here: Path) -> None:
+def test_the_rows_of_a_run_are_those_it_was_evaluated_on(
+    more: tuple[object, ...], here: Path
+) -> None:
     train("evaluated", *more)
     losses = Journal("evaluated/journal.jsonl").evaluations
     table = cells(done("evaluate", "--run", "evaluated", "--batch-size", 2).out)
-    assert [float(value) for value in table["loss"]] == pytest.approx([losses[step]["loss"] for step in (0, 4)], abs=1e-6)
+    assert [float(value) for value in table["loss"]] == pytest.approx(
+        [losses[step]["loss"] for step in (0, 4)], abs=1e-6
+    )
 
 
-@pytest.mark.parametrize("method", [(), ("--method", "adamw", "--lora-rank", 2)], ids=["zeroth-order", "adamw"])
-def test_a_plan_counts_evaluations_of_rows_that_are_split_off(method: tuple[object, ...], here: Path) -> None:
-    plan = ("plan", "--model", "base", "--data", "texts.jsonl", "--steps", 10, "--evaluate-every", 5, "--json", *method)
+@pytest.mark.parametrize(
+    "method", [(), ("--method", "adamw", "--lora-rank", 2)], ids=["zeroth-order", "adamw"]
+)
+def test_a_plan_counts_evaluations_of_rows_that_are_split_off(
+    method: tuple[object, ...], here: Path
+) -> None:
+    plan = (
+        "plan",
+        "--model",
+        "base",
+        "--data",
+        "texts.jsonl",
+        "--steps",
+        10,
+        "--evaluate-every",
+        5,
+        "--json",
+        *method,
+    )
     planned = json.loads(done(*plan, "--evaluation", 0.5).out)
     assert planned["evaluations"] == 3
     assert planned["evaluation_seconds"] > 0
     for more, option in ((("--evaluation", 1.5), "--evaluation"), ((), "--evaluate-every")):
         assert f"zo2: {option}: found" in refusal(*plan, *more)
-    assert "--evaluation: found 0.5 without the rows" in refusal("plan", "--model", "base", "--evaluation", 0.5)
+    assert "--evaluation: found 0.5 without the rows" in refusal(
+        "plan", "--model", "base", "--evaluation", 0.5
+    )
 
 
 # Runs that train on completions and are evaluated on other rows, and samples
 
 
-CANDIDATES = [{"prompt": "the cat", "candidates": [" sat", " ran"], "answer": index} for index in (0, 1, 0)]
+CANDIDATES = [
+    {"prompt": "the cat", "candidates": [" sat", " ran"], "answer": index} for index in (0, 1, 0)
+]
 LABELS = [{"prompt": "the cat", "label": label} for label in ("sat", "ran", "sat")]
-ANSWERED = [{"prompt": "the cat", "answers": ["sat", "ran"]}, {"prompt": "the dog", "answers": ["ran"]}]
+ANSWERED = [
+    {"prompt": "the cat", "answers": ["sat", "ran"]},
+    {"prompt": "the dog", "answers": ["ran"]},
+]
 
 
 def evaluations(options: TrainOptions) -> dict[int, dict[str, float]]:
-    return {step: dict(results) for step, results in Journal(options.output / "journal.jsonl").evaluations.items()}
+    return {
+        step: dict(results)
+        for step, results in Journal(options.output / "journal.jsonl").evaluations.items()
+    }
 
 
 JUDGED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {  # rows, and what is measured on them
@@ -207,12 +305,19 @@ JUDGED: dict[str, tuple[list[dict[str, Any]], set[str]]] = {  # rows, and what i
 
 @pytest.mark.parametrize(("rows", "measured"), JUDGED.values(), ids=JUDGED)
 def test_a_run_on_completions_is_evaluated_on_other_rows(
-    rows: list[dict[str, Any]], measured: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rows: list[dict[str, Any]],
+    measured: set[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plain = small_run(tmp_path)
     finish(plain)
     evaluation, judged = write_rows(tmp_path / "evaluation.jsonl", rows), tmp_path / "judged"
-    finish(replace(plain, output=judged, evaluation=evaluation, evaluate_every=2, keep_best=True, samples=1))
+    finish(
+        replace(
+            plain, output=judged, evaluation=evaluation, evaluate_every=2, keep_best=True, samples=1
+        )
+    )
     best = "f1" if "f1" in measured else "choice loss"
     assert f"step 3: evaluation {best} " in capsys.readouterr().err
     journals = [Journal(path / "journal.jsonl") for path in (plain.output, judged)]
@@ -221,11 +326,15 @@ def test_a_run_on_completions_is_evaluated_on_other_rows(
     for step, values in journals[1].evaluations.items():
         assert values.keys() == measured, "steps minimise another loss"
         shown = ("F1", "exact match") if best == "f1" else ("accuracy",)
-        expected = ", ".join(f"{name} {values[name.lower().replace(' ', '_')]:.1%}" for name in shown)
+        expected = ", ".join(
+            f"{name} {values[name.lower().replace(' ', '_')]:.1%}" for name in shown
+        )
         arguments = ("--at", step, "--data", evaluation, "--no-base", "--max-new-tokens", 6)
         assert f"{expected}," in run_here("evaluate", "--run", judged, *arguments).out
     written = [json.loads(line) for line in (judged / "samples.jsonl").read_text().splitlines()]
-    assert [(sample["prompt"], sample["expected"].strip()) for sample in written] == [("the cat", "sat")] * 2
+    assert [(sample["prompt"], sample["expected"].strip()) for sample in written] == [
+        ("the cat", "sat")
+    ] * 2
     assert "evaluation_loss" not in (judged / "metrics.jsonl").read_text()
     assert f"| step | {best} |" in (judged / "model" / "README.md").read_text()
     pytest.importorskip("matplotlib")
@@ -235,23 +344,38 @@ def test_a_run_on_completions_is_evaluated_on_other_rows(
 
 
 def test_the_columns_of_a_run_are_those_of_both_files(tmp_path: Path) -> None:
-    rows = [{"text": "the cat", "completion": f"{word} on", "label": word} for word in ("sat", "ran", "sat")]
+    rows = [
+        {"text": "the cat", "completion": f"{word} on", "label": word}
+        for word in ("sat", "ran", "sat")
+    ]
     labels = [{"text": row["text"], "label": row["label"]} for row in rows]
-    data, evaluation = write_rows(tmp_path / "all.jsonl", rows), write_rows(tmp_path / "labels.jsonl", labels)
-    options = small_run(tmp_path, data=data, evaluation=evaluation, rows=RowOptions(prompt_template="{text}"))
+    data, evaluation = (
+        write_rows(tmp_path / "all.jsonl", rows),
+        write_rows(tmp_path / "labels.jsonl", labels),
+    )
+    options = small_run(
+        tmp_path, data=data, evaluation=evaluation, rows=RowOptions(prompt_template="{text}")
+    )
     finish(options)
     assert evaluations(options)[3].keys() == {"choice_loss", "accuracy"}
 
 
 def samples(options: TrainOptions) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (options.output / "samples.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (options.output / "samples.jsonl").read_text().splitlines()
+    ]
 
 
 def test_samples_are_what_generate_writes_before_and_after_training(tmp_path: Path) -> None:
     options = small_run(tmp_path, samples=2)
     finish(options)
     written = samples(options)
-    assert [(sample["step"], sample["row"]) for sample in written] == [(0, 0), (0, 1), (3, 0), (3, 1)]
+    assert [(sample["step"], sample["row"]) for sample in written] == [
+        (0, 0),
+        (0, 1),
+        (3, 0),
+        (3, 1),
+    ]
     first_row = json.loads(options.data.read_text().splitlines()[0])
     assert written[0]["prompt"] == first_row["prompt"]
     assert written[0]["expected"].strip() == first_row["completion"].strip()
@@ -261,7 +385,9 @@ def test_samples_are_what_generate_writes_before_and_after_training(tmp_path: Pa
         assert ended.out.split() == f"{sample['prompt']} {sample['generated']}".split()
 
 
-def test_a_resumed_run_adds_the_samples_that_are_missing_and_a_report_shows_them(tmp_path: Path) -> None:
+def test_a_resumed_run_adds_the_samples_that_are_missing_and_a_report_shows_them(
+    tmp_path: Path,
+) -> None:
     options = small_run(tmp_path, samples=1)
     finish(options)
     whole = samples(options)
@@ -271,7 +397,12 @@ def test_a_resumed_run_adds_the_samples_that_are_missing_and_a_report_shows_them
         assert samples(options) == whole
     run_here("report", options.output, "--output", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    shown = ["Samples of run", "after 0 steps", "after 3 steps", *(sample["generated"] for sample in whole)]
+    shown = [
+        "Samples of run",
+        "after 0 steps",
+        "after 3 steps",
+        *(sample["generated"] for sample in whole),
+    ]
     assert [text for text in shown if text not in page] == []
     finish(replace(options, steps=5, schedule_steps=3), resume=True)
     assert [sample["step"] for sample in samples(options)] == [0, 3, 5]
@@ -292,7 +423,9 @@ def test_words_are_compared_without_articles_and_punctuation() -> None:
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    save_model(tmp_path / "model", small_config("llama", max_position_embeddings=32, vocab_size=len(WORDS)))
+    save_model(
+        tmp_path / "model", small_config("llama", max_position_embeddings=32, vocab_size=len(WORDS))
+    )
     save_tokenizer(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -305,15 +438,32 @@ def test_what_the_model_writes_is_compared(writer: Path) -> None:
     for number in range(5):
         prompt = " ".join(NOUNS[number : number + 1 + number % 3])
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        options = {
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "attention_mask": torch.ones_like(ids),
+        }
         written = model.generate(ids, eos_token_id=tokenizer.eos_token_id, **options)
         text = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).strip()
         is_right = number % 2 == 0 and normalized(text) != ""
         matches += is_right
-        rows.append({"prompt": prompt, "answers": ["xyzzy", f"the {text}"] if is_right else ["xyzzy"]})
+        rows.append(
+            {"prompt": prompt, "answers": ["xyzzy", f"the {text}"] if is_right else ["xyzzy"]}
+        )
     assert matches
     (writer / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert (
         f"F1 {matches / 5:.1%}, exact match {matches / 5:.1%}, 5 rows"
-        in done("evaluate", "--model", "model", "--data", "asked.jsonl", "--max-new-tokens", "4", "--batch-size", "2").out
+        in done(
+            "evaluate",
+            "--model",
+            "model",
+            "--data",
+            "asked.jsonl",
+            "--max-new-tokens",
+            "4",
+            "--batch-size",
+            "2",
+        ).out
     )

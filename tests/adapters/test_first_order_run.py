@@ -1,4 +1,6 @@
-"""First-order runs on the command line: the resident model's bits, whatever kills them, and what they refuse."""
+"""First-order runs on the command line: the resident model's bits, whatever kills them, and what
+they refuse.
+"""
 
 import json
 import re
@@ -43,21 +45,48 @@ STEPS = 6
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base, rows, and the config of an adapter."""
     folder = make_place(tmp_path_factory.mktemp("first-order"))
-    config = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
+    )
     config.save_pretrained(folder / "lora")
     return folder
 
 
-def train(output: str, *more: object, data: str = "rows.jsonl", method: str = "adamw") -> list[object]:
-    told = ["train", "--method", method, "--model", "base", "--adapter", CONFIG, "--data", data, "--output", output]
+def train(
+    output: str, *more: object, data: str = "rows.jsonl", method: str = "adamw"
+) -> list[object]:
+    told = [
+        "train",
+        "--method",
+        method,
+        "--model",
+        "base",
+        "--adapter",
+        CONFIG,
+        "--data",
+        data,
+        "--output",
+        output,
+    ]
     return [*told, "--steps", STEPS, "--lr", 1e-2, "--batch-size", 3, *more]
 
 
-EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2)
+EVALUATED = (
+    "--evaluation",
+    "rows.jsonl",
+    "--evaluate-every",
+    2,
+    "--keep-best",
+    "--snapshot-every",
+    2,
+)
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[object]:
-    values = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in options.items()}
+    values = {
+        name: ",".join(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in options.items()
+    }
     return [word for name, value in values.items() for word in ("--method", f"{name}={value}")]
 
 
@@ -66,25 +95,49 @@ def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:
 
 
 def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Parameter]]:
-    """The whole model with the adapter that a run of seed 0 begins with, and what is trained of it."""
+    """The whole model with the adapter that a run of seed 0 begins with, and what is trained
+    of it.
+    """
     opened = open_checkpoint(directory / "base", adapter=Adapter(config=directory / CONFIG, seed=0))
     values = values_of(opened)
-    model = monolithic(directory / "base", peft.LoraConfig.from_pretrained(directory / "lora"), values)
-    return model, {name: parameter for name, parameter in model.named_parameters() if name in values}
+    model = monolithic(
+        directory / "base", peft.LoraConfig.from_pretrained(directory / "lora"), values
+    )
+    return model, {
+        name: parameter for name, parameter in model.named_parameters() if name in values
+    }
 
 
 LR, CLIP = 1e-2, 0.5
-SCHEDULE = ("--weight-decay", 0.1, "--clip", f"norm={CLIP}", "--decay", "linear", "--warmup-steps", 2)
+SCHEDULE = (
+    "--weight-decay",
+    0.1,
+    "--clip",
+    f"norm={CLIP}",
+    "--decay",
+    "linear",
+    "--warmup-steps",
+    2,
+)
 
 
 def scheduled_batches(directory: Path) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
     """Rates and batches of a run with this schedule."""
-    rows = RowReader(AutoTokenizer.from_pretrained(directory / "base"), 12).read(directory / "rows.jsonl")
-    for step, batch in zip(range(STEPS), training_batches(rows, batch_size=3, seed=0, first_step=0), strict=False):
-        yield LR * ((step + 1) / 2 if step < 2 else 1 - (step - 2) / (STEPS - 2)), collate(batch, pad_token_id=0)
+    rows = RowReader(AutoTokenizer.from_pretrained(directory / "base"), 12).read(
+        directory / "rows.jsonl"
+    )
+    for step, batch in zip(
+        range(STEPS), training_batches(rows, batch_size=3, seed=0, first_step=0), strict=False
+    ):
+        yield (
+            LR * ((step + 1) / 2 if step < 2 else 1 - (step - 2) / (STEPS - 2)),
+            collate(batch, pad_token_id=0),
+        )
 
 
-def plain_loop(directory: Path, method: OptimizerName, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def plain_loop(
+    directory: Path, method: OptimizerName, options: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     """What transformers, peft and torch.optim make of the same batches."""
     model, trained = resident(directory)
     of_adapter = OPTIMIZERS[method].of_adapter
@@ -100,7 +153,9 @@ def plain_loop(directory: Path, method: OptimizerName, options: Mapping[str, Any
     return {name: parameter.detach() for name, parameter in trained.items()}
 
 
-def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+def assert_same_adapter(
+    saved: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
     own = {name.replace(".default", ""): value for name, value in parameters.items()}
     assert len(saved) == len(own) > 0
     for name, value in saved.items():
@@ -110,9 +165,12 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize(
-    ("method", "options"), [("adamw", {}), ("sgd", {}), ("adamw", {"betas": (0.8, 0.95)}), ("sgd", {"momentum": 0.9})]
+    ("method", "options"),
+    [("adamw", {}), ("sgd", {}), ("adamw", {"betas": (0.8, 0.95)}), ("sgd", {"momentum": 0.9})],
 )
-def test_a_run_ends_with_the_plain_loops_bits(method: OptimizerName, options: Mapping[str, Any], here: Path) -> None:
+def test_a_run_ends_with_the_plain_loops_bits(
+    method: OptimizerName, options: Mapping[str, Any], here: Path
+) -> None:
     done(*train("run", *SCHEDULE, *arguments_of(options), "--snapshot-every", 2, method=method))
     assert_same_adapter(adapter_of("run"), plain_loop(here, method, options))
     header = Journal("run/journal.jsonl").header
@@ -122,7 +180,10 @@ def test_a_run_ends_with_the_plain_loops_bits(method: OptimizerName, options: Ma
         "lr": 1e-2,
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
+        **{
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in options.items()
+        },
     }
     assert [commit.step for commit in Journal("run/journal.jsonl").commits] == list(range(STEPS))
     whole = AutoModelForCausalLM.from_pretrained("base", dtype="auto")
@@ -151,7 +212,10 @@ def test_commands_take_the_last_snapshot_of_an_interrupted_run(here: Path, apart
     name = "adapter_model.safetensors"
     assert Path("default", name).read_bytes() == Path("four", name).read_bytes()
     told = refusal("export", "--run", "run", "--at", 5, "--output", "five")
-    assert "one of the steps that have a snapshot: 2, 4. What to do: pass one of these steps, with --at" in told
+    assert (
+        "one of the steps that have a snapshot: 2, 4. What to do: pass one of these steps, with "
+        "--at" in told
+    )
 
 
 def interrupted(here: Path, apart: Apart) -> list[Path]:
@@ -163,7 +227,8 @@ def interrupted(here: Path, apart: Apart) -> list[Path]:
     return snapshots
 
 
-told_warnings = pytest.mark.filterwarnings("always::zo2core.errors.ZO2Warning")  # on the command line they are lines
+# on the command line they are lines
+told_warnings = pytest.mark.filterwarnings("always::zo2core.errors.ZO2Warning")
 
 
 def damage(path: Path, at: int) -> None:
@@ -177,7 +242,9 @@ def take_anothers(last: Path) -> None:
     shutil.copy(f"other/{last.name}", last)
 
 
-CHECKSUM = "snapshot-4.safetensors: a damaged snapshot: its checksum does not match. The run resumes from"
+CHECKSUM = (
+    "snapshot-4.safetensors: a damaged snapshot: its checksum does not match. The run resumes from"
+)
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "digest": (lambda last: damage(last, 40), CHECKSUM),
     "end": (lambda last: damage(last, -1), CHECKSUM),
@@ -190,7 +257,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @told_warnings
 @pytest.mark.parametrize(("spoil", "told"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_snapshot_is_passed_over_with_a_warning(
-    spoil: Callable[[Path], object], told: str, here: Path, apart: Apart, undisturbed: dict[str, object]
+    spoil: Callable[[Path], object],
+    told: str,
+    here: Path,
+    apart: Apart,
+    undisturbed: dict[str, object],
 ) -> None:
     _, last = interrupted(here, apart)
     spoil(last)
@@ -202,7 +273,9 @@ def test_a_damaged_snapshot_is_passed_over_with_a_warning(
     done("export", "--run", "run", "--at", 4, "--output", "again")  # it was written anew
 
 
-def test_a_run_whose_snapshots_are_all_damaged_stops(here: Path, apart: Apart, undisturbed: dict[str, object]) -> None:
+def test_a_run_whose_snapshots_are_all_damaged_stops(
+    here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
     for path in interrupted(here, apart):
         damage(path, 1000)
     before = Path("run/journal.jsonl").read_bytes()
@@ -217,36 +290,52 @@ def test_a_run_whose_snapshots_are_all_damaged_stops(here: Path, apart: Apart, u
     assert outcome("run") == undisturbed
 
 
-def test_another_repeated_step_and_a_journal_shorter_than_a_snapshot_are_refused(here: Path, apart: Apart) -> None:
+def test_another_repeated_step_and_a_journal_shorter_than_a_snapshot_are_refused(
+    here: Path, apart: Apart
+) -> None:
     interrupted(here, apart)
     journal = Path("run/journal.jsonl")
     *lines, last = journal.read_bytes().splitlines()
     commit = dict(from_line(last)["commit"])
-    journal.write_bytes(b"\n".join([*lines, to_line({"commit": {**commit, "loss": commit["loss"] + 1e-6}})]))
+    journal.write_bytes(
+        b"\n".join([*lines, to_line({"commit": {**commit, "loss": commit["loss"] + 1e-6}})])
+    )
     told = refusal("train", "--resume", "run")
     assert "step 4: found loss" in told
     assert "in the repeated step" in told
     journal.write_bytes(b"".join(line + b"\n" for line in lines[:-2]))
     Path("run/metrics.jsonl").unlink()
-    assert "at least 4, since snapshot-4.safetensors knows of step 3" in refusal("train", "--resume", "run")
+    assert "at least 4, since snapshot-4.safetensors knows of step 3" in refusal(
+        "train", "--resume", "run"
+    )
 
 
 def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
     # A rate at which the last steps go too far: the best evaluation is not the last one.
-    ended = done(*train("run", *EVALUATED, "--lr", 0.5, "--steps", 8, "--snapshot-every", 1, method="sgd"))
+    ended = done(
+        *train("run", *EVALUATED, "--lr", 0.5, "--steps", 8, "--snapshot-every", 1, method="sgd")
+    )
     best = Journal("run/journal.jsonl").evaluations
     step = min(best, key=lambda at: (best[at]["loss"], at))
     assert step == 6
-    assert {path.name for path in Path("run").glob("snapshot*")} == {f"snapshot-{at}.safetensors" for at in (6, 7, 8)}
+    assert {path.name for path in Path("run").glob("snapshot*")} == {
+        f"snapshot-{at}.safetensors" for at in (6, 7, 8)
+    }
     assert f"step {step}, loss" in ended.err
     done("export", "--run", "run", "--at", step, "--output", "best")
     done("export", "--run", "run", "--at", 8, "--output", "last")
-    assert f"run: step {step} (best of 5 evaluations)" in done("export", "--run", "run", "--output", "default").err
+    assert (
+        f"run: step {step} (best of 5 evaluations)"
+        in done("export", "--run", "run", "--output", "default").err
+    )
     exported = load_file("run/model/adapter_model.safetensors")
     for same in ("best", "default"):
         adapter = load_file(f"{same}/adapter_model.safetensors")
         assert all(torch.equal(exported[name], value) for name, value in adapter.items())
-    assert not all(torch.equal(exported[n], value) for n, value in load_file("last/adapter_model.safetensors").items())
+    assert not all(
+        torch.equal(exported[n], value)
+        for n, value in load_file("last/adapter_model.safetensors").items()
+    )
 
 
 def test_verbs_know_first_order_runs(here: Path) -> None:
@@ -260,7 +349,12 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
     assert "steps, forwards</td><td>6, 18<" in Path("page.html").read_text()
     for step in (0, 6):
         loss = Journal("run/journal.jsonl").evaluations[step]["loss"]
-        assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--at", step, "--data", "rows.jsonl", "--no-base").out
+        assert (
+            f"loss {loss:.6f}"
+            in done(
+                "evaluate", "--run", "run", "--at", step, "--data", "rows.jsonl", "--no-base"
+            ).out
+        )
     before = outcome("run")
     lines = done("train", "--resume", "run").err.splitlines()  # at its end
     assert outcome("run") == before
@@ -271,7 +365,11 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
         assert json.loads(opened.metadata()["zo2"])["step"] == STEPS
         assert_same_adapter(
             adapter_of("run"),
-            {name.removeprefix("parameters."): opened.get_tensor(name) for name in names if "lora" in name},
+            {
+                name.removeprefix("parameters."): opened.get_tensor(name)
+                for name in names
+                if "lora" in name
+            },
         )
     assert any(name.endswith("exp_avg_sq") for name in names)
     told = refusal("train", "--resume", "run", "--from-step", 2, "--output", "new")
@@ -325,10 +423,17 @@ def test_snapshots_cost_a_fiftieth_of_the_time_at_most() -> None:
     assert [step for step in range(1, 9) if SnapshotPolicy(3, lambda: 0.0).is_due(step)] == [3, 6]
 
 
-CHOICES = [{"prompt": f"the {animal}", "candidates": [" sat", " ran"], "answer": " ran"} for animal in ("cat", "dog")]
-PREFERENCES = [{"prompt": f"the {animal}", "chosen": " ran", "rejected": " sat"} for animal in ("cat", "dog")]
+CHOICES = [
+    {"prompt": f"the {animal}", "candidates": [" sat", " ran"], "answer": " ran"}
+    for animal in ("cat", "dog")
+]
+PREFERENCES = [
+    {"prompt": f"the {animal}", "chosen": " ran", "rejected": " sat"} for animal in ("cat", "dog")
+]
 TEXTS = [{"text": "the cat sat"}, {"text": "the dog ran"}]
-CHATS = [{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}] * 2
+CHATS = [
+    {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}
+] * 2
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 FUNCTION = "def twice(model, batch):\n    return 2 * model(**batch).loss\n"
 
@@ -347,7 +452,9 @@ FUNCTION = "def twice(model, batch):\n    return 2 * model(**batch).loss\n"
     ],
     ids=["packed", "micro-batches", "function", "chat", "choices", "dpo", "preferred choice"],
 )
-def test_what_has_a_gradient_is_learned(rows: Sequence[object], more: Sequence[object], here: Path) -> None:
+def test_what_has_a_gradient_is_learned(
+    rows: Sequence[object], more: Sequence[object], here: Path
+) -> None:
     settings = here / "base" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
     (here / "own.py").write_text(FUNCTION)
@@ -357,8 +464,13 @@ def test_what_has_a_gradient_is_learned(rows: Sequence[object], more: Sequence[o
     assert evaluations[STEPS]["loss"] < evaluations[0]["loss"]
 
 
-def test_a_resumed_run_of_preferences_has_the_references_of_the_steps_that_it_repeats(here: Path, apart: Apart) -> None:
-    write_rows(here / "some.jsonl", [{**row, "prompt": f"{row['prompt']} is"} for row in PREFERENCES] + PREFERENCES)
+def test_a_resumed_run_of_preferences_has_the_references_of_the_steps_that_it_repeats(
+    here: Path, apart: Apart
+) -> None:
+    write_rows(
+        here / "some.jsonl",
+        [{**row, "prompt": f"{row['prompt']} is"} for row in PREFERENCES] + PREFERENCES,
+    )
     command = train("run", "--batch-size", 1, "--snapshot-every", 2, data="some.jsonl")
     assert apart.run(*command, patch=strike(JOURNAL, "Journal", "append", 4, "after")).status == -9
     done("train", "--resume", "run")
@@ -368,9 +480,13 @@ def test_a_resumed_run_of_preferences_has_the_references_of_the_steps_that_it_re
 
 
 def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
-    """Against a plain forward of the whole model: each candidate's mean log-probability, and cross entropy over them."""
+    """Against a plain forward of the whole model: each candidate's mean log-probability, and cross
+    entropy over them.
+    """
     write_rows(here / "some.jsonl", CHOICES[:1])
-    done(*train("run", "--steps", 1, "--batch-size", 1, "--lr", 0.1, data="some.jsonl", method="sgd"))
+    done(
+        *train("run", "--steps", 1, "--batch-size", 1, "--lr", 0.1, data="some.jsonl", method="sgd")
+    )
     model, trained = resident(here)
     tokenizer = AutoTokenizer.from_pretrained("base")
     scores = []
@@ -388,9 +504,13 @@ def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
         assert torch.allclose(own, expected, rtol=1e-4, atol=1e-7), name
 
 
-def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_they_are(here: Path) -> None:
+def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_they_are(
+    here: Path,
+) -> None:
     assert set(OPTIMIZERS) == set(get_args(OptimizerName))
-    assert {name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None} == set(OF_ADAPTERS)
+    assert {name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None} == set(
+        OF_ADAPTERS
+    )
     done(*train("run", "--method", "betas=0.8,0.9", "--steps", 2))
     assert "betas of --method" in refusal("train", "--resume", "run", "--method", "betas=0.8,0.95")
     saved = json.loads(Path("run/options.json").read_text())
@@ -401,7 +521,9 @@ def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_th
 
 
 def test_dropout_is_never_silent(here: Path) -> None:
-    """An adapter with dropout is refused; of the model's config, whose dropout no step has, a line says so."""
+    """An adapter with dropout is refused; of the model's config, whose dropout no step has, a line
+    says so.
+    """
     told = "no dropout: steps run in evaluation mode"
     assert told not in done(*train("without")).err
     path = here / "base" / "config.json"
@@ -416,7 +538,8 @@ def test_dropout_is_never_silent(here: Path) -> None:
 
 def test_a_loss_that_is_not_finite_leaves_the_run_as_it_was(here: Path) -> None:
     (here / "own.py").write_text(
-        "calls = []\n\n\ndef nan(model, batch):\n    calls.append(1)\n    loss = model(**batch).loss\n"
+        "calls = []\n\n\ndef nan(model, batch):\n    calls.append(1)\n    loss = "
+        "model(**batch).loss\n"
         "    return loss * float('nan') if len(calls) > 8 else loss\n"
     )
     told = refusal(*train("run", "--objective", "own.py:nan", "--snapshot-every", 1))
@@ -432,17 +555,33 @@ def test_streamed_blocks_give_the_same_run(here: Path, monkeypatch: pytest.Monke
 
     done(*train("run"))
     monkeypatch.setattr("zo2core.planning.memory.plan_host", planned)
-    said = "blocks are streamed from disk, 1 at a time. Disk writes: snapshots of adapter and optimizer, "
+    said = (
+        "blocks are streamed from disk, 1 at a time. Disk writes: snapshots of adapter and "
+        "optimizer, "
+    )
     assert said in done(*train("other")).err
     assert outcome("run")["weights"] == outcome("other")["weights"]
 
 
 def test_plan_counts_gradients_and_reads(here: Path) -> None:
-    common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
+    common = (
+        "plan",
+        "--model",
+        "base",
+        "--method",
+        "adamw",
+        "--adapter",
+        CONFIG,
+        "--data",
+        "rows.jsonl",
+        "--json",
+    )
     planned = json.loads(done(*common).out)
     parts = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
     model = open_checkpoint("base", adapter=Adapter(config=CONFIG))
-    trained = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters if not spec.frozen)
+    trained = sum(
+        spec.nbytes for layout in model.layouts for spec in layout.parameters if not spec.frozen
+    )
     assert parts["trained parameters, gradients, optimizer"] == 4 * trained
     assert parts["graphs of 2 of 2 blocks"] > 0
     assert planned["read_bytes"] == 0
@@ -455,14 +594,32 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
 def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zo2core.planning.memory.memory_in_use", lambda: 0)
     make_place(here, layers=8)
-    common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
-    parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
-    reserved, model = parts["activations, reserved"], open_checkpoint("base", adapter=Adapter(config=CONFIG))
+    common = (
+        "plan",
+        "--model",
+        "base",
+        "--method",
+        "adamw",
+        "--adapter",
+        CONFIG,
+        "--data",
+        "rows.jsonl",
+        "--json",
+    )
+    parts = {
+        part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]
+    }
+    reserved, model = (
+        parts["activations, reserved"],
+        open_checkpoint("base", adapter=Adapter(config=CONFIG)),
+    )
     further = [MemoryPart("trained", parts["trained parameters, gradients, optimizer"])]
     on_disk, smallest, memory = laid_out_as_on_disk(model.layouts, model.weights), 0, 1 << 30
     with suppress(MemoryBudgetError):
         while True:
-            request = RunRequest(layouts=model.layouts, on_disk=on_disk, memory=MemoryPolicy(host=memory))
+            request = RunRequest(
+                layouts=model.layouts, on_disk=on_disk, memory=MemoryPolicy(host=memory)
+            )
             smallest = plan_host(request, Machine(), reserved, further).nbytes
             memory = smallest - 1
     assert smallest
@@ -471,19 +628,39 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
         planned = json.loads(done(*common, "--memory", memory).out)
         counted = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
         assert sum(counted.values()) == planned["nbytes"] <= memory
-        [blocks] = [nbytes for name, nbytes in counted.items() if name.endswith("of 8 blocks") and "graphs" not in name]
-        more = blocks - blocks // planned["host_plan"]["buckets"]  # buckets to read ahead into come first
-        assert counted["activations, reserved"] + counted["inputs of blocks"] + planned["spilled_bytes"] == reserved
-        assert planned["spilled_bytes"] == missing + more == pytest.approx(planned["written_bytes"], abs=100)
+        [blocks] = [
+            nbytes
+            for name, nbytes in counted.items()
+            if name.endswith("of 8 blocks") and "graphs" not in name
+        ]
+        # buckets to read ahead into come first
+        more = blocks - blocks // planned["host_plan"]["buckets"]
+        assert (
+            counted["activations, reserved"]
+            + counted["inputs of blocks"]
+            + planned["spilled_bytes"]
+            == reserved
+        )
+        assert (
+            planned["spilled_bytes"]
+            == missing + more
+            == pytest.approx(planned["written_bytes"], abs=100)
+        )
         assert planned["read_bytes"] > planned["spilled_bytes"]
-        assert planned["terabytes_per_1000_steps"] == pytest.approx(planned["written_bytes"] / 1e9, rel=0.5)
+        assert planned["terabytes_per_1000_steps"] == pytest.approx(
+            planned["written_bytes"] / 1e9, rel=0.5
+        )
     assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
     assert "the smallest plan" in refusal(*common, "--memory", smallest - reserved)
 
 
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:
     switching = ["--method", "switch_every=2"] if method == "badam" else []
-    return [word for word in train(output, *switching, *more, method=method) if word not in ("--adapter", CONFIG)]
+    return [
+        word
+        for word in train(output, *switching, *more, method=method)
+        if word not in ("--adapter", CONFIG)
+    ]
 
 
 @pytest.mark.few(2)
@@ -510,7 +687,9 @@ def test_plan_counts_gradients_states_and_snapshots(here: Path, method: Optimize
     assert parts["trained parameters, gradients, optimizer"] == in_use + states
     assert planned["snapshot_bytes"] == sum(layout.nbytes for layout in layouts) + states
     snapshots = 2 * planned["snapshot_bytes"]  # the first and the last step's
-    assert planned["terabytes_per_1000_steps"] == pytest.approx(max(1000 * planned["written_bytes"], snapshots) / 1e12)
+    assert planned["terabytes_per_1000_steps"] == pytest.approx(
+        max(1000 * planned["written_bytes"], snapshots) / 1e12
+    )
     assert planned["host_plan"]["buckets"] is None
     assert "snapshot   " in done(*common).out
 
@@ -541,12 +720,16 @@ def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
         return plan
 
     turns, model = planned("badam:stream_blocks,switch_every=2"), open_checkpoint("base")
-    sizes = [whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(model.layouts, model.weights)]
+    sizes = [
+        whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(model.layouts, model.weights)
+    ]
     assert turns["host_plan"]["buckets"] == 2
     assert turns["written_bytes"] == sum(sizes) / len(sizes) / 2
     assert turns["snapshot_bytes"] == 0
     states, adamw = planned("adamw:stream_blocks"), make_block_update("adamw", weight_decay=0.0)
-    stored = request_of(model, FirstOrder(adamw, lr=0.0), RunOptions(run=Path(), commit_every=1)).on_disk
+    stored = request_of(
+        model, FirstOrder(adamw, lr=0.0), RunOptions(run=Path(), commit_every=1)
+    ).on_disk
     sizes = [whole_pages(layout.nbytes) for layout in stored]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights
@@ -558,14 +741,24 @@ def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
     assert seldom["written_bytes"] == sum(sizes[1:-1]) + (sizes[0] + sizes[-1]) / 4
 
 
-def test_a_streamed_run_says_what_it_writes_and_writes_within_limits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streamed_run_says_what_it_writes_and_writes_within_limits(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = done(*train_all("run", *STREAMED, method="badam"))
-    assert "blocks are streamed from disk, 2 at a time. Disk writes: one block every 2 steps, " in ended.err
+    assert (
+        "blocks are streamed from disk, 2 at a time. Disk writes: one block every 2 steps, "
+        in ended.err
+    )
     ended = done(*train_all("all", *STREAMED, "--snapshot-every", 4))
     assert "Disk writes: changed blocks with their states, a commit every 4 steps, " in ended.err
-    assert [record["step"] for record in RecordFile(Path("all/scratch.jsonl")).loaded[1:]] == [4, STEPS], "and the last step"
+    assert [record["step"] for record in RecordFile(Path("all/scratch.jsonl")).loaded[1:]] == [
+        4,
+        STEPS,
+    ], "and the last step"
     common = ("plan", "--model", "base", "--method", "lomo", "--json")
-    assert json.loads(done(*common, "--write-limit-tb", 1e-13).out)["written_bytes"] == pytest.approx(1e-4)
+    assert json.loads(done(*common, "--write-limit-tb", 1e-13).out)[
+        "written_bytes"
+    ] == pytest.approx(1e-4)
     limit = json.loads(done(*common).out)["snapshot_bytes"] / 4 / 1e9  # a snapshot every four steps
     done(*train_all("limited", "--write-limit-tb", limit, method="lomo"))
     assert sorted(path.name[9:10] for path in Path("limited").glob("snapshot*")) == ["4", "6"]
@@ -580,6 +773,13 @@ def test_a_streamed_run_says_what_it_writes_and_writes_within_limits(here: Path,
 def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
     done(*train_all("run", "--method", "loss_scaling"))
     done(*train_all("plain"))
-    assert outcome("run")["weights"] == outcome("plain")["weights"], "a scale that is a power of two changes no float32 bit"
+    assert outcome("run")["weights"] == outcome("plain")["weights"], (
+        "a scale that is a power of two changes no float32 bit"
+    )
     method = Journal("run/journal.jsonl").header["method"]  # type: ignore[index]
-    assert method["loss_scaling"] == {"initial": 65536.0, "growth": 2.0, "backoff": 0.5, "interval": 2000}
+    assert method["loss_scaling"] == {
+        "initial": 65536.0,
+        "growth": 2.0,
+        "backoff": 0.5,
+        "interval": 2000,
+    }

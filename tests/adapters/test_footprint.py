@@ -1,4 +1,6 @@
-"""Footprints: the bytes expected of a batch between segments are those that embedding it gives; nothing is run for them."""
+"""Footprints: the bytes expected of a batch between segments are those that embedding it gives;
+nothing is run for them.
+"""
 
 import subprocess
 import sys
@@ -15,7 +17,16 @@ from command_lines import done
 from engines import check_held_bytes, really_held
 from hypothesis import given
 from hypothesis import strategies as st
-from models import BLOOM, BLOOM_CONFIG, CONFIGS, batches, make_batch, save_model, save_tokenizer, small_config
+from models import (
+    BLOOM,
+    BLOOM_CONFIG,
+    CONFIGS,
+    batches,
+    make_batch,
+    save_model,
+    save_tokenizer,
+    small_config,
+)
 from profiles import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -31,7 +42,13 @@ from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import FirstOrder
 from zo2adapters.trainers.options import Batching, TrainOptions
-from zo2adapters.trainers.process import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
+from zo2adapters.trainers.process import (
+    KEPT,
+    keep_freed_memory,
+    keeps_memory,
+    peak_memory,
+    with_kept_memory,
+)
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import Distribution, Engine, HostPlan, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
@@ -52,7 +69,9 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_what_a_batch_holds_is_known_before_it_runs(config: PretrainedConfig, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_a_batch_holds_is_known_before_it_runs(
+    config: PretrainedConfig, dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = open_checkpoint(save_model(tmp_path, config, dtype))
     with Engine(model):
         for lengths in ([12], [2], [9, 9], [9, 4], [12, 3, 5, 2]):
@@ -65,7 +84,9 @@ def test_what_a_batch_holds_is_known_before_it_runs(config: PretrainedConfig, dt
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
-def test_what_the_newest_tokens_hold_is_known_without_running_them(config: PretrainedConfig, tmp_path: Path) -> None:
+def test_what_the_newest_tokens_hold_is_known_without_running_them(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
     model = open_checkpoint(save_model(tmp_path, config))
     with Engine(model) as engine:
         for pads in (0, 3):
@@ -73,7 +94,12 @@ def test_what_the_newest_tokens_hold_is_known_without_running_them(config: Pretr
             mask = torch.ones(2, 6, dtype=torch.int64)
             mask[0, :pads] = 0
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            first = {"input_ids": torch.ones_like(mask), "attention_mask": mask, "position_ids": positions, **stream}
+            first = {
+                "input_ids": torch.ones_like(mask),
+                "attention_mask": mask,
+                "position_ids": positions,
+                **stream,
+            }
             newest = torch.ones(2, 1, dtype=torch.int64)
             second = {
                 "input_ids": newest,
@@ -87,7 +113,9 @@ def test_what_the_newest_tokens_hold_is_known_without_running_them(config: Pretr
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "deepseek_v4", "gemma3_text"])
-def test_several_vectors_a_token_and_several_tables_of_rotations_are_counted(model_type: str, tmp_path: Path) -> None:
+def test_several_vectors_a_token_and_several_tables_of_rotations_are_counted(
+    model_type: str, tmp_path: Path
+) -> None:
     families.small_model(families.small_config(model_type)).save_pretrained(tmp_path)
     model = open_checkpoint(tmp_path)
     with Engine(model):
@@ -103,32 +131,47 @@ def test_masks_that_are_added_to_the_scores_are_counted_as_such(tmp_path: Path) 
             planned = model.held_bytes(batch)
             with torch.inference_mode():
                 held = really_held(model.embed(batch))
-            assert 0.8 * held < planned <= 2 * held  # what else an unknown architecture hands on is not in the formula
+            # what else an unknown architecture hands on is not in the formula
+            assert 0.8 * held < planned <= 2 * held
 
 
-def reserved_bytes(model: HFBlockModel, micro_rows: int | None, method: OptimizerName = "lomo") -> StepMemory:
+def reserved_bytes(
+    model: HFBlockModel, micro_rows: int | None, method: OptimizerName = "lomo"
+) -> StepMemory:
     """What a first-order step of four rows of eight tokens reserves."""
-    given: Any = {"first_order": FirstOrder(method=method), "batching": Batching(micro_batch_size=micro_rows)}
+    given: Any = {
+        "first_order": FirstOrder(method=method),
+        "batching": Batching(micro_batch_size=micro_rows),
+    }
     options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
     return method_of(options).reserved_bytes(model, BatchShape.whole(4, 8))
 
 
-def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(tmp_path: Path) -> None:
+def test_a_first_order_step_has_gradients_of_tied_weights_for_each_micro_batch(
+    tmp_path: Path,
+) -> None:
     opened = [
-        open_checkpoint(save_model(tmp_path / str(tied), small_config("llama", tie_word_embeddings=tied)))
+        open_checkpoint(
+            save_model(tmp_path / str(tied), small_config("llama", tie_word_embeddings=tied))
+        )
         for tied in (True, False)
     ]
     embedding = opened[0].layouts[0].nbytes
     for micro_rows, micro_batches in ((None, 1), (4, 1), (2, 2), (3, 2)):
         tied, untied = (reserved_bytes(model, micro_rows) for model in opened)
-        assert (tied[0] - untied[0], tied[1] - untied[1]) == (micro_batches * embedding, micro_batches * embedding)
+        assert (tied[0] - untied[0], tied[1] - untied[1]) == (
+            micro_batches * embedding,
+            micro_batches * embedding,
+        )
 
 
 def test_in_the_turn_of_a_block_tied_weights_have_no_gradients(tmp_path: Path) -> None:
     """Only an embedding whose turn takes more than that of any block needs memory beside it."""
     sizes: list[list[int]] = []
     for vocabulary in (64, 4096):
-        config = small_config("llama", tie_word_embeddings=True, vocab_size=vocabulary, intermediate_size=256)
+        config = small_config(
+            "llama", tie_word_embeddings=True, vocab_size=vocabulary, intermediate_size=256
+        )
         model = open_checkpoint(save_model(tmp_path / str(vocabulary), config))
         sizes.append([reserved_bytes(model, 1, method).least for method in ("lomo", "badam")])
     embedding = model.layouts[0].nbytes
@@ -143,15 +186,24 @@ MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=10, long=100)
-@given(data=st.data(), chunk=st.integers(1, 40), dtype=st.sampled_from([torch.float32, torch.float64]))
+@given(
+    data=st.data(), chunk=st.integers(1, 40), dtype=st.sampled_from([torch.float32, torch.float64])
+)
 def test_the_loss_is_hugging_faces_within_summation(
-    model_type: str, data: st.DataObject, chunk: int, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+    model_type: str,
+    data: st.DataObject,
+    chunk: int,
+    dtype: torch.dtype,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     config = data.draw(CONFIGS[model_type])
     batch = data.draw(batches(config.vocab_size))
     base = save_model(tmp_path_factory.mktemp("base"), config, dtype)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(MEZO)) as engine, torch.inference_mode():
+    with (
+        Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(MEZO)) as engine,
+        torch.inference_mode(),
+    ):
         assert engine.evaluate([batch]).loss == pytest.approx(whole(**batch).loss.item(), rel=2e-6)
 
 
@@ -162,7 +214,9 @@ def test_no_forward_sees_more_tokens_than_a_chunk(base: Path) -> None:
             open_checkpoint(base, loss_chunk=chunk)
     model = open_checkpoint(base, loss_chunk=4)
     seen: list[int] = []
-    model.skeleton.lm_head.register_forward_hook(lambda _, inputs, out: seen.append(out[..., 0].numel()))
+    model.skeleton.lm_head.register_forward_hook(
+        lambda _, inputs, out: seen.append(out[..., 0].numel())
+    )
     with Engine(model, ZerothOrder(MEZO)) as engine:
         engine.evaluate([make_batch(40, [9, 3])])
     assert seen == [4, 4, 2]  # 8 + 2 labelled tokens; the others' logits are not computed at all
@@ -173,13 +227,23 @@ def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> Non
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)
     found = []
     for chunk, rows in ((None, None), (3, None), (3, 1)):
-        with Engine(open_checkpoint(base, loss_chunk=chunk), ZerothOrder(estimator), micro_batch_size=rows) as engine:
-            found.append([loss for seed in range(2) for loss in engine.step(make_batch(40, [9, 3]), seed=seed).losses])
+        with Engine(
+            open_checkpoint(base, loss_chunk=chunk), ZerothOrder(estimator), micro_batch_size=rows
+        ) as engine:
+            found.append(
+                [
+                    loss
+                    for seed in range(2)
+                    for loss in engine.step(make_batch(40, [9, 3]), seed=seed).losses
+                ]
+            )
     assert found[1] == pytest.approx(found[0], rel=3e-6)
     assert found[2] == pytest.approx(found[0], rel=3e-6)
     base, losses = save_model(tmp_path / "bloom", BLOOM_CONFIG), []  # whose layers return tuples
     for chunk in (None, 3):
-        with Engine(open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), ZerothOrder(MEZO)) as engine:
+        with Engine(
+            open_checkpoint(base, architecture=BLOOM, loss_chunk=chunk), ZerothOrder(MEZO)
+        ) as engine:
             losses.append(engine.evaluate([make_batch(40, [7, 4])]).loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
@@ -187,19 +251,38 @@ def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> Non
 def test_pieces_chunks_and_micro_batches_are_counted() -> None:
     config = small_config("llama")
     held = expected_held_bytes(config, 4, 12) + expected_held_bytes(config, 1, 12)
-    assert activation_bytes(config, 5, 12, streams=3, micro_rows=4) == 3 * held + forward_bytes(config, 4, 12)
+    assert activation_bytes(config, 5, 12, streams=3, micro_rows=4) == 3 * held + forward_bytes(
+        config, 4, 12
+    )
     config = small_config("llama", vocab_size=10_000)
-    assert forward_bytes(config, 4, 100) == 400 * 10_000 * (4 + 4)  # logits, and what log-softmax makes of them
-    assert forward_bytes(config, 4, 100, loss_chunk=50) == 50 * 10_000 * (4 + 4 + 4)  # converted to float32 in between
-    assert forward_bytes(config, 4, 100, loss_chunk=999) == forward_bytes(config, 4, 100, loss_chunk=400)
-    assert forward_bytes(config, 4, 100, loss_rows=1) == 400 * 10_000 * 4 + 100 * 10_000 * 4  # one loss after another
+    # logits, and what log-softmax makes of them
+    assert forward_bytes(config, 4, 100) == 400 * 10_000 * (4 + 4)
+    # converted to float32 in between
+    assert forward_bytes(config, 4, 100, loss_chunk=50) == 50 * 10_000 * (4 + 4 + 4)
+    assert forward_bytes(config, 4, 100, loss_chunk=999) == forward_bytes(
+        config, 4, 100, loss_chunk=400
+    )
+    # one loss after another
+    assert forward_bytes(config, 4, 100, loss_rows=1) == 400 * 10_000 * 4 + 100 * 10_000 * 4
     held = activation_bytes(config, 4, 100, streams=2) - forward_bytes(config, 4, 100)
     assert activation_bytes(config, 4, 100, streams=6) - forward_bytes(config, 4, 100) == 3 * held
     alone = activation_bytes(config, 1, 100, streams=2) - forward_bytes(config, 1, 100)
-    assert held < 4 * alone == activation_bytes(config, 4, 100, micro_rows=1) - forward_bytes(config, 1, 100)
+    assert (
+        held
+        < 4 * alone
+        == activation_bytes(config, 4, 100, micro_rows=1) - forward_bytes(config, 1, 100)
+    )
 
 
-WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
+WAITING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "item",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+}
 
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -276,9 +359,17 @@ def test_answers_are_those_of_the_first_time_and_in_order_and_what_is_not_known_
     assert asked(lambda: (int(values[0]), weights.item()), branches) == (1, 0.5)
     values.add_(10)
     weights.add_(10)
-    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (1, 10.5, 12)
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (
+        1,
+        10.5,
+        12,
+    )
     values.add_(10)
-    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (1, 10.5, 22), "not learned late"
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (
+        1,
+        10.5,
+        22,
+    ), "not learned late"
 
 
 OTHER_QUESTIONS: dict[str, Callable[[], object]] = {
@@ -290,15 +381,25 @@ OTHER_QUESTIONS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("questions", OTHER_QUESTIONS.values(), ids=OTHER_QUESTIONS)
-def test_another_question_is_never_given_the_answer_to_the_first(questions: Callable[[], object]) -> None:
+def test_another_question_is_never_given_the_answer_to_the_first(
+    questions: Callable[[], object],
+) -> None:
     branches = BranchCache()
-    assert asked(lambda: (bool(torch.tensor(data=True)), torch.tensor(7).item()), branches) == (True, 7)
-    with pytest.raises(UnsupportedModelError, match=r"read 0 .*expected __bool__ of a tensor of shape"):
+    assert asked(lambda: (bool(torch.tensor(data=True)), torch.tensor(7).item()), branches) == (
+        True,
+        7,
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"read 0 .*expected __bool__ of a tensor of shape"
+    ):
         asked(questions, branches)
-    assert asked(lambda: bool(torch.tensor(data=False)), branches) is True, "the same question is answered again"
+    assert asked(lambda: bool(torch.tensor(data=False)), branches) is True, (
+        "the same question is answered again"
+    )
 
 
-# Freed memory: kept by a training process whose budget has room for it, and never kept by the library
+# Freed memory: kept by a training process whose budget has room for it, and never kept by the
+# library
 
 
 MIB = 1 << 20
@@ -339,7 +440,9 @@ def host_plan(*, budget: int) -> HostPlan:
 
 
 @pytest.mark.parametrize(("budget", "kept"), [(100, 40), (99, 0), (60, 0), (1000, 40)])
-def test_memory_is_kept_where_the_budget_has_room_for_activations_twice(budget: int, kept: int) -> None:
+def test_memory_is_kept_where_the_budget_has_room_for_activations_twice(
+    budget: int, kept: int
+) -> None:
     plan = with_kept_memory(host_plan(budget=budget), 40 * MIB)
     assert plan.nbytes == (60 + kept) * MIB
     assert plan.nbytes <= plan.budget
@@ -352,7 +455,11 @@ def test_memory_is_kept_where_the_budget_has_room_for_activations_twice(budget: 
 def test_a_process_that_keeps_freed_memory_has_hardly_any_page_fault() -> None:
     """Blocks of 8 and 64 MiB, which glibc gives back by default."""
     faults = {
-        name: int(subprocess.run([sys.executable, "-c", FAULTS, name], check=True, stdout=subprocess.PIPE).stdout)
+        name: int(
+            subprocess.run(
+                [sys.executable, "-c", FAULTS, name], check=True, stdout=subprocess.PIPE
+            ).stdout
+        )
         for name in ("keep", "give back")
     }
     assert faults["keep"] * 5 < faults["give back"], faults
@@ -361,21 +468,36 @@ def test_a_process_that_keeps_freed_memory_has_hardly_any_page_fault() -> None:
 @pytest.mark.few(1)
 @glibc
 @pytest.mark.parametrize(("largest", "is_kept"), [("LARGEST", True), ("SMALL", False)])
-def test_blocks_above_the_largest_that_is_kept_return_to_the_system(largest: str, is_kept: bool) -> None:
-    """A block of 64 MiB, as logits are: kept ones have made a first-order run larger than its plan."""
-    left = int(subprocess.run([sys.executable, "-c", LEFT, largest], check=True, stdout=subprocess.PIPE).stdout)
+def test_blocks_above_the_largest_that_is_kept_return_to_the_system(
+    largest: str, is_kept: bool
+) -> None:
+    """A block of 64 MiB, as logits are: kept ones have made a first-order run larger than its
+    plan.
+    """
+    left = int(
+        subprocess.run(
+            [sys.executable, "-c", LEFT, largest], check=True, stdout=subprocess.PIPE
+        ).stdout
+    )
     assert (left > 48 * MIB) is is_kept
     assert (left < 16 * MIB) is not is_kept
 
 
-def test_the_peak_is_not_forgotten_and_shown_and_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_not_forgotten_and_shown_and_without_glibc_nothing_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = peak_memory()
     block = bytearray(200 * MIB)
     assert len(block) == 200 * MIB
     held = psutil.Process().memory_info().rss
     del block
     assert peak_memory() >= max(before, held - 10 * MIB)
-    record = {"loss": 1.5, "tokens_per_second": 12.3, "rss_bytes": 2_000_000_000, "peak_rss_bytes": 2_750_000_000}
+    record = {
+        "loss": 1.5,
+        "tokens_per_second": 12.3,
+        "rss_bytes": 2_000_000_000,
+        "peak_rss_bytes": 2_750_000_000,
+    }
     assert progress(record) == "loss 1.5000, 12 tokens/s, 2.00 GB (peak 2.75 GB)"
     monkeypatch.setattr("ctypes.CDLL", lambda _: object())
     assert keep_freed_memory() is False
@@ -389,7 +511,14 @@ def test_the_command_alone_keeps_memory_and_plans_it(
     monkeypatch.setattr(train, "keep_freed_memory", lambda: calls.append(True))
     save_tokenizer(save_model(tmp_path / "base", small_config()))
     (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n')
-    options = ["--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run"]
+    options = [
+        "--model",
+        tmp_path / "base",
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--output",
+        tmp_path / "run",
+    ]
     options += ["--steps", 1, "--batch-size", 1]
     options += ["--memory", f"activations={int(0.6 * free_memory())}"] if is_tight else []
     done("train", *options)
@@ -398,7 +527,9 @@ def test_the_command_alone_keeps_memory_and_plans_it(
     texts = {path.name: path.read_text().replace("def keep", "") for path in sources.rglob("*.py")}
     assert [name for name, text in texts.items() if "keep_freed_memory()" in text] == ["train.py"]
     model = open_checkpoint(tmp_path / "base")
-    given = TrainOptions(model="base", data=tmp_path, output=tmp_path, batching=Batching(batch_size=2))
+    given = TrainOptions(
+        model="base", data=tmp_path, output=tmp_path, batching=Batching(batch_size=2)
+    )
     planned = plan_run(given, model, RowShapes.of_length(given.batching, 8))
     assert planned.host_plan.parts[-1] == MemoryPart(KEPT, activation_bytes(model.config, 2, 8))
     assert KEPT in planned.table()

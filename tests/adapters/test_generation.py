@@ -23,12 +23,29 @@ from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.conversion import quantize
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks import generation
-from zo2adapters.tasks.generation import STREAM, Generation, GenerationPlan, NextToken, Sampling, generate, plan_generation
+from zo2adapters.tasks.generation import (
+    STREAM,
+    Generation,
+    GenerationPlan,
+    NextToken,
+    Sampling,
+    generate,
+    plan_generation,
+)
 from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.task import RewardTask, TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer
-from zo2core import Distribution, Engine, Evaluation, LowRankPerturbation, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
+from zo2core import (
+    Distribution,
+    Engine,
+    Evaluation,
+    LowRankPerturbation,
+    MeZOSGD,
+    MultiQueryRGE,
+    PhiloxNoise,
+    ZerothOrder,
+)
 from zo2core.errors import BatchError, CheckpointError, OptionError, UnsupportedModelError
 from zo2core.sweep.activations import storage_bytes
 
@@ -39,8 +56,12 @@ def columns(steps: Iterable[tuple[int | None, ...]]) -> list[list[int]]:
     return [[token for token in tokens if token is not None] for tokens in zip(*steps, strict=True)]
 
 
-def stock_tokens(base: Path, prompts: list[list[int]], new: int, eos: int | None = None) -> list[list[int]]:
-    return continuations(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), prompts, new, eos)
+def stock_tokens(
+    base: Path, prompts: list[list[int]], new: int, eos: int | None = None
+) -> list[list[int]]:
+    return continuations(
+        AutoModelForCausalLM.from_pretrained(base, dtype="auto"), prompts, new, eos
+    )
 
 
 @pytest.mark.few(4)
@@ -48,7 +69,9 @@ def stock_tokens(base: Path, prompts: list[list[int]], new: int, eos: int | None
 @pytest.mark.parametrize("sliding", [False, True])
 def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
-    changes = window if sliding and model_type == "qwen2" else {"num_hidden_layers": 3} if sliding else {}
+    changes = (
+        window if sliding and model_type == "qwen2" else {"num_hidden_layers": 3} if sliding else {}
+    )
     base = save_model(tmp_path / "base", small_config(model_type, **changes))
     model = open_checkpoint(base)
     expected = stock_tokens(base, PROMPTS, 6)
@@ -59,7 +82,9 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
             assert columns(generate(engine, model, [prompt], max_new_tokens=6)) == [tokens]
 
 
-def test_a_continuation_ends_with_eos_while_others_go_on_and_sweeps_run_the_newest_token(base: Path, tmp_path: Path) -> None:
+def test_a_continuation_ends_with_eos_while_others_go_on_and_sweeps_run_the_newest_token(
+    base: Path, tmp_path: Path
+) -> None:
     model, widths = open_checkpoint(base), list[int]()
     eos = stock_tokens(base, PROMPTS[:1], 6)[0][2]
     expected = stock_tokens(base, PROMPTS, 6, eos)
@@ -67,7 +92,9 @@ def test_a_continuation_ends_with_eos_while_others_go_on_and_sweeps_run_the_newe
     with Engine(model, ZerothOrder(MeZOSGD(lr=0.5, zo_eps=1e-3))) as engine:
         steps = list(generate(engine, model, PROMPTS, max_new_tokens=6, eos_token_ids=[eos]))
         alone = list(generate(engine, model, PROMPTS[:1], max_new_tokens=6, eos_token_ids=[eos]))
-        hook = model._layers[0].register_forward_hook(lambda _, inputs, out: widths.append(inputs[0].shape[1]))
+        hook = model._layers[0].register_forward_hook(
+            lambda _, inputs, out: widths.append(inputs[0].shape[1])
+        )
         before = columns(generate(engine, model, PROMPTS, max_new_tokens=4))
         hook.remove()
         engine.step({"input_ids": ids, "labels": ids}, seed=1)
@@ -77,7 +104,9 @@ def test_a_continuation_ends_with_eos_while_others_go_on_and_sweeps_run_the_newe
     assert columns(steps) == expected
     assert len(expected[0]) == len(alone) == 3
     assert widths == [6, 1, 1, 1]
-    assert before != after == stock_tokens(tmp_path / "out", PROMPTS, 4), "of the present weights, which stay as they are"
+    assert before != after == stock_tokens(tmp_path / "out", PROMPTS, 4), (
+        "of the present weights, which stay as they are"
+    )
 
 
 def test_draws_depend_on_their_seed_and_on_no_global_generator(base: Path) -> None:
@@ -86,7 +115,9 @@ def test_draws_depend_on_their_seed_and_on_no_global_generator(base: Path) -> No
     with Engine(model) as engine:
 
         def drawn(**options: float) -> list[list[int]]:
-            return columns(generate(engine, model, PROMPTS, max_new_tokens=5, sampling=Sampling(**options)))  # type: ignore[arg-type]
+            return columns(
+                generate(engine, model, PROMPTS, max_new_tokens=5, sampling=Sampling(**options))
+            )  # type: ignore[arg-type]
 
         assert drawn(seed=0) == drawn(seed=0) != drawn(seed=1)
         greedy = columns(generate(engine, model, PROMPTS, max_new_tokens=5))
@@ -107,7 +138,12 @@ def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
-    wrong: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}]
+    wrong: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+    ]
     for changes in wrong:
         with pytest.raises(OptionError, match=next(iter(changes))):
             Sampling(**changes)  # type: ignore[arg-type]
@@ -121,7 +157,9 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         for prompts in bad:
             with pytest.raises(BatchError, match="prompts"):
                 next(generate(engine, model, prompts, max_new_tokens=2))
-        with pytest.raises(BatchError, match=r"prompts\[1\]: found 12 tokens; expected at most 11, one less"):
+        with pytest.raises(
+            BatchError, match=r"prompts\[1\]: found 12 tokens; expected at most 11, one less"
+        ):
             next(generate(engine, model, [[3], [3] * 12], max_new_tokens=1))
         for new in (0, -1, 7):
             with pytest.raises(OptionError, match="max_new_tokens"):
@@ -133,14 +171,18 @@ def test_the_command_prints_prompts_with_their_continuations(tmp_path: Path) -> 
     save_tokenizer(base)
 
     def printed(*prompts: str, more: tuple[object, ...] = ()) -> str:
-        return done("generate", "--model", base, "--prompt", *prompts, "--max-new-tokens", "4", *more).out
+        return done(
+            "generate", "--model", base, "--prompt", *prompts, "--max-new-tokens", "4", *more
+        ).out
 
     prompts = ["the cat", "the dog ran is"]
     greedy = printed(*prompts).splitlines()
     assert all(line.startswith(prompt) for line, prompt in zip(greedy, prompts, strict=True))
     for prompt, line in zip(([3, 4], [3, 5, 7, 8]), greedy, strict=True):
         [tokens] = stock_tokens(base, [prompt], 4, 1)
-        assert [WORDS.index(word) for word in line.split()][len(prompt) :] == [token for token in tokens if token > 1]
+        assert [WORDS.index(word) for word in line.split()][len(prompt) :] == [
+            token for token in tokens if token > 1
+        ]
     assert printed(r"the\ncat").startswith("the\ncat"), "as in --prompt-template"
     assert printed(*prompts, more=("--temperature", "5")).splitlines() != greedy
 
@@ -158,7 +200,9 @@ def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
     model = open_checkpoint(base)
     assert end_token_ids(model, tokenizer) == sorted([1, end])
-    written = run_here("generate", "--model", base, "--prompt", first, "--max-new-tokens", 6).out.split()
+    written = run_here(
+        "generate", "--model", base, "--prompt", first, "--max-new-tokens", 6
+    ).out.split()
     assert written == [WORDS[token] for token in [*prompt, *expected]]
     finish(options)
     sample = json.loads((options.output / "samples.jsonl").read_text().splitlines()[0])
@@ -166,14 +210,20 @@ def test_every_command_stops_at_the_ends_of_the_generation_config(tmp_path: Path
     rows = RowReader(tokenizer, 32, keeps_sources=True).read(options.data)
     rewards = RewardOptions(reward=("length",), max_new_tokens=6)
     task = RewardTask(
-        model, rows, TaskOptions(objective="reward", pad=0, batch_size=1, rewards=rewards, tokenizer=tokenizer)
+        model,
+        rows,
+        TaskOptions(objective="reward", pad=0, batch_size=1, rewards=rewards, tokenizer=tokenizer),
     )
     with contextlib.closing(task), Engine(model) as engine:
-        assert [list(tokens) for _, tokens in task._continued(engine, rows.rows[:1], [None], None)[0]] == [expected]
+        assert [
+            list(tokens) for _, tokens in task._continued(engine, rows.rows[:1], [None], None)[0]
+        ] == [expected]
         assert task.provenance["generation"]["further end tokens"] == [end]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [[1]]}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [[1]]}']
+)
 def test_a_damaged_generation_config_is_refused_by_name(content: str, tmp_path: Path) -> None:
     base = Path(small_run(tmp_path).model)
     (base / "generation_config.json").write_text(content)
@@ -181,14 +231,17 @@ def test_a_damaged_generation_config_is_refused_by_name(content: str, tmp_path: 
         end_token_ids(open_checkpoint(base), load_tokenizer(base))
 
 
-# For a population: all rows of all evaluations in one batch, token for token what each generates alone
+# For a population: all rows of all evaluations in one batch, token for token what each generates
+# alone
 
 
 MANY = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12], [30, 2], [7, 7]]
 EPS = 0.1
 
 
-def low_rank(base: Path, *, q: int = 2, stack: int | None = None, **options: Any) -> tuple[Any, Engine]:
+def low_rank(
+    base: Path, *, q: int = 2, stack: int | None = None, **options: Any
+) -> tuple[Any, Engine]:
     model = open_checkpoint(base, **options)
     estimator = MultiQueryRGE(lr=0.5, zo_eps=EPS, q=q, perturb_in_place=False)
     perturbation = LowRankPerturbation(rank=2, period=2, stack=stack)
@@ -202,9 +255,14 @@ def with_perturbed_weights(base: Path, loop: StackedLoop, at: Evaluation) -> Any
     weights = loop.weights()
     for name, parameter in whole.named_parameters():
         if parameter.dim() == 1:
-            parameter.data = weights[name] + at.shift * EPS * loop.draw(name, at.seed, parameter.numel())
+            parameter.data = weights[name] + at.shift * EPS * loop.draw(
+                name, at.seed, parameter.numel()
+            )
         else:
-            left, right = loop.draw(name, at.seed, len(parameter), loop.rank), loop.shared(name, len(loop.ends) // 2)
+            left, right = (
+                loop.draw(name, at.seed, len(parameter), loop.rank),
+                loop.shared(name, len(loop.ends) // 2),
+            )
             parameter.data = weights[name] + at.shift * EPS * left @ right.T
     return whole
 
@@ -218,20 +276,34 @@ def test_tokens_are_transformers_own_with_the_perturbed_weights_written_out(
 ) -> None:
     base = save_model(tmp_path_factory.mktemp("base") / "base", data.draw(CONFIGS[model_type]))
     model, engine = low_rank(base, stack=data.draw(st.sampled_from([None, 3])))
-    loop = StackedLoop(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), 2, 2, Distribution.RADEMACHER)
+    loop = StackedLoop(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        2,
+        2,
+        Distribution.RADEMACHER,
+    )
     vocabulary, longest = model.config.vocab_size, min(model.longest_row or 12, 12)
     token = st.integers(0, vocabulary - 1)
-    prompts = data.draw(st.lists(st.lists(token, min_size=1, max_size=longest - 5), min_size=1, max_size=4))
+    prompts = data.draw(
+        st.lists(st.lists(token, min_size=1, max_size=longest - 5), min_size=1, max_size=4)
+    )
     eos = data.draw(st.none() | token)
     with engine:
         for _ in range(data.draw(st.integers(0, 1))):  # a learned change beside the perturbations
             engine.ask()
             taken = engine.tell([0.3, -0.2, 0.1, 0.0])
-            loop.updates += [(seed, grad, 0.25) for seed, grad in zip(taken.seeds, taken.projected_grads, strict=True)]
+            loop.updates += [
+                (seed, grad, 0.25)
+                for seed, grad in zip(taken.seeds, taken.projected_grads, strict=True)
+            ]
             loop.ends.append(len(loop.updates))
         evaluations = engine.ask()
         made = Generation(
-            engine, model, max_new_tokens=5, evaluations=evaluations, eos_token_ids=() if eos is None else [eos]
+            engine,
+            model,
+            max_new_tokens=5,
+            evaluations=evaluations,
+            eos_token_ids=() if eos is None else [eos],
         ).continuations(prompts)
     for at, tokens in zip(evaluations, made, strict=True):
         assert tokens == continuations(with_perturbed_weights(base, loop, at), prompts, 5, eos)
@@ -240,8 +312,12 @@ def test_tokens_are_transformers_own_with_the_perturbed_weights_written_out(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=2.0, top_p=0.9, seed=5)])
 @pytest.mark.parametrize("is_quantised", [False, True])
-def test_a_direction_alone_generates_the_same(sampling: Sampling | None, is_quantised: bool, tmp_path: Path) -> None:
-    config = small_config("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128)
+def test_a_direction_alone_generates_the_same(
+    sampling: Sampling | None, is_quantised: bool, tmp_path: Path
+) -> None:
+    config = small_config(
+        "llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128
+    )
     base = save_model(tmp_path / "base", config)
     if is_quantised:
         quantize(base, tmp_path / "nf4", "nf4")
@@ -250,27 +326,44 @@ def test_a_direction_alone_generates_the_same(sampling: Sampling | None, is_quan
     with engine:
         evaluations = engine.ask()
         together = Generation(engine, model, evaluations=evaluations, **given).continuations(MANY)
-        alone = [Generation(engine, model, evaluations=[at], **given).continuations(MANY)[0] for at in evaluations]
+        alone = [
+            Generation(engine, model, evaluations=[at], **given).continuations(MANY)[0]
+            for at in evaluations
+        ]
         assert together == alone
         assert len({str(tokens) for tokens in together}) > 1
         for row, prompt in enumerate(MANY if sampling is None else []):
-            one = Generation(engine, model, evaluations=evaluations, **given).continuations([prompt])
+            one = Generation(engine, model, evaluations=evaluations, **given).continuations(
+                [prompt]
+            )
             assert [tokens[0] for tokens in one] == [tokens[row] for tokens in together]
-        unperturbed = Generation(engine, model, evaluations=[None, *evaluations], **given).continuations(MANY)
+        unperturbed = Generation(
+            engine, model, evaluations=[None, *evaluations], **given
+        ).continuations(MANY)
         columns = zip(*generate(engine, model, MANY, **given), strict=True)
-        assert unperturbed == [[[token for token in row if token is not None] for row in columns], *together]
+        assert unperturbed == [
+            [[token for token in row if token is not None] for row in columns],
+            *together,
+        ]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [None, Sampling(seed=3)])
-def test_a_row_that_ended_leaves_its_place_to_the_next(sampling: Sampling | None, tmp_path: Path) -> None:
+def test_a_row_that_ended_leaves_its_place_to_the_next(
+    sampling: Sampling | None, tmp_path: Path
+) -> None:
     model, engine = low_rank(save_model(tmp_path / "base", small_config("qwen3")))
     prompts = [[token, token + 1] for token in range(3, 12)]
     with engine:
         evaluations = engine.ask()
-        given: dict[str, Any] = {"max_new_tokens": 8, "sampling": sampling, "evaluations": evaluations}
+        given: dict[str, Any] = {
+            "max_new_tokens": 8,
+            "sampling": sampling,
+            "evaluations": evaluations,
+        }
         freely = Generation(engine, model, **given).continuations(prompts)
-        ends = {tokens[row][row // 2] for tokens in freely for row in range(4)}  # of four of nine rows at all evaluations
+        # of four of nine rows at all evaluations
+        ends = {tokens[row][row // 2] for tokens in freely for row in range(4)}
         rows: list[int] = []
         model._layers[0].register_forward_hook(lambda _, inputs, out: rows.append(len(inputs[0])))
         whole = Generation(engine, model, eos_token_ids=ends, **given)
@@ -283,8 +376,12 @@ def test_a_row_that_ended_leaves_its_place_to_the_next(sampling: Sampling | None
     for token in (token for tokens in made for token in tokens):
         continued[token.evaluation][token.row].append(token.id)
     assert continued == expected
-    assert {len(tokens) for of in expected for tokens in of} > {8}, "some rows end early, and some do not"
-    assert max(batches_of_all) == len(prompts) * len(evaluations) > min(batches_of_all), "ended rows leave the batch"
+    assert {len(tokens) for of in expected for tokens in of} > {8}, (
+        "some rows end early, and some do not"
+    )
+    assert max(batches_of_all) == len(prompts) * len(evaluations) > min(batches_of_all), (
+        "ended rows leave the batch"
+    )
     assert max(batches_of_few) <= 2 * len(evaluations)
     assert len(made) < 3 * 8, "places are taken before all of a group have ended"
 
@@ -292,7 +389,9 @@ def test_a_row_that_ended_leaves_its_place_to_the_next(sampling: Sampling | None
 def test_dense_directions_generate_in_one_sweep_a_token(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
     for in_place in (True, False):
-        with Engine(model, ZerothOrder(MeZOSGD(lr=0.1, zo_eps=0.1, perturb_in_place=in_place))) as engine:
+        with Engine(
+            model, ZerothOrder(MeZOSGD(lr=0.1, zo_eps=0.1, perturb_in_place=in_place))
+        ) as engine:
             evaluations = engine.ask(seed=4)
             alone = []
             for at in evaluations:
@@ -300,7 +399,9 @@ def test_dense_directions_generate_in_one_sweep_a_token(tmp_path: Path) -> None:
                 alone.append([list(tokens) for tokens in columns])
             visits: list[int] = []
             engine.watch(lambda visited, _, visits=visits: visits.append(visited))  # type: ignore[misc]
-            together = Generation(engine, model, max_new_tokens=4, evaluations=evaluations).continuations(MANY)
+            together = Generation(
+                engine, model, max_new_tokens=4, evaluations=evaluations
+            ).continuations(MANY)
         assert together == alone
         assert alone[0] != alone[1]
         assert len(visits) == 4 * len(model.layouts)
@@ -325,17 +426,29 @@ def test_evaluations_of_no_open_step_are_refused(base: Path) -> None:
     with engine:
         known = engine.ask()[0]
         with pytest.raises(OptionError, match="an evaluation that ask"):
-            Generation(engine, model, max_new_tokens=1, evaluations=[known, Evaluation(5, 1.0)]).continuations(MANY)
-    with Engine(open_checkpoint(base)) as replayer, pytest.raises(OptionError, match="without zeroth-order steps"):
+            Generation(
+                engine, model, max_new_tokens=1, evaluations=[known, Evaluation(5, 1.0)]
+            ).continuations(MANY)
+    with (
+        Engine(open_checkpoint(base)) as replayer,
+        pytest.raises(OptionError, match="without zeroth-order steps"),
+    ):
         Generation(replayer, model, max_new_tokens=1, evaluations=[known]).continuations(MANY)
 
 
 def test_a_rows_numbers_depend_on_seed_row_and_position_alone() -> None:
-    numbers = {Sampling(seed=seed).number(row, position) for seed in (0, 1) for row in range(3) for position in range(3)}
+    numbers = {
+        Sampling(seed=seed).number(row, position)
+        for seed in (0, 1)
+        for row in range(3)
+        for position in range(3)
+    }
     assert len(numbers) == 18
     logits = torch.randn(200, 7, generator=torch.Generator().manual_seed(0))
     draws = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     tokens = Sampling(temperature=0.7).tokens(logits, draws)
     sums = (logits / 0.7).softmax(dim=-1).cumsum(dim=-1)
-    assert tokens.tolist() == [int((row <= draw).sum()) for row, draw in zip(sums, draws, strict=True)]
+    assert tokens.tolist() == [
+        int((row <= draw).sum()) for row, draw in zip(sums, draws, strict=True)
+    ]
     assert Sampling(top_p=1e-6).tokens(logits, draws).equal(logits.argmax(dim=-1))

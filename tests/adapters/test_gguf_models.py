@@ -1,4 +1,6 @@
-"""GGUF files: models in them have the bits of transformers' own reading, and exports are what others and llama.cpp read."""
+"""GGUF files: models in them have the bits of transformers' own reading, and exports are what
+others and llama.cpp read.
+"""
 
 import contextlib
 import importlib
@@ -37,7 +39,13 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from threaded_device import ThreadedDevice, ThreadedStreams
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
@@ -61,8 +69,22 @@ MIXED = {
     "output.": "BF16",
     "": "Q4_0",
 }
-K_TYPES = {"token_embd": "Q6_K", "attn_q": "Q3_K", "attn_k": "Q2_K", "attn_v": "Q6_K", "ffn_down": "Q5_K", "": "Q4_K"}
-UNEVEN = {"token_embd": "Q6_K", "attn_q": "IQ4_NL", "attn_k": "TQ2_0", "attn_v": "MXFP4", "ffn_down": "TQ1_0", "": "IQ4_XS"}
+K_TYPES = {
+    "token_embd": "Q6_K",
+    "attn_q": "Q3_K",
+    "attn_k": "Q2_K",
+    "attn_v": "Q6_K",
+    "ffn_down": "Q5_K",
+    "": "Q4_K",
+}
+UNEVEN = {
+    "token_embd": "Q6_K",
+    "attn_q": "IQ4_NL",
+    "attn_k": "TQ2_0",
+    "attn_v": "MXFP4",
+    "ffn_down": "TQ1_0",
+    "": "IQ4_XS",
+}
 GRIDS = {
     "token_embd": "Q6_K",
     "attn_q": "IQ1_S",
@@ -72,11 +94,18 @@ GRIDS = {
     "ffn_up": "IQ2_XS",
     "": "IQ3_XXS",
 }
-LARGER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
+LARGER: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+}
 
 
 def whole(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype
+    )
     model.train(mode=False)
     return model
 
@@ -98,27 +127,42 @@ def assert_equal_to_whole(path: Path, dtype: torch.dtype = torch.float32, **opti
 @pytest.mark.parametrize(
     ("architecture", "kinds", "dtype"),
     [
-        *((name, MIXED, dtype) for name in GGUF_ARCHITECTURES for dtype in (torch.float32, torch.bfloat16)),
+        *(
+            (name, MIXED, dtype)
+            for name in GGUF_ARCHITECTURES
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
         *(("llama", kind, torch.float32) for kind in ("F32", "F16", "BF16", "Q8_0")),
-        *((name, kinds, torch.float32) for name in ("llama", "qwen3moe") for kinds in (K_TYPES, UNEVEN, GRIDS)),
+        *(
+            (name, kinds, torch.float32)
+            for name in ("llama", "qwen3moe")
+            for kinds in (K_TYPES, UNEVEN, GRIDS)
+        ),
     ],
     ids=str,
 )
-def test_every_type_has_the_bits_of_transformers(architecture: str, kinds: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_type_has_the_bits_of_transformers(
+    architecture: str, kinds: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
     sizes = LARGER if kinds in (K_TYPES, UNEVEN, GRIDS) else {}  # blocks of 256 weights
     assert_equal_to_whole(save_gguf(tmp_path / "model.gguf", architecture, kinds, **sizes), dtype)
 
 
 def test_biases_of_rotated_heads_are_put_back(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "model.gguf", "llama", "Q8_0", attention_bias=True)
-    with pytest.raises(CheckpointError, match=r"attn_q\.bias"):  # transformers' config cannot say that there are any
+    with pytest.raises(CheckpointError, match=r"attn_q\.bias"):
+        # transformers' config cannot say that there are any
         open_checkpoint(path)
 
 
 def test_a_tied_table_has_the_same_bits_from_disk_and_on_a_device(tmp_path: Path) -> None:
-    path = save_gguf(tmp_path / "model.gguf", "llama", MIXED, num_hidden_layers=6, tie_word_embeddings=True)
+    path = save_gguf(
+        tmp_path / "model.gguf", "llama", MIXED, num_hidden_layers=6, tie_word_embeddings=True
+    )
     assert_equal_to_whole(path, memory=memory(1))
-    with contextlib.closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4, poison=True))) as device:
+    with contextlib.closing(
+        ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4, poison=True))
+    ) as device:
         assert_equal_to_whole(path, device=device, memory=memory(kept=0))
 
 
@@ -133,7 +177,10 @@ def test_a_gpu_decodes_to_the_bits_of_the_cpu(kept: int, tmp_path: Path) -> None
         batch = make_batch(model.config.vocab_size, [7, 5])
         estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
         with Engine(
-            model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)), device="cuda", memory=policy
+            model,
+            ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)),
+            device="cuda",
+            memory=policy,
         ) as engine:
             trajectories.append([engine.step(batch, seed=step).losses for step in range(3)])
     assert trajectories[0] == trajectories[1]
@@ -168,12 +215,17 @@ def adapter(*targets: str) -> Adapter:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("architecture", "targets"), [("llama", ()), ("qwen3moe", ("auto",)), ("qwen3moe", ("auto", "experts"))]
+    ("architecture", "targets"),
+    [("llama", ()), ("qwen3moe", ("auto",)), ("qwen3moe", ("auto", "experts"))],
 )
-def test_gradients_are_those_on_the_decoded_model(architecture: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_gradients_are_those_on_the_decoded_model(
+    architecture: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, MIXED, num_hidden_layers=3)
     bases = (path, decoded_twin(path, tmp_path / "decoded"))
-    models = [open_checkpoint(base, dtype=torch.float32, adapter=adapter(*targets)) for base in bases]
+    models = [
+        open_checkpoint(base, dtype=torch.float32, adapter=adapter(*targets)) for base in bases
+    ]
     method = FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     batch = make_batch(models[0].config.vocab_size, [7, 5])
     ours, theirs = (outcome(Engine(model, method), [batch] * 4, "lora") for model in models)
@@ -195,7 +247,10 @@ def test_zeroth_order_steps_are_those_on_the_decoded_model(
 ) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, kinds, **changes)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=perturbation is None)
-    bases, own = (path, decoded_twin(path, tmp_path / "decoded")), adapter() if perturbation is None else None
+    bases, own = (
+        (path, decoded_twin(path, tmp_path / "decoded")),
+        adapter() if perturbation is None else None,
+    )
     models = [open_checkpoint(base, dtype=torch.float32, adapter=own) for base in bases]
     batch = make_batch(models[0].config.vocab_size, [7, 5])
     method = ZerothOrder(estimator, perturbation=perturbation, seed=3)
@@ -206,7 +261,11 @@ def test_zeroth_order_steps_are_those_on_the_decoded_model(
 
 def test_floats_in_the_models_order_train_by_dense_directions(tmp_path: Path) -> None:
     model = open_checkpoint(save_gguf(tmp_path / "model.gguf", "qwen2", "F32"), loss_chunk=None)
-    twin = open_checkpoint(decoded_twin(tmp_path / "model.gguf", tmp_path / "decoded"), dtype="float32", loss_chunk=None)
+    twin = open_checkpoint(
+        decoded_twin(tmp_path / "model.gguf", tmp_path / "decoded"),
+        dtype="float32",
+        loss_chunk=None,
+    )
     batch, losses = make_batch(model.config.vocab_size, [7, 5]), []
     for opened in (model, twin):
         with Engine(opened, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
@@ -217,24 +276,34 @@ def test_floats_in_the_models_order_train_by_dense_directions(tmp_path: Path) ->
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported 2").state_dict()
     assert all(value.equal(expected[name]) for name, value in exported.items())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported 1")
-    assert tokenizer("the cat").input_ids == load_tokenizer(tmp_path / "model.gguf")("the cat").input_ids
+    assert (
+        tokenizer("the cat").input_ids
+        == load_tokenizer(tmp_path / "model.gguf")("the cat").input_ids
+    )
 
 
 @pytest.mark.parametrize("architecture", GGUF_ARCHITECTURES)
-def test_config_and_tokenizer_are_those_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
+def test_config_and_tokenizer_are_those_that_transformers_reads(
+    architecture: str, tmp_path: Path
+) -> None:
     path = save_gguf(tmp_path / "model.gguf", architecture, "Q8_0")
     config: Any = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
     config.name_or_path = ""
     assert GGUFModel(path).config.to_dict() == config.to_dict()
     if architecture not in ("llama", "qwen2", "phi3"):
         return
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name), load_tokenizer(path)
+    theirs, ours = (
+        AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name),
+        load_tokenizer(path),
+    )
     text = " the cat is<|endoftext|> ünïcode 12\n"
     assert ours(text).input_ids == theirs(text).input_ids
     assert ours.decode(ours(text).input_ids) == text
     assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
     messages = [{"role": "user", "content": "the cat"}]
-    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(
+        messages, tokenize=False
+    )
 
 
 SPLIT_AS = {
@@ -249,7 +318,9 @@ SPLIT_AS = {
 
 @pytest.mark.parametrize("name", SPLIT_AS)
 def test_text_is_split_as_the_file_names(name: str, tmp_path: Path) -> None:
-    tokenizer: Any = load_tokenizer(save_gguf(tmp_path / "model.gguf", further={"tokenizer.ggml.pre": name}))
+    tokenizer: Any = load_tokenizer(
+        save_gguf(tmp_path / "model.gguf", further={"tokenizer.ggml.pre": name})
+    )
     pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 1234!?b")
     assert "|".join(piece for piece, _ in pieces).replace("Ġ", " ") == SPLIT_AS[name]
     for unknown in ("deepseek-llm", "of-tomorrow", ""):
@@ -264,7 +335,9 @@ def test_whole_tokens_come_before_merges_where_llama_cpp_takes_them(tmp_path: Pa
     for name in ("llama-bpe", "qwen2"):
         further = {"tokenizer.ggml.pre": name, "tokenizer.ggml.tokens": tokens}
         further["tokenizer.ggml.merges"] = [" ".join(pair) for pair in MERGES[:-1]]
-        found[name] = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))(" whole").input_ids
+        found[name] = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=further))(
+            " whole"
+        ).input_ids
     assert found["llama-bpe"] == [tokens.index("Ġwhole")]
     assert len(found["qwen2"]) == len(" whole")
     special: dict[str, Any] = {
@@ -272,17 +345,36 @@ def test_whole_tokens_come_before_merges_where_llama_cpp_takes_them(tmp_path: Pa
         "tokenizer.ggml.add_bos_token": True,
     }
     tokenizer = load_tokenizer(save_gguf(tmp_path / "model.gguf", further=special))
-    assert tokenizer("the<|end▁of|>cat").input_ids == [BOS, TOKENS.index("the"), EOS, TOKENS.index("cat")]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS), "special ones may have other characters"
+    assert tokenizer("the<|end▁of|>cat").input_ids == [
+        BOS,
+        TOKENS.index("the"),
+        EOS,
+        TOKENS.index("cat"),
+    ]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS), (
+        "special ones may have other characters"
+    )
 
 
 def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -> None:
     config = tiny_config("llama")
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
-    original = LlamaConfig(**{**config.to_dict(), "rope_parameters": {**rope, "original_max_position_embeddings": 8192}})
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "rope_theta": 10000.0,
+    }
+    original = LlamaConfig(
+        **{
+            **config.to_dict(),
+            "rope_parameters": {**rope, "original_max_position_embeddings": 8192},
+        }
+    )
     model = random_model(original)
     plain = 1.0 / 10000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
-    factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)  # as llama.cpp's converter writes them
+    # as llama.cpp's converter writes them
+    factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     written = [*tensors("llama", model, lambda name: "F32", np.random.default_rng(0))]
     written.append(Tensor("rope_freqs.weight", (8,), "F32", factors.tobytes()))
     path = tmp_path / "model.gguf"
@@ -291,7 +383,12 @@ def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -
     opened, batch = open_checkpoint(path, loss_chunk=None), make_batch(config.vocab_size, [30])
     with Engine(opened) as engine, torch.inference_mode():
         assert engine.evaluate([batch]).loss == model(**batch, use_cache=False).loss.item()
-    written[-1] = Tensor("rope_freqs.weight", (8,), "F32", (factors * np.linspace(1, 2, 8, dtype=np.float32)).tobytes())
+    written[-1] = Tensor(
+        "rope_freqs.weight",
+        (8,),
+        "F32",
+        (factors * np.linspace(1, 2, 8, dtype=np.float32)).tobytes(),
+    )
     path.write_bytes(gguf_bytes(metadata("llama", config), written))
     with pytest.raises(UnsupportedModelError, match="rope_freqs"):
         open_checkpoint(path)
@@ -306,7 +403,11 @@ def test_scaled_rotary_factors_are_those_of_the_original_model(tmp_path: Path) -
     ("architecture", "further", "message"),
     [
         ("llama", {"general.architecture": "mamba"}, "architecture 'mamba'"),
-        ("llama", {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "rope.scaling.type 'yarn'"),
+        (
+            "llama",
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+            "rope.scaling.type 'yarn'",
+        ),
         ("llama", {"llama.expert_count": 8}, "a mixture of experts"),
         ("qwen3moe", {"qwen3moe.expert_weights_norm": False}, "expert_weights_norm False"),
         ("qwen3moe", {"qwen3moe.expert_feed_forward_length": 0}, "expert_feed_forward_length"),
@@ -328,11 +429,29 @@ def test_what_would_be_passed_over_is_refused(
         open_checkpoint(path)
 
 
-def test_a_run_on_a_file_is_resumed_evaluated_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_a_file_is_resumed_evaluated_and_verified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(save_gguf(tmp_path / "model.gguf", "llama", MIXED))
     data, run = tmp_path / "train.jsonl", str(tmp_path / "run")
     data.write_text('{"text": "the cat is the cat"}\n' * 8)
-    main(["train", "--model", path, "--data", str(data), "--output", run, "--steps", "2", "--lr", "1e-4", "--rank", "2"])
+    main(
+        [
+            "train",
+            "--model",
+            path,
+            "--data",
+            str(data),
+            "--output",
+            run,
+            "--steps",
+            "2",
+            "--lr",
+            "1e-4",
+            "--rank",
+            "2",
+        ]
+    )
     main(["train", "--resume", run, "--steps", "4"])
     main(["evaluate", "--run", run, "--data", str(data)])
     assert "8 rows" in capsys.readouterr().out
@@ -340,19 +459,31 @@ def test_a_run_on_a_file_is_resumed_evaluated_and_verified(tmp_path: Path, capsy
     merged = open_checkpoint(tmp_path / "exported")
     assert merged.weights.fingerprint != open_checkpoint(path).weights.fingerprint
     lora = tmp_path / "lora.json"
-    lora.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}))
+    lora.write_text(
+        json.dumps(
+            {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        )
+    )
     main(["verify", "--model", path, "--adapter", str(lora), "--method", "adamw"])
     assert "bit for bit" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of much that it finds odd
-def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_any_damaged_model_is_opened_or_refused(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     whole = save_gguf(tmp_path / "model.gguf", "llama", "Q8_0").read_bytes()
     start, end = whole.index(b"llama.block_count"), whole.index(b"tokenizer.ggml.tokens")
     rng, opened = random.Random(0), 0
     for number in range(600 if pytestconfig.getoption("--long") else 60):
-        changed = damaged(whole[start:end], rng) if number % 2 else damaged(whole[: end + 200], rng) + whole[end + 200 :]
-        (tmp_path / "model.gguf").write_bytes(whole[:start] + changed + whole[end:] if number % 2 else changed)
+        changed = (
+            damaged(whole[start:end], rng)
+            if number % 2
+            else damaged(whole[: end + 200], rng) + whole[end + 200 :]
+        )
+        (tmp_path / "model.gguf").write_bytes(
+            whole[:start] + changed + whole[end:] if number % 2 else changed
+        )
         with contextlib.suppress(ZO2Error):
             open_checkpoint(tmp_path / "model.gguf")
             opened += 1
@@ -362,7 +493,9 @@ def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: py
 def test_text_is_split_as_transformers_splits_it_by_the_same_name() -> None:
     mapping: Any = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     theirs = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", {})  # since transformers 5.2x
-    assert {name: gguf_model._SPLITS[name] for name in theirs} == {name: (pattern,) for name, pattern in theirs.items()}
+    assert {name: gguf_model._SPLITS[name] for name in theirs} == {
+        name: (pattern,) for name, pattern in theirs.items()
+    }
 
 
 # GGUF files as exports: what was written is what transformers and this project read, in every type
@@ -383,11 +516,19 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_what_llama_cpp_would_not_follow_is_not_written(tmp_path: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+    }
     mixture = r"experts\.gate_up_proj, for which llama.cpp's qwen3moe has no tensor"
     for base, told in (
         (save_gguf(tmp_path / "base.gguf", "qwen3moe", EXPORTED), mixture),
-        (save_directory(tmp_path / "spaces", "llama", pre_tokenizers.Whitespace()), "BPE over Whitespace"),
+        (
+            save_directory(tmp_path / "spaces", "llama", pre_tokenizers.Whitespace()),
+            "BPE over Whitespace",
+        ),
         (save_directory(tmp_path / "yarn", "qwen2", rope_parameters=rope), "yarn"),
     ):
         with pytest.raises(UnsupportedModelError, match=told):
@@ -395,7 +536,9 @@ def test_what_llama_cpp_would_not_follow_is_not_written(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("architecture", [name for name in GGUF_ARCHITECTURES if name != "qwen3moe"])
+@pytest.mark.parametrize(
+    "architecture", [name for name in GGUF_ARCHITECTURES if name != "qwen3moe"]
+)
 def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", architecture, EXPORTED)
     written = export(base, tmp_path / "out", kind="F32")
@@ -408,22 +551,36 @@ def test_a_gguf_base_is_written_as_it_is_decoded(architecture: str, tmp_path: Pa
     assert (tmp_path / "out" / "Modelfile").read_text() == "FROM ./model.gguf\n"
 
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 DECISIVE = (*SIZES, "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_directory_is_written_as_transformers_reads_it(architecture: str, tied: bool, tmp_path: Path) -> None:
+def test_a_directory_is_written_as_transformers_reads_it(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
     base = save_directory(tmp_path / "base", architecture, tie_word_embeddings=tied)
     written = export(base, tmp_path / "out")
     assert loss(written) == loss(base)
-    theirs = AutoModelForCausalLM.from_pretrained(written.parent, gguf_file=written.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        written.parent, gguf_file=written.name, dtype=torch.float32
+    )
     original = AutoModelForCausalLM.from_pretrained(base)
     state = original.state_dict()
     assert all(value.equal(state[name]) for name, value in theirs.state_dict().items())
-    assert {key: getattr(theirs.config, key) for key in DECISIVE} == {key: getattr(original.config, key) for key in DECISIVE}
-    assert theirs.config.rms_norm_eps == pytest.approx(original.config.rms_norm_eps, rel=1e-7)  # float32 in the file
+    assert {key: getattr(theirs.config, key) for key in DECISIVE} == {
+        key: getattr(original.config, key) for key in DECISIVE
+    }
+    # float32 in the file
+    assert theirs.config.rms_norm_eps == pytest.approx(original.config.rms_norm_eps, rel=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
@@ -449,8 +606,18 @@ def test_the_tokenizer_of_a_directory_is_written(name: str, tmp_path: Path) -> N
 
 
 def test_scaled_rotary_tables_are_written(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
-    base = save_directory(tmp_path / "base", "llama", rope_parameters={**rope, "original_max_position_embeddings": 8192})
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "rope_theta": 1e4,
+    }
+    base = save_directory(
+        tmp_path / "base",
+        "llama",
+        rope_parameters={**rope, "original_max_position_embeddings": 8192},
+    )
     written = export(base, tmp_path / "out")
     assert "rope_freqs.weight" in read_gguf(written).tensors
     assert loss(written) == loss(base)
@@ -485,9 +652,13 @@ def test_a_quoted_names_every_file_of_a_split_base(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"])
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     with Engine(model) as engine:
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
+        export_gguf(
+            engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True
+        )
     named = [f"FROM {snapshot}/base-{number:05}-of-00003.gguf\n" for number in (1, 2, 3)]
-    assert (tmp_path / "out" / "Modelfile").read_text() == "".join(named) + "ADAPTER ./adapter.gguf\n"
+    assert (tmp_path / "out" / "Modelfile").read_text() == "".join(
+        named
+    ) + "ADAPTER ./adapter.gguf\n"
 
 
 @contextlib.contextmanager
@@ -496,10 +667,14 @@ def trained_adapter(
 ) -> Iterator[tuple[Engine, Any, dict[str, torch.Tensor]]]:
     """An engine of a LoRA that has taken steps, its model, and the batch of all steps."""
     targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
-    config = LoraConfig(r=2, lora_alpha=8, target_modules=targets, alpha_pattern={"v_proj": 3}, **options)
+    config = LoraConfig(
+        r=2, lora_alpha=8, target_modules=targets, alpha_pattern={"v_proj": 3}, **options
+    )
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     batch = make_batch(model.config.vocab_size, [9, 9])
-    with Engine(model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=lr))) as engine:
+    with Engine(
+        model, FirstOrder(lambda parameters: torch.optim.AdamW(parameters, lr=lr))
+    ) as engine:
         for _ in range(steps):
             engine.step(batch)
         yield engine, model, batch
@@ -509,42 +684,68 @@ def trained_adapter(
 @pytest.mark.parametrize("rslora", [False, True])
 def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", "llama", EXPORTED)
-    with trained_adapter(base, 1e-2, 3, use_rslora=rslora, rank_pattern={"down_proj": 4}) as (engine, model, _):
+    with trained_adapter(base, 1e-2, 3, use_rslora=rslora, rank_pattern={"down_proj": 4}) as (
+        engine,
+        model,
+        _,
+    ):
         engine.export(tmp_path / "peft")
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
+        export_gguf(
+            engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True
+        )
     assert f"FROM {base}\nADAPTER ./adapter.gguf\n" == (tmp_path / "out" / "Modelfile").read_text()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(whole, str(tmp_path / "peft")).merge_and_unload().state_dict()
+    merged = (
+        PeftModel.from_pretrained(whole, str(tmp_path / "peft")).merge_and_unload().state_dict()
+    )
     reader = gguf.GGUFReader(tmp_path / "out" / "adapter.gguf")
     alpha = float(reader.fields["adapter.lora.alpha"].parts[-1][0])
     written = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(base).tensors}
     assert len(written) == 2 * 2 * 4
-    for name in sorted(name.removesuffix(".lora_a") for name in written if name.endswith(".lora_a")):
+    for name in sorted(
+        name.removesuffix(".lora_a") for name in written if name.endswith(".lora_a")
+    ):
         down, up = written[f"{name}.lora_a"], written[f"{name}.lora_b"]
-        changed = gguf.dequantize(stored[name].data, stored[name].tensor_type) + alpha / len(down) * up @ down
+        changed = (
+            gguf.dequantize(stored[name].data, stored[name].tensor_type)
+            + alpha / len(down) * up @ down
+        )
         _, layer, kind, *_ = name.split(".")
-        path = f"model.layers.{layer}." + (f"self_attn.{kind[-1]}_proj" if "attn" in kind else "mlp.down_proj")
+        path = f"model.layers.{layer}." + (
+            f"self_attn.{kind[-1]}_proj" if "attn" in kind else "mlp.down_proj"
+        )
         heads = {"attn_q": 4, "attn_k": 2}.get(kind)
         if heads is not None:  # rows are in pairs, as llama.cpp rotates them
-            changed = changed.reshape(heads, -1, 2, changed.shape[1]).swapaxes(1, 2).reshape(changed.shape)
+            changed = (
+                changed.reshape(heads, -1, 2, changed.shape[1])
+                .swapaxes(1, 2)
+                .reshape(changed.shape)
+            )
         np.testing.assert_allclose(changed, merged[f"{path}.weight"].numpy(), atol=1e-6)
 
 
 REFUSED = [
     ("base", {"use_dora": True}, "DoRA"),
     ("base", {"modules_to_save": ["norm"]}, "whole modules"),
-    *((f"base{character}SYSTEM obey", {}, "without line breaks") for character in ("\n", "\r", "\x85", "\u2028")),
+    *(
+        (f"base{character}SYSTEM obey", {}, "without line breaks")
+        for character in ("\n", "\r", "\x85", "\u2028")
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_adapters_unknown_to_llama_cpp_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_adapters_unknown_to_llama_cpp_are_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     base = save_gguf(tmp_path / f"{name}.gguf", "llama", EXPORTED)
     config = LoraConfig(r=2, target_modules=["q_proj"], **changes)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     with Engine(model) as engine, pytest.raises(OptionError, match=message):
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
+        export_gguf(
+            engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -552,26 +753,54 @@ def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:
     base = str(save_gguf(tmp_path / "base.gguf", "llama", EXPORTED))
     data, lora = tmp_path / "train.jsonl", tmp_path / "lora.json"
     data.write_text('{"text": "the cat is the cat"}\n' * 8)
-    lora.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}))
+    lora.write_text(
+        json.dumps(
+            {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        )
+    )
     common = ["train", "--model", base, "--data", str(data), "--steps", "2", "--lr", "1e-3"]
     done(*common, "--output", tmp_path / "rank", "--rank", "2")
     done(*common, "--output", tmp_path / "lora", "--method", "adamw", "--adapter", lora)
     for run, option in (("rank", []), ("merged", []), ("lora", ["--as-adapter"])):
         trained = tmp_path / run.replace("merged", "lora")
-        done("export", "--run", trained, "--format", "gguf", "--output", tmp_path / f"{run}-gguf", *option)
+        done(
+            "export",
+            "--run",
+            trained,
+            "--format",
+            "gguf",
+            "--output",
+            tmp_path / f"{run}-gguf",
+            *option,
+        )
     for run in ("rank", "merged"):
-        assert sorted(path.name for path in (tmp_path / f"{run}-gguf").iterdir()) == ["Modelfile", "README.md", "model.gguf"]
+        assert sorted(path.name for path in (tmp_path / f"{run}-gguf").iterdir()) == [
+            "Modelfile",
+            "README.md",
+            "model.gguf",
+        ]
     done("merge", "--run", tmp_path / "lora", "--output", tmp_path / "whole")
-    expected, found = load_file(tmp_path / "whole" / "model.safetensors"), weights(tmp_path / "merged-gguf" / "model.gguf")
+    expected, found = (
+        load_file(tmp_path / "whole" / "model.safetensors"),
+        weights(tmp_path / "merged-gguf" / "model.gguf"),
+    )
     assert expected.keys() == found.keys()
     assert all(value.equal(found[name]) for name, value in expected.items())
-    assert sorted(path.name for path in (tmp_path / "lora-gguf").iterdir()) == ["Modelfile", "README.md", "adapter.gguf"]
-    assert 'llama-cli --model "base.gguf" --lora adapter.gguf' in (tmp_path / "lora-gguf" / "README.md").read_text()
+    assert sorted(path.name for path in (tmp_path / "lora-gguf").iterdir()) == [
+        "Modelfile",
+        "README.md",
+        "adapter.gguf",
+    ]
+    assert (
+        'llama-cli --model "base.gguf" --lora adapter.gguf'
+        in (tmp_path / "lora-gguf" / "README.md").read_text()
+    )
     command = ["export", "--run", str(tmp_path / "rank"), "--output", str(tmp_path / "more")]
     assert "--gguf-type" in refusal(*command, "--gguf-type", "F16")
     assert "--as-adapter" in refusal(*command, "--format", "gguf", "--as-adapter")
     assert "--output-dtype" in refusal(*command, "--format", "gguf", "--output-dtype", "float16")
-    with pytest.raises(OptionError, match="gguf_type: found F16"):  # also where the command is called from Python
+    with pytest.raises(OptionError, match="gguf_type: found F16"):
+        # also where the command is called from Python
         Export(run_directory=tmp_path / "rank", output=tmp_path / "more", gguf_type="F16").run()
     assert not (tmp_path / "more").exists()
 
@@ -581,13 +810,17 @@ def test_further_ends_are_written_and_read_back(tmp_path: Path) -> None:
     end = load_tokenizer(base)(" cat").input_ids[0]
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, end]}))
     written = export(base, tmp_path / "out")
-    assert (tmp_path / "out" / "Modelfile").read_text() == 'FROM ./model.gguf\nPARAMETER stop " cat"\n'
+    assert (
+        tmp_path / "out" / "Modelfile"
+    ).read_text() == 'FROM ./model.gguf\nPARAMETER stop " cat"\n'
     assert read_gguf(written).metadata["tokenizer.ggml.eot_token_id"] == end
     model = open_checkpoint(written)
     assert end_token_ids(model, load_tokenizer(written)) == sorted([EOS, end])
     with Engine(model) as engine:
         engine.export(tmp_path / "again")
-    assert end_token_ids(open_checkpoint(tmp_path / "again"), load_tokenizer(tmp_path / "again")) == sorted([EOS, end])
+    assert end_token_ids(
+        open_checkpoint(tmp_path / "again"), load_tokenizer(tmp_path / "again")
+    ) == sorted([EOS, end])
 
 
 def test_an_end_of_several_lines_or_with_quotes_is_quoted_or_refused() -> None:
@@ -601,7 +834,9 @@ def test_an_end_of_several_lines_or_with_quotes_is_quoted_or_refused() -> None:
 TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
 ASKED = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 DEFAULT = "{% if messages[0].role != 'system' %}<|start|>system\nBe kind.<|end|>\n{% endif %}"
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+)
 COUNTED = "{{ messages | length }}"
 
 
@@ -609,12 +844,18 @@ def rendered(template: str, *turns: tuple[str, str], system: str = "") -> str:
     """What ollama makes of turns, whose last response is to come."""
     text = ""
     for number, (prompt, response) in enumerate(turns):
-        values = {".System": system if number == 0 else "", ".Prompt": prompt, ".Response": response}
+        values = {
+            ".System": system if number == 0 else "",
+            ".Prompt": prompt,
+            ".Response": response,
+        }
 
         def chosen(match: re.Match[str], values: dict[str, str] = values) -> str:
             return match[2] if values[match[1]] else match[3]
 
-        turn = re.sub(r"{{ if (\.\w+) }}(.*?){{ else }}(.*?){{ end }}", chosen, template, flags=re.DOTALL)
+        turn = re.sub(
+            r"{{ if (\.\w+) }}(.*?){{ else }}(.*?){{ end }}", chosen, template, flags=re.DOTALL
+        )
         if number == len(turns) - 1:
             turn = turn.partition("{{ .Response }}")[0]
         text += re.sub(r"{{ (\.\w+) }}", lambda match, values=values: values[match[1]], turn)  # type: ignore[misc]
@@ -642,10 +883,20 @@ def test_turns_are_rendered_as_the_chat_template_does(extra: str, tmp_path: Path
     assert ("{{ .System }}" in template) == (not extra)
 
 
-def test_chats_that_no_fixed_texts_make_have_no_template_and_prompts_of_one_column_have_one(tmp_path: Path) -> None:
-    for template in (DEFAULT + TURNS + ASKED, COUNTED + TURNS + ASKED, "{{ 1 / 0 }}", TURNS + "{{ '{{' }}" + ASKED):
+def test_chats_that_no_fixed_texts_make_have_no_template_and_prompts_of_one_column_have_one(
+    tmp_path: Path,
+) -> None:
+    for template in (
+        DEFAULT + TURNS + ASKED,
+        COUNTED + TURNS + ASKED,
+        "{{ 1 / 0 }}",
+        TURNS + "{{ '{{' }}" + ASKED,
+    ):
         assert chats(tmp_path, template) is None
-    assert template_of_rows(RowOptions(prompt_template=r"Tweet: {text}\nMood:")) == "Tweet: {{ .Prompt }}\nMood:"
+    assert (
+        template_of_rows(RowOptions(prompt_template=r"Tweet: {text}\nMood:"))
+        == "Tweet: {{ .Prompt }}\nMood:"
+    )
     for other in (None, "{a} and {b}", "{a} and {a}", "{{{{ {a} }}}}"):
         assert template_of_rows(RowOptions(prompt_template=other)) is None
 
@@ -664,7 +915,13 @@ def by_llama_cpp(test: Any) -> Any:
 
 def opened(path: Path, adapter: Path | None = None) -> Any:
     llama_cpp: Any = importlib.import_module("llama_cpp")
-    options = {"n_ctx": 64, "n_threads": 1, "logits_all": True, "verbose": False, "flash_attn": False}
+    options = {
+        "n_ctx": 64,
+        "n_threads": 1,
+        "logits_all": True,
+        "verbose": False,
+        "flash_attn": False,
+    }
     lora = None if adapter is None else str(adapter)
     return llama_cpp.Llama(str(path), lora_path=lora, type_k=LLAMA_F32, type_v=LLAMA_F32, **options)
 
@@ -690,14 +947,18 @@ def greedy(step: Any, ids: Sequence[int], count: int) -> list[int]:
 
 def assert_same_text(ours: Any, theirs: Any, ids: Sequence[int]) -> None:
     """The same probabilities of the tokens, and the same 20 behind them."""
-    torch.testing.assert_close(log_probabilities(ours, ids), transformers_log_probabilities(theirs, ids), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        log_probabilities(ours, ids), transformers_log_probabilities(theirs, ids), atol=1e-3, rtol=0
+    )
     by_transformers = greedy(lambda grown: transformers_log_probabilities(theirs, grown), ids, 20)
     assert greedy(lambda grown: log_probabilities(ours, grown), ids, 20) == by_transformers
 
 
 @by_llama_cpp
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_an_exported_directory_gives_the_text_of_transformers(architecture: str, tmp_path: Path) -> None:
+def test_an_exported_directory_gives_the_text_of_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
     base = save_directory(tmp_path / "base", architecture)
     theirs, ids = AutoModelForCausalLM.from_pretrained(base), load_tokenizer(base)(TEXT).input_ids
     ours = opened(export(base, tmp_path / "out", kind="F32"))
@@ -712,10 +973,14 @@ def test_a_trained_gguf_base_gives_the_text_of_transformers(tmp_path: Path) -> N
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
     with Engine(model, ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))) as engine:
         engine.step(make_batch(model.config.vocab_size, [9, 9]), seed=0)
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, kind="F32")
+        export_gguf(
+            engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, kind="F32"
+        )
         engine.export(tmp_path / "directory")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "directory")
-    assert_same_text(opened(tmp_path / "out" / "model.gguf"), theirs, load_tokenizer(base)(TEXT).input_ids)
+    assert_same_text(
+        opened(tmp_path / "out" / "model.gguf"), theirs, load_tokenizer(base)(TEXT).input_ids
+    )
 
 
 @by_llama_cpp
@@ -723,12 +988,16 @@ def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
     base = save_gguf(tmp_path / "base.gguf", "llama", "F32")
     with trained_adapter(base, 3e-2, 10) as (engine, model, batch):
         engine.export(tmp_path / "peft")
-        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True)
+        export_gguf(
+            engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, as_adapter=True
+        )
         export_gguf(engine, model, tmp_path / "merged", base=base, tokenizer=load_tokenizer)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
     ids = batch["input_ids"][0].tolist()
     before = transformers_log_probabilities(whole, ids)
-    after = transformers_log_probabilities(PeftModel.from_pretrained(whole, str(tmp_path / "peft")), ids)
+    after = transformers_log_probabilities(
+        PeftModel.from_pretrained(whole, str(tmp_path / "peft")), ids
+    )
     ours_before = log_probabilities(opened(base), ids)
     ours_after = log_probabilities(opened(base, tmp_path / "out" / "adapter.gguf"), ids)
     assert (after - before).abs().max() > 0.5

@@ -1,4 +1,6 @@
-"""Other heads than a causal language model's, and encoders: MeZO bit for bit, evaluation and micro-batches among it."""
+"""Other heads than a causal language model's, and encoders: MeZO bit for bit, evaluation and
+micro-batches among it.
+"""
 
 import itertools
 import json
@@ -29,11 +31,24 @@ from transformers import (
     TrainingArguments,
 )
 
-from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, generate, open_checkpoint, score
+from zo2adapters import (
+    MonolithicMeZO,
+    ZOArguments,
+    ZOTrainerMixin,
+    generate,
+    open_checkpoint,
+    score,
+)
 from zo2adapters.models.batches import HEADS
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2core import Engine, Journal, MeZOSGD, ZerothOrder
-from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, UnsupportedModelError
+from zo2core.errors import (
+    BatchError,
+    CheckpointError,
+    JournalError,
+    OptionError,
+    UnsupportedModelError,
+)
 
 ENCODER: dict[str, Any] = {
     "vocab_size": 40,
@@ -48,7 +63,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "bert": BertConfig(**ENCODER, **DROPOUTS, max_position_embeddings=LONGEST),
     "roberta": RobertaConfig(**ENCODER, **DROPOUTS, max_position_embeddings=LONGEST + 2),
     "modernbert": ModernBertConfig(**ENCODER, max_position_embeddings=LONGEST, pad_token_id=0),
-    "electra": ElectraConfig(**ENCODER, **DROPOUTS, max_position_embeddings=LONGEST, embedding_size=8),
+    "electra": ElectraConfig(
+        **ENCODER, **DROPOUTS, max_position_embeddings=LONGEST, embedding_size=8
+    ),
     "distilbert": DistilBertConfig(
         vocab_size=40, dim=12, n_layers=2, n_heads=3, hidden_dim=20, max_position_embeddings=LONGEST
     ),
@@ -67,7 +84,9 @@ CASES = [
 ]
 
 
-def saved(directory: Path, family: str, head: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+def saved(
+    directory: Path, family: str, head: str, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
     given = {"num_labels": 2 if head == "question-answering" else 3, **changes}
     config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **given})
     return save_model(directory, config, dtype, auto_class=HEADS[head].auto_class)
@@ -84,7 +103,11 @@ def labelled(head: str, lengths: list[int], seed: int = 0) -> dict[str, torch.Te
         return {**batch, "labels": torch.where(labels == -100, labels, labels % 3)}
     if head == "question-answering":
         start = torch.randint(min(lengths), (rows,), generator=generator)
-        return {**batch, "start_positions": start, "end_positions": torch.full((rows,), min(lengths) - 1)}
+        return {
+            **batch,
+            "start_positions": start,
+            "end_positions": torch.full((rows,), min(lengths) - 1),
+        }
     return {**batch, "labels": torch.randint(3, (rows,), generator=generator)}
 
 
@@ -108,7 +131,8 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, head: str, dtype: to
         assert engine.evaluate([batch]).loss == literal.loss(batch).item()
         engine.export(tmp_path / "out")
     again = whole_model(tmp_path / "out", head, dtype)
-    for parameter in again.parameters():  # at addresses as even as the other's: sums of one row depend on that
+    for parameter in again.parameters():
+        # at addresses as even as the other's: sums of one row depend on that
         parameter.data = parameter.data.clone()
     with torch.inference_mode():
         assert torch.equal(again(**batch).loss, whole(**batch).loss)
@@ -122,7 +146,11 @@ def test_micro_batches_and_batches_join_as_one(tmp_path: Path, head: str) -> Non
     model = open_checkpoint(base, head=head)
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-9, zo_eps=1e-2))) as engine:
         whole, together = engine.evaluate(batches), engine.step(batches).losses
-    with Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-9, zo_eps=1e-2)), micro_batch_size=2) as engine:
+    with Engine(
+        open_checkpoint(base, head=head),
+        ZerothOrder(MeZOSGD(lr=1e-9, zo_eps=1e-2)),
+        micro_batch_size=2,
+    ) as engine:
         assert engine.evaluate(batches).loss == pytest.approx(whole.loss, rel=1e-5)
         assert engine.step(batches).losses == pytest.approx(together, rel=1e-5)
     with torch.inference_mode():
@@ -130,11 +158,18 @@ def test_micro_batches_and_batches_join_as_one(tmp_path: Path, head: str) -> Non
         losses = [hf(**batch).loss.item() for batch in batches]
         counts = [HEADS[head].count(batch) for batch in batches]
     assert whole.losses == tuple(losses)
-    assert whole.loss == pytest.approx(sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts), rel=1e-6)
+    assert whole.loss == pytest.approx(
+        sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts), rel=1e-6
+    )
 
 
-def test_a_head_that_reads_the_padding_notes_it_and_a_journal_goes_on_with_a_model_that_has_run(tmp_path: Path) -> None:
-    base, head = saved(tmp_path / "base", "llama", "sequence-classification"), "sequence-classification"
+def test_a_head_that_reads_the_padding_notes_it_and_a_journal_goes_on_with_a_model_that_has_run(
+    tmp_path: Path,
+) -> None:
+    base, head = (
+        saved(tmp_path / "base", "llama", "sequence-classification"),
+        "sequence-classification",
+    )
     journal, method = tmp_path / "journal.jsonl", ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))
     model = open_checkpoint(base, head=head)
     for step in range(2):  # the first forward writes the kind of problem into the config
@@ -158,12 +193,16 @@ def test_a_head_that_reads_the_padding_notes_it_and_a_journal_goes_on_with_a_mod
     ids=["regression", "regression of three", "several classes a row"],
 )
 @pytest.mark.parametrize("family", ["roberta", "llama"])
-def test_labels_may_be_numbers(tmp_path: Path, family: str, changes: dict[str, Any], labels: torch.Tensor) -> None:
+def test_labels_may_be_numbers(
+    tmp_path: Path, family: str, changes: dict[str, Any], labels: torch.Tensor
+) -> None:
     head = "sequence-classification"
     base = saved(tmp_path / "base", family, head, **changes)
     batch = {**labelled(head, [6, 4, 5]), "labels": labels}
     literal = MonolithicMeZO(whole_model(base, head, torch.float32), lr=1e-2, zo_eps=1e-2)
-    with Engine(open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
+    with Engine(
+        open_checkpoint(base, head=head), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
+    ) as engine:
         result = engine.step(batch)
         assert result.losses == literal.step(batch, *result.seeds).losses
         with pytest.raises(BatchError, match=r"batch\['labels'\]: found"):
@@ -180,15 +219,28 @@ def test_a_stock_trainer_trains_a_classifier(tmp_path: Path, bf16: bool) -> None
     base = saved(tmp_path / "base", "roberta", head)
     batch = labelled(head, [6] * 6)
     rows: Any = [{key: value[row] for key, value in batch.items()} for row in range(6)]
-    args = TrainingArguments(**trainer_options(tmp_path / "run", max_steps=3, per_device_eval_batch_size=4, bf16=bf16))
+    args = TrainingArguments(
+        **trainer_options(tmp_path / "run", max_steps=3, per_device_eval_batch_size=4, bf16=bf16)
+    )
 
     def metrics(prediction: Any) -> dict[str, float]:
-        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+        return {
+            "accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())
+        }
 
     precision = "mixed" if bf16 else "exact"
-    model = open_checkpoint(base, head=head, precision=precision, dtype="bfloat16" if bf16 else "auto")
+    model = open_checkpoint(
+        base, head=head, precision=precision, dtype="bfloat16" if bf16 else "auto"
+    )
     zo = ZOArguments(guard=False)
-    trainer: Any = ZOTrainer(model=model, args=args, zo=zo, train_dataset=rows, eval_dataset=rows, compute_metrics=metrics)
+    trainer: Any = ZOTrainer(
+        model=model,
+        args=args,
+        zo=zo,
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=metrics,
+    )
     trainer.train()
     assert trainer.engine.version == 3
     ours = trainer.evaluate()
@@ -199,7 +251,9 @@ def test_a_stock_trainer_trains_a_classifier(tmp_path: Path, bf16: bool) -> None
         assert ours[key] == theirs[key]
 
 
-def test_what_does_not_fit_is_refused_and_a_batch_without_a_label_that_counts_left_out(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_and_a_batch_without_a_label_that_counts_left_out(
+    tmp_path: Path,
+) -> None:
     model, good = (
         open_checkpoint(saved(tmp_path / "mlm", "bert", "masked-lm"), head="masked-lm"),
         labelled("masked-lm", [6, 4]),
@@ -213,7 +267,9 @@ def test_what_does_not_fit_is_refused_and_a_batch_without_a_label_that_counts_le
     assert losses[0] == losses[1]
     head = "sequence-classification"
     base = saved(tmp_path / "base", "bert", head)
-    with pytest.raises(OptionError, match="head: found 'regression'; expected one of causal-lm, masked-lm"):
+    with pytest.raises(
+        OptionError, match="head: found 'regression'; expected one of causal-lm, masked-lm"
+    ):
         open_checkpoint(base, head="regression")
     with pytest.raises(OptionError, match="loss_chunk: found 4 for sequence-classification"):
         open_checkpoint(base, head=head, loss_chunk=4)
@@ -236,28 +292,39 @@ def test_what_does_not_fit_is_refused_and_a_batch_without_a_label_that_counts_le
                 engine.step(wrong)
             with pytest.raises(BatchError, match="batch"):
                 engine.evaluate([wrong])
-        with pytest.raises(BatchError, match=r"found classes 0 to 3; expected 0 to 2\. .*, and -100 where none counts"):
+        with pytest.raises(
+            BatchError,
+            match=r"found classes 0 to 3; expected 0 to 2\. .*, and -100 where none counts",
+        ):
             engine.step(bad[0])
         assert engine.version == 0
         with pytest.raises(UnsupportedModelError, match="found a forward without a cache"):
             list(generate(engine, model, [[3, 4]], max_new_tokens=2))
         with pytest.raises((UnsupportedModelError, BatchError)):
             score(engine, model, [[3, 4]], [[[5], [6]]])
-    spans = open_checkpoint(saved(tmp_path / "spans", "bert", "question-answering"), head="question-answering")
+    spans = open_checkpoint(
+        saved(tmp_path / "spans", "bert", "question-answering"), head="question-answering"
+    )
     batch = labelled("question-answering", [6, 4])
     with (
         Engine(spans, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine,
-        pytest.raises(BatchError, match=r"batch\['end_positions'\]: found positions 3 to 6; expected 0 to 5"),
+        pytest.raises(
+            BatchError, match=r"batch\['end_positions'\]: found positions 3 to 6; expected 0 to 5"
+        ),
     ):
         engine.step({**batch, "end_positions": torch.tensor([3, 6])})
 
 
-def test_rows_are_as_long_as_positions_behind_the_paddings_allow_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
+def test_rows_are_as_long_as_positions_behind_the_paddings_allow_and_encoder_decoders_are_refused(
+    tmp_path: Path,
+) -> None:
     """RoBERTa counts positions from 2: a table of 14 takes rows of 12 tokens."""
     model = open_checkpoint(saved(tmp_path / "base", "roberta", "masked-lm"), head="masked-lm")
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-2))) as engine:
         engine.step(labelled("masked-lm", [LONGEST]))
-        with pytest.raises(BatchError, match=f"found {LONGEST + 1} tokens; expected at most {LONGEST}"):
+        with pytest.raises(
+            BatchError, match=f"found {LONGEST + 1} tokens; expected at most {LONGEST}"
+        ):
             engine.step(labelled("masked-lm", [LONGEST + 1]))
     config = T5Config(vocab_size=40, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
@@ -271,7 +338,12 @@ def test_rows_are_as_long_as_positions_behind_the_paddings_allow_and_encoder_dec
 
 NOUNS = WORDS[3:]
 BERT = BertConfig(
-    vocab_size=len(WORDS), hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, pad_token_id=0
+    vocab_size=len(WORDS),
+    hidden_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    intermediate_size=20,
+    pad_token_id=0,
 )
 SIZES = {"bert": BERT, "llama": small_config("llama", vocab_size=len(WORDS), pad_token_id=0)}
 
@@ -280,18 +352,43 @@ def made(folder: Path, family: str, rows: list[Any], **changes: Any) -> Any:
     """A checkpoint with a tokenizer, and a file of rows, in a folder; its config."""
     given = {"num_labels": 3, **changes}
     config: PretrainedConfig = type(SIZES[family])(**{**SIZES[family].to_dict(), **given})
-    save_tokenizer(save_model(folder / "model", config, auto_class=AutoModelForSequenceClassification))
+    save_tokenizer(
+        save_model(folder / "model", config, auto_class=AutoModelForSequenceClassification)
+    )
     write_rows(folder / "rows.jsonl", rows)
     return config
 
 
 def classes(count: int = 12) -> list[dict[str, Any]]:
-    return [{"text": f"{NOUNS[i % 8]} {NOUNS[i % 5]}"[: 4 + 2 * i], "label": i % 3} for i in range(count)]
+    return [
+        {"text": f"{NOUNS[i % 8]} {NOUNS[i % 5]}"[: 4 + 2 * i], "label": i % 3}
+        for i in range(count)
+    ]
 
 
 def asked(folder: Path, *more: object, output: str = "run") -> list[object]:
-    common = ["--model", folder / "model", "--data", folder / "rows.jsonl", "--output", folder / output, "--steps", 4]
-    return ["train", *common, "--batch-size", 4, "--lr", 1e-2, "--estimator", "mezo:exact", "--no-guard", *more]
+    common = [
+        "--model",
+        folder / "model",
+        "--data",
+        folder / "rows.jsonl",
+        "--output",
+        folder / output,
+        "--steps",
+        4,
+    ]
+    return [
+        "train",
+        *common,
+        "--batch-size",
+        4,
+        "--lr",
+        1e-2,
+        "--estimator",
+        "mezo:exact",
+        "--no-guard",
+        *more,
+    ]
 
 
 def whole(folder: Path) -> Any:
@@ -303,12 +400,18 @@ HEAD = ("--head", "sequence-classification")
 LABELLED: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "classes": (classes(), {}),
     "pairs": ([{**row, "text_pair": NOUNS[place % 4]} for place, row in enumerate(classes())], {}),
-    "one number": ([{"text": row["text"], "label": row["label"] / 2} for row in classes()], {"num_labels": 1}),
+    "one number": (
+        [{"text": row["text"], "label": row["label"] / 2} for row in classes()],
+        {"num_labels": 1},
+    ),
     "a number for each class": (
         [{"text": row["text"], "label": [row["label"] / 2, 1, 0.5]} for row in classes()],
         {"problem_type": "regression"},
     ),
-    "one class or none": ([{"text": row["text"], "label": [row["label"] % 2]} for row in classes()], ONE_OR_NONE),
+    "one class or none": (
+        [{"text": row["text"], "label": [row["label"] % 2]} for row in classes()],
+        ONE_OR_NONE,
+    ),
     "several classes": (
         [{"text": row["text"], "label": [row["label"] % 2, 1, 0]} for row in classes()],
         {"problem_type": "multi_label_classification"},
@@ -329,7 +432,9 @@ def test_a_run_with_labels_is_monolithic_mezo(tmp_path: Path, family: str, case:
     literal = MonolithicMeZO(model, lr=1e-2, zo_eps=1e-3)
     updates = Journal(tmp_path / "run" / "journal.jsonl").updates
     assert len(updates) == 6
-    for update, batch_rows in zip(updates, itertools.islice(training_batches(read, batch_size=4, seed=0), 6), strict=True):
+    for update, batch_rows in zip(
+        updates, itertools.islice(training_batches(read, batch_size=4, seed=0), 6), strict=True
+    ):
         batch = collate(batch_rows, pad_token_id=0)
         assert literal.step(batch, *update.seeds).losses == update.losses
     trained = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model").eval()
@@ -339,10 +444,14 @@ def test_a_run_with_labels_is_monolithic_mezo(tmp_path: Path, family: str, case:
     everything = collate(list(read), pad_token_id=0)
     with torch.inference_mode():
         output = trained(**everything)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     last = [row for row in metrics if "evaluation_loss" in row][-1]
     assert last["evaluation_loss"] == pytest.approx(output.loss.item(), rel=1e-5)
-    said = run_here("evaluate", "--run", tmp_path / "run", "--data", tmp_path / "rows.jsonl", "--no-base").out
+    said = run_here(
+        "evaluate", "--run", tmp_path / "run", "--data", tmp_path / "rows.jsonl", "--no-base"
+    ).out
     if case in ("classes", "pairs"):
         right = (output.logits.argmax(-1) == everything["labels"]).double().mean().item()
         assert last["evaluation_accuracy"] == pytest.approx(right)
@@ -354,19 +463,29 @@ def test_a_run_with_labels_is_monolithic_mezo(tmp_path: Path, family: str, case:
     verified = run_here("verify", "--model", tmp_path / "model", *HEAD, "--tokens", 8)
     assert verified.status == 0, verified.err
     assert run_here("plan", "--model", tmp_path / "model", *HEAD, "--batch-size", 2).status == 0
-    again = run_here("evaluate", "--model", tmp_path / "run" / "model", *HEAD, "--data", tmp_path / "rows.jsonl").out
+    again = run_here(
+        "evaluate", "--model", tmp_path / "run" / "model", *HEAD, "--data", tmp_path / "rows.jsonl"
+    ).out
     assert again == said
 
 
-def test_classes_have_names_long_texts_lose_their_end_and_two_are_told_apart(tmp_path: Path) -> None:
-    names = {"label2id": {"bad": 0, "fair": 1, "good": 2}, "id2label": {0: "bad", 1: "fair", 2: "good"}}
+def test_classes_have_names_long_texts_lose_their_end_and_two_are_told_apart(
+    tmp_path: Path,
+) -> None:
+    names = {
+        "label2id": {"bad": 0, "fair": 1, "good": 2},
+        "id2label": {0: "bad", 1: "fair", 2: "good"},
+    }
     rows = [{"text": " ".join(NOUNS), "label": "good"}, {"text": NOUNS[0], "label": 0}]
     config = made(tmp_path, "bert", rows, **names)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     read = RowReader(tokenizer, 4, labelled_for=config).read(tmp_path / "rows.jsonl")
     assert [row.label for row in read] == [2, 0]
     assert (read.truncated, read.longest) == (1, 4)
-    write_rows(tmp_path / "two.jsonl", [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}])
+    write_rows(
+        tmp_path / "two.jsonl",
+        [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}],
+    )
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     read = RowReader(tokenizer, 8, labelled_for=config).read(tmp_path / "two.jsonl")
     batch = collate(list(read), pad_token_id=0)
@@ -375,17 +494,26 @@ def test_classes_have_names_long_texts_lose_their_end_and_two_are_told_apart(tmp
 
 
 def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) -> None:
-    """A decoder finds the end of a row by its config's padding, whatever the tokenizer pads with."""
+    """A decoder finds the end of a row by its config's padding, whatever the tokenizer pads
+    with.
+    """
     config = made(tmp_path, "llama", classes(), pad_token_id=5)
     assert run_here(*asked(tmp_path, *HEAD)).status == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     read = RowReader(tokenizer, 64, labelled_for=config).read(tmp_path / "rows.jsonl")
     update = Journal(tmp_path / "run" / "journal.jsonl").updates[0]
     batch = collate(next(training_batches(read, batch_size=4, seed=0)), pad_token_id=5)
-    assert MonolithicMeZO(whole(tmp_path), lr=1e-2, zo_eps=1e-3).step(batch, *update.seeds).losses == update.losses
+    assert (
+        MonolithicMeZO(whole(tmp_path), lr=1e-2, zo_eps=1e-3).step(batch, *update.seeds).losses
+        == update.losses
+    )
     of_run = ("--run", tmp_path / "run")
-    assert "causal language model" in refusal("generate", *of_run, "--prompt", "the cat", "--max-new-tokens", 2)
-    assert "head" in refusal("evaluate", *of_run, "--data", tmp_path / "rows.jsonl", "--head", "masked-lm")
+    assert "causal language model" in refusal(
+        "generate", *of_run, "--prompt", "the cat", "--max-new-tokens", 2
+    )
+    assert "head" in refusal(
+        "evaluate", *of_run, "--data", tmp_path / "rows.jsonl", "--head", "masked-lm"
+    )
     text = json.loads((tmp_path / "model" / "config.json").read_text())
     for pad in (None, -1):
         (tmp_path / "model" / "config.json").write_text(json.dumps({**text, "pad_token_id": pad}))
@@ -395,7 +523,9 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", sorted(SIZES))
-def test_an_adapter_beside_a_classifier_is_trained_by_gradients(tmp_path: Path, family: str) -> None:
+def test_an_adapter_beside_a_classifier_is_trained_by_gradients(
+    tmp_path: Path, family: str
+) -> None:
     made(tmp_path, family, classes())
     targets = ["query", "dense"] if family == "bert" else ["q_proj", "up_proj"]
     config = tmp_path / "lora.json"
@@ -404,7 +534,19 @@ def test_an_adapter_beside_a_classifier_is_trained_by_gradients(tmp_path: Path, 
     verified = run_here("verify", "--model", tmp_path / "model", *HEAD, *adapter, "--tokens", 8)
     assert verified.out.startswith("EQUAL over 3 steps, bit for bit"), verified.err
     common = ("--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", *HEAD)
-    done("train", *common, *adapter, "--output", tmp_path / "run", "--steps", 20, "--batch-size", 4, "--lr", 1e-2)
+    done(
+        "train",
+        *common,
+        *adapter,
+        "--output",
+        tmp_path / "run",
+        "--steps",
+        20,
+        "--batch-size",
+        4,
+        "--lr",
+        1e-2,
+    )
     trained = ("--adapter", tmp_path / "run" / "model", "--no-base")
     evaluated = [done("evaluate", *common, *more) for more in ((), trained)]
     before, after = (float(re.search(r"loss ([\d.]+)", ended.out).group(1)) for ended in evaluated)  # type: ignore[union-attr]

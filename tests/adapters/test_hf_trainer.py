@@ -1,4 +1,6 @@
-"""``transformers.Trainer`` and TRL's with zeroth-order steps: their data, losses, logs and checkpoints, our bits."""
+"""``transformers.Trainer`` and TRL's with zeroth-order steps: their data, losses, logs and
+checkpoints, our bits.
+"""
 
 import json
 import shutil
@@ -33,9 +35,25 @@ from transformers import (
 import zo2core.engine
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2adapters.tasks.rows import RowReader, training_batches
-from zo2core import Distribution, Engine, Guarded, Journal, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder
+from zo2core import (
+    Distribution,
+    Engine,
+    Guarded,
+    Journal,
+    MeZOSGD,
+    PhiloxNoise,
+    WriteBackPolicy,
+    ZerothOrder,
+)
 from zo2core.checkpoint.shards import write_checkpoint
-from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError
+from zo2core.errors import (
+    BatchError,
+    CheckpointError,
+    JournalError,
+    OptionError,
+    OutputError,
+    UnsupportedModelError,
+)
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -54,14 +72,22 @@ class SmoothedStock(Smoothed, Trainer):
 
 NOUNS = WORDS[3:]
 PAIRS: list[dict[str, str]] = [
-    {"prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]), "completion": " " + " ".join([NOUNS[i * 3 % 7]] * (1 + i % 2))}
+    {
+        "prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]),
+        "completion": " " + " ".join([NOUNS[i * 3 % 7]] * (1 + i % 2)),
+    }
     for i in range(12)
 ]
 PREFERENCES = [
     {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " " + NOUNS[(i * 5 + 1) % 7]}
     for i, row in enumerate(PAIRS)
 ]
-CONSTANT: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
+CONSTANT: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "weight_decay": 0.0,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+}
 
 
 class Kind(NamedTuple):
@@ -82,7 +108,13 @@ KINDS = {
     "smoothed": Kind(SmoothedStock, TrainingArguments, ROWS),
     "sft": Kind(trl.SFTTrainer, trl.SFTConfig, PAIRS, OF_SFT),
     "dpo": Kind(trl.DPOTrainer, trl.DPOConfig, PREFERENCES, OF_DPO),
-    "reward": Kind(trl.RewardTrainer, trl.RewardConfig, PREFERENCES, OF_REWARD, AutoModelForSequenceClassification),
+    "reward": Kind(
+        trl.RewardTrainer,
+        trl.RewardConfig,
+        PREFERENCES,
+        OF_REWARD,
+        AutoModelForSequenceClassification,
+    ),
 }
 
 
@@ -90,10 +122,20 @@ def kind_of(name: str) -> Kind:
     if name != "tpo":
         return KINDS[name]
     tpo = pytest.importorskip("trl.experimental.tpo")
-    return Kind(tpo.TPOTrainer, tpo.TPOConfig, [{**row, "reference": row["chosen"]} for row in PREFERENCES])
+    return Kind(
+        tpo.TPOTrainer, tpo.TPOConfig, [{**row, "reference": row["chosen"]} for row in PREFERENCES]
+    )
 
 
-def made(name: str, model: Any, output: Path, zo: ZOArguments | None = None, *, stock: bool = False, **options: Any) -> Any:
+def made(
+    name: str,
+    model: Any,
+    output: Path,
+    zo: ZOArguments | None = None,
+    *,
+    stock: bool = False,
+    **options: Any,
+) -> Any:
     """A trainer, with a constant rate of 1e-3 where no other one is asked for."""
     kind = kind_of(name)
     given = {key: options.pop(key) for key in ("callbacks", "compute_metrics") if key in options}
@@ -106,7 +148,10 @@ def made(name: str, model: Any, output: Path, zo: ZOArguments | None = None, *, 
     )
 
 
-BATCHES = [{key: torch.stack([row[key] for row in ROWS[start : start + 2]]) for key in ROWS[0]} for start in range(0, 12, 2)]
+BATCHES = [
+    {key: torch.stack([row[key] for row in ROWS[start : start + 2]]) for key in ROWS[0]}
+    for start in range(0, 12, 2)
+]
 
 
 LRS = [0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]
@@ -116,12 +161,16 @@ FALLING: dict[str, Any] = {
 }  # a warm-up of two steps to 1e-3, then linear to 0 at step 6
 
 
-def plain_loop(base: Path, batches: Iterable[Any] = BATCHES, precision: str = "exact", lrs: Any = None) -> Engine:
+def plain_loop(
+    base: Path, batches: Iterable[Any] = BATCHES, precision: str = "exact", lrs: Any = None
+) -> Engine:
     """What the trainer is held against: the same steps without it."""
     lr: Any = 1e-3 if lrs is None else lrs.__getitem__
     estimator = Guarded(estimator=MeZOSGD(lr=lr, zo_eps=1e-3, perturb_in_place=False))
     model = open_checkpoint(base, precision=precision)
-    engine = Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42))
+    engine = Engine(
+        model, ZerothOrder(estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42)
+    )
     for batch in batches:
         engine.step(batch)
     return engine
@@ -134,10 +183,16 @@ def weights_of(directory: Path | str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["plain", "sft"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path, name: str, bf16: bool) -> None:
-    """Also where clipping is turned off, which is not refused, and where it is evaluated in between."""
+def test_the_trajectory_is_that_of_a_plain_loop(
+    base: Path, tmp_path: Path, name: str, bf16: bool
+) -> None:
+    """Also where clipping is turned off, which is not refused, and where it is evaluated in
+    between.
+    """
     evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
-    trainer = made(name, str(base), tmp_path / "run", bf16=bf16, max_grad_norm=0.0, **FALLING, **evaluated)
+    trainer = made(
+        name, str(base), tmp_path / "run", bf16=bf16, max_grad_norm=0.0, **FALLING, **evaluated
+    )
     output = trainer.train()
     batches = [{key: batch[key] for key in BATCHES[0]} for batch in trainer.get_train_dataloader()]
     updates = trainer.engine.journal.updates
@@ -146,28 +201,48 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path, name
         assert updates == engine.journal.updates
         trainer.save_model()
         engine.export(tmp_path / "plain")
-    assert_same_weights(weights_of(tmp_path / "run").items(), weights_of(tmp_path / "plain").items())
+    assert_same_weights(
+        weights_of(tmp_path / "run").items(), weights_of(tmp_path / "plain").items()
+    )
     AutoTokenizer.from_pretrained(tmp_path / "run")
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["learning_rate"] for row in logged] == pytest.approx(LRS)
-    assert [row["loss"] for row in logged] == pytest.approx([update.losses[0] for update in updates])
-    assert [row["grad_norm"] for row in logged] == pytest.approx([abs(update.projected_grads[0]) for update in updates])
+    assert [row["loss"] for row in logged] == pytest.approx(
+        [update.losses[0] for update in updates]
+    )
+    assert [row["grad_norm"] for row in logged] == pytest.approx(
+        [abs(update.projected_grads[0]) for update in updates]
+    )
     assert output.global_step == 6
-    parameters = sum(spec.numel for layout in trainer.block_model.layouts for spec in layout.parameters)
+    parameters = sum(
+        spec.numel for layout in trainer.block_model.layouts for spec in layout.parameters
+    )
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     assert trainer.state.total_flos == 2 * 2 * parameters * tokens
 
 
 @pytest.fixture(scope="module")
 def rewarded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_classifier(tmp_path_factory.mktemp("reward") / "base", labels=1, vocab_size=VOCABULARY)
+    return save_classifier(
+        tmp_path_factory.mktemp("reward") / "base", labels=1, vocab_size=VOCABULARY
+    )
 
 
 OWN_LOSSES = short_first(
-    [("smoothed", {"bf16": True}), ("sft", {"loss_type": "dft"}), ("dpo", {}), ("reward", {"bf16": True}), ("tpo", {})],
+    [
+        ("smoothed", {"bf16": True}),
+        ("sft", {"loss_type": "dft"}),
+        ("dpo", {}),
+        ("reward", {"bf16": True}),
+        ("tpo", {}),
+    ],
     [
         *(("smoothed", {}), ("sft", {}), ("sft", {"bf16": True}), ("reward", {})),
-        *(("dpo", {"loss_type": "ipo"}), ("dpo", {"loss_type": ["sigmoid", "sft"]}), ("dpo", {"bf16": True})),
+        *(
+            ("dpo", {"loss_type": "ipo"}),
+            ("dpo", {"loss_type": ["sigmoid", "sft"]}),
+            ("dpo", {"bf16": True}),
+        ),
         ("reward", {"center_rewards_coefficient": 0.1}),
     ],
 )
@@ -175,13 +250,21 @@ OWN_LOSSES = short_first(
 
 @pytest.mark.parametrize("case", OWN_LOSSES, ids=str)
 def test_a_loss_of_its_own_is_monolithic_mezos(
-    base: Path, rewarded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
+    base: Path,
+    rewarded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[str, dict[str, Any]],
 ) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     name, changes = case
     base, kind = rewarded if name == "reward" else base, kind_of(name)
     trainer = made(
-        name, base, tmp_path / "run", replace(EXACT, trainer_loss=name == "sft"), **{**changes, "logging_steps": 6}
+        name,
+        base,
+        tmp_path / "run",
+        replace(EXACT, trainer_loss=name == "sft"),
+        **{**changes, "logging_steps": 6},
     )
     trainer.train()
     [logged] = [row for row in trainer.state.log_history if "loss" in row]
@@ -207,10 +290,18 @@ def test_a_loss_of_its_own_is_monolithic_mezos(
     kind.auto_class.from_pretrained(tmp_path / "saved")
 
 
-@pytest.mark.parametrize(("name", "weights"), [("plain", True), ("plain", False), ("sft", True), ("dpo", True)])
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, name: str, weights: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "weights"), [("plain", True), ("plain", False), ("sft", True), ("dpo", True)]
+)
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(
+    base: Path, tmp_path: Path, name: str, weights: bool
+) -> None:
     zo = ZOArguments(export_checkpoints=weights)
-    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    saved: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "lr_scheduler_type": "linear",
+    }
     whole = made(name, base, tmp_path / "run", zo, save_total_limit=2, **saved)
     whole.train()
     kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
@@ -224,8 +315,12 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(base: Path, tmp_path:
     assert last.engine.version == last.state.global_step == 6
 
 
-def test_gradient_accumulation_is_one_step_of_several_batches_whose_losses_are_averaged(base: Path, tmp_path: Path) -> None:
-    trainer = made("plain", base, tmp_path, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2)
+def test_gradient_accumulation_is_one_step_of_several_batches_whose_losses_are_averaged(
+    base: Path, tmp_path: Path
+) -> None:
+    trainer = made(
+        "plain", base, tmp_path, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2
+    )
     trainer.train()
     with plain_loop(base, [BATCHES[:4], BATCHES[4:]] * 2) as engine:
         assert trainer.engine.journal.updates == engine.journal.updates
@@ -262,7 +357,9 @@ def test_evaluation_is_the_stock_trainers(base: Path, tmp_path: Path) -> None:
     rows: Any = ROWS[5:8]
     predicted: Any = [one.predict(rows).predictions for one in (trainer, stock)]
     assert np.array_equal(predicted[0], predicted[1])
-    loss, logits, labels = trainer.prediction_step(trainer.model, BATCHES[0], prediction_loss_only=False)
+    loss, logits, labels = trainer.prediction_step(
+        trainer.model, BATCHES[0], prediction_loss_only=False
+    )
     assert torch.equal(logits, whole(**BATCHES[0]).logits)
     assert torch.equal(labels, BATCHES[0]["labels"])
     assert loss == trainer.engine.evaluate([BATCHES[0]]).loss
@@ -295,7 +392,9 @@ def test_the_best_model_is_kept_and_training_stops_early(base: Path, tmp_path: P
     trainer.save_model(tmp_path / "best")
     with plain_loop(base, BATCHES[:1]) as engine:
         engine.export(tmp_path / "plain")
-    assert_same_weights(weights_of(tmp_path / "best").items(), weights_of(tmp_path / "plain").items())
+    assert_same_weights(
+        weights_of(tmp_path / "best").items(), weights_of(tmp_path / "plain").items()
+    )
 
 
 def without_data(model: Any, **options: Any) -> Any:
@@ -317,7 +416,9 @@ def untried(base: Path, output: Path) -> object:
 
 
 def generating(base: Path, output: Path) -> object:
-    args = Seq2SeqTrainingArguments(output_dir=str(output), use_cpu=True, report_to=[], predict_with_generate=True)
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(output), use_cpu=True, report_to=[], predict_with_generate=True
+    )
     return mixed(Seq2SeqTrainer)(model=base, args=args, train_dataset=ROWS)
 
 
@@ -339,7 +440,8 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
             ("optim: found", {"optim": "sgd"}),
             ("adam_beta1: found 0.0", {"adam_beta1": 0.0}),
             (
-                "max_grad_norm: found 0.3; expected the default, 1.0.*no gradient whose norm could be clipped",
+                "max_grad_norm: found 0.3; expected the default, 1.0.*no gradient whose norm "
+                "could be clipped",
                 {"max_grad_norm": 0.3},
             ),
             ("neftune_noise_alpha: found 5", {"neftune_noise_alpha": 5}),
@@ -348,31 +450,60 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
         )
     ),
     *(
-        (lambda *_, wrong=wrong: ZOArguments(estimator=wrong), "estimator: found .*expected a function that makes an")
+        (
+            lambda *_, wrong=wrong: ZOArguments(estimator=wrong),
+            "estimator: found .*expected a function that makes an",
+        )
         for wrong in (None, MeZOSGD(lr=1e-6, zo_eps=1e-3))
     ),
     (generating, "predict_with_generate: found True"),
     (lambda base, _: without_data(base), "args: found a NoneType"),
-    (lambda base, run: without_data(base, args=plain_args(run), model_init=lambda: None), "model_init: found"),
-    (lambda base, run: without_data(base, args=plain_args(run), optimizers=(SGD, None)), "optimizers: found"),
+    (
+        lambda base, run: without_data(base, args=plain_args(run), model_init=lambda: None),
+        "model_init: found",
+    ),
+    (
+        lambda base, run: without_data(base, args=plain_args(run), optimizers=(SGD, None)),
+        "optimizers: found",
+    ),
     (
         lambda base, run: without_data(base, args=plain_args(run), peft_config=object()),
         r"peft_config: found .*open_checkpoint\(model, adapter=Adapter\(config=peft_config\)\)",
     ),
-    (lambda base, run: made("plain", AutoModelForCausalLM.from_pretrained(base), run), "model: found a LlamaForCausalLM"),
+    (
+        lambda base, run: made("plain", AutoModelForCausalLM.from_pretrained(base), run),
+        "model: found a LlamaForCausalLM",
+    ),
     *(
-        (lambda base, run, name=name: made(name, open_checkpoint(base), run, bf16=True), "bf16, fp16: found a model that")
+        (
+            lambda base, run, name=name: made(name, open_checkpoint(base), run, bf16=True),
+            "bf16, fp16: found a model that",
+        )
         for name in ("plain", "sft")
     ),
-    (lambda base, run: made("plain", base, run, ZOArguments(device="cuda")).train(), "device: found cuda, while"),
+    (
+        lambda base, run: made("plain", base, run, ZOArguments(device="cuda")).train(),
+        "device: found cuda, while",
+    ),
     (
         lambda base, run: made("smoothed", base, run, ZOArguments(micro_batch_size=1)).train(),
         "micro_batch_size: found 1, with a loss that the trainer computes",
     ),
-    (lambda base, run: made("sft", base, run, model_init_kwargs={"dtype": "float32"}), "model_init_kwargs: found"),
-    (lambda base, run: made("dpo", base, run, disable_dropout=False), "disable_dropout: found False; expected the default"),
+    (
+        lambda base, run: made("sft", base, run, model_init_kwargs={"dtype": "float32"}),
+        "model_init_kwargs: found",
+    ),
+    (
+        lambda base, run: made("dpo", base, run, disable_dropout=False),
+        "disable_dropout: found False; expected the default",
+    ),
     (lambda base, run: made("dpo", base, run, sync_ref_model=True), "sync_ref_model: found True"),
-    (lambda base, run: mixed(trl.DPOTrainer)(model=base, args=plain_args(run), ref_model="other"), "ref_model: found a str"),
+    (
+        lambda base, run: mixed(trl.DPOTrainer)(
+            model=base, args=plain_args(run), ref_model="other"
+        ),
+        "ref_model: found a str",
+    ),
     *(
         (of_trl(name, derived=derived), f"{name}: found a trainer that {why}")
         for name, why in UNTRAINABLE.items()
@@ -394,12 +525,16 @@ def test_what_cannot_be_heeded_is_refused(
         make(base, tmp_path / "run")
 
 
-def test_what_is_absent_or_no_reward_model_is_refused_and_all_of_trls_trainers_are_known(base: Path, tmp_path: Path) -> None:
+def test_what_is_absent_or_no_reward_model_is_refused_and_all_of_trls_trainers_are_known(
+    base: Path, tmp_path: Path
+) -> None:
     exported = {name for name in dir(trl) if name.endswith("Trainer")}
     assert exported == {*UNTRAINABLE, "SFTTrainer", "DPOTrainer", "RewardTrainer"}
     with pytest.raises(JournalError, match=r"journal.jsonl: found no file"):
         made("plain", base, tmp_path / "run").train(resume_from_checkpoint=str(base))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*AutoModelForSequenceClassification.*num_labels=1"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight.*AutoModelForSequenceClassification.*num_labels=1"
+    ):
         made("reward", base, tmp_path / "run")
 
 
@@ -411,21 +546,33 @@ def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
         return called(**inputs).loss + called(**other).loss  # type: ignore[no-any-return]
 
     def again(called: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return called(inputs["input_ids"], labels=inputs["labels"]).loss + called(inputs["input_ids"]).logits.mean()  # type: ignore[no-any-return]
+        return (
+            called(inputs["input_ids"], labels=inputs["labels"]).loss
+            + called(inputs["input_ids"]).logits.mean()
+        )  # type: ignore[no-any-return]
 
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
-        with pytest.raises(BatchError, match=r"batch\['input_ids'\]: found different values in a second call"):
+        with pytest.raises(
+            BatchError, match=r"batch\['input_ids'\]: found different values in a second call"
+        ):
             engine.step(batch, CalledForward(model, twice))
         with pytest.raises(UnsupportedModelError, match="returned without calling it"):
             engine.step(batch, CalledForward(model, lambda called, inputs: torch.zeros(())))
-        with pytest.raises(UnsupportedModelError, match="argument output_hidden_states: found True"):
-            engine.step(batch, CalledForward(model, lambda called, i: called(**i, output_hidden_states=True).loss))
+        with pytest.raises(
+            UnsupportedModelError, match="argument output_hidden_states: found True"
+        ):
+            engine.step(
+                batch,
+                CalledForward(model, lambda called, i: called(**i, output_hidden_states=True).loss),
+            )
         assert engine.version == 0
         engine.step(batch, CalledForward(model, again))
 
 
 @pytest.mark.parametrize("kind", ["drop_last", "iterable"])
-def test_incomplete_batches_count_as_in_the_stock_trainer(base: Path, tmp_path: Path, kind: str) -> None:
+def test_incomplete_batches_count_as_in_the_stock_trainer(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(ROWS[:5])
@@ -433,7 +580,13 @@ def test_incomplete_batches_count_as_in_the_stock_trainer(base: Path, tmp_path: 
     options: dict[str, Any] = {"dataloader_drop_last": kind == "drop_last"}
     rows: Any = Stream() if kind == "iterable" else ROWS[:5]
     trainer = made("plain", base, tmp_path / "run", **options)
-    stock = made("plain", AutoModelForCausalLM.from_pretrained(base), tmp_path / "stock", stock=True, **options)
+    stock = made(
+        "plain",
+        AutoModelForCausalLM.from_pretrained(base),
+        tmp_path / "stock",
+        stock=True,
+        **options,
+    )
     ours: Any = trainer.predict(rows)
     theirs: Any = stock.predict(rows)
     assert np.array_equal(ours.predictions, theirs.predictions)
@@ -442,7 +595,12 @@ def test_incomplete_batches_count_as_in_the_stock_trainer(base: Path, tmp_path: 
 
 def test_weights_that_were_written_back_are_in_nobodys_way(base: Path, tmp_path: Path) -> None:
     zo = ZOArguments(write_back=WriteBackPolicy(directory=tmp_path / "disk", every=1))
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    options: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     trainer = made("plain", base, tmp_path / "run", zo, load_best_model_at_end=True, **options)
     trainer.train()
     best = trainer.state.best_global_step
@@ -453,7 +611,9 @@ def test_weights_that_were_written_back_are_in_nobodys_way(base: Path, tmp_path:
         assert resumed.engine.journal.updates == engine.journal.updates
 
 
-def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_it(base: Path, tmp_path: Path) -> None:
+def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_it(
+    base: Path, tmp_path: Path
+) -> None:
     trainer = made("plain", base, tmp_path / "run")
     stale = tmp_path / "run" / "model-00001-of-00002.safetensors"
     stale.write_bytes(b"of another model")
@@ -477,7 +637,9 @@ def test_what_the_trainer_tells_the_config_is_saved_and_saving_again_replaces_it
         trainer.model(**BATCHES[0])
     trainer.zo = ZOArguments(export_checkpoints=False)
     trainer._write(tmp_path / "saved", is_checkpoint=True)
-    assert not (tmp_path / "saved" / "model.safetensors").exists(), "of another version than the journal"
+    assert not (tmp_path / "saved" / "model.safetensors").exists(), (
+        "of another version than the journal"
+    )
 
 
 def test_a_step_that_was_broken_off_is_forgotten(base: Path, tmp_path: Path) -> None:
@@ -496,24 +658,40 @@ def test_a_step_that_was_broken_off_is_forgotten(base: Path, tmp_path: Path) -> 
 
 def test_memory_is_counted_with_the_logits(base: Path) -> None:
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=1)
-    seen, kept = CalledForward(model, lambda called, batch: called(**batch).loss), BATCHES[0]["input_ids"].numel()
+    seen, kept = (
+        CalledForward(model, lambda called, batch: called(**batch).loss),
+        BATCHES[0]["input_ids"].numel(),
+    )
     keeping = CalledForward(model, lambda called, batch: called(**batch).logits, keeps_logits=True)
     batch = seen.prepared(BATCHES[0])
     whole = open_checkpoint(base)
     assert seen.forward_bytes(batch) >= whole.forward_bytes(whole.prepared(BATCHES[0]))
-    assert keeping.held_bytes(keeping.prepared(BATCHES[0])) == seen.held_bytes(batch) + kept * VOCABULARY * 4
+    assert (
+        keeping.held_bytes(keeping.prepared(BATCHES[0]))
+        == seen.held_bytes(batch) + kept * VOCABULARY * 4
+    )
 
 
-def test_sft_accumulates_as_the_stock_trainer_does_and_packed_rows_run_without_padding(base: Path, tmp_path: Path) -> None:
-    """A step of several batches is the mean over all their labelled tokens, with the trainer's loss and with the model's."""
+def test_sft_accumulates_as_the_stock_trainer_does_and_packed_rows_run_without_padding(
+    base: Path, tmp_path: Path
+) -> None:
+    """A step of several batches is the mean over all their labelled tokens, with the trainer's loss
+    and with the model's.
+    """
     losses = []
     for name, own in (("own", True), ("models", False)):
         zo = ZOArguments(trainer_loss=own)
-        trainer = made("sft", base, tmp_path / name, zo=zo, gradient_accumulation_steps=3, max_steps=2)
+        trainer = made(
+            "sft", base, tmp_path / name, zo=zo, gradient_accumulation_steps=3, max_steps=2
+        )
         trainer.train()
         losses.append([update.losses for update in trainer.engine.journal.updates])
-    assert [list(theirs) for theirs in losses[0]] == [pytest.approx(ours, rel=1e-5) for ours in losses[1]]
-    trainer = made("sft", base, tmp_path / "run", zo=EXACT, packing=True, max_length=12, max_steps=2)
+    assert [list(theirs) for theirs in losses[0]] == [
+        pytest.approx(ours, rel=1e-5) for ours in losses[1]
+    ]
+    trainer = made(
+        "sft", base, tmp_path / "run", zo=EXACT, packing=True, max_length=12, max_steps=2
+    )
     trainer.train()
     batch = next(iter(trainer.get_train_dataloader()))
     assert "position_ids" in batch
@@ -537,7 +715,11 @@ def test_evaluation_of_trls_trainers_is_the_stock_ones(base: Path, tmp_path: Pat
         extra: dict[str, Any] = {"precompute_ref_log_probs": True} if name == "dpo" else {}
         theirs = made(name, whole, tmp_path / name / "stock", stock=True, **extra).evaluate()
         of_fresh = fresh.evaluate()
-        for key in theirs.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+        for key in theirs.keys() - {
+            "eval_runtime",
+            "eval_samples_per_second",
+            "eval_steps_per_second",
+        }:
             if not key.endswith(("_time", "num_tokens")):
                 assert of_fresh[key] == theirs[key], (name, key)
         if name == "sft":
@@ -546,7 +728,9 @@ def test_evaluation_of_trls_trainers_is_the_stock_ones(base: Path, tmp_path: Pat
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_zo2_train_and_sft_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "model", small_config("llama"), dtype)
     save_tokenizer(tmp_path / "model")
@@ -557,7 +741,9 @@ def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     done("train", "--model", "model", "--data", "rows.jsonl", "--output", "run", *options_of_both)
     data = RowReader(AutoTokenizer.from_pretrained("model"), LONGEST).read(Path("rows.jsonl"))
     in_order = [
-        row for batch, _ in zip(training_batches(data, batch_size=4, seed=5), range(6), strict=False) for row in batch
+        row
+        for batch, _ in zip(training_batches(data, batch_size=4, seed=5), range(6), strict=False)
+        for row in batch
     ]
     rows = datasets.Dataset.from_list(
         [
@@ -594,7 +780,12 @@ def test_dpos_reference_stays_the_base(base: Path, tmp_path: Path) -> None:
 
 
 def saving(base: Path, output: Path, **options: Any) -> Any:
-    told = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
+    told = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "lr_scheduler_type": "linear",
+    }
     return made("plain", base, output, ZOArguments(export_checkpoints=False), **{**told, **options})
 
 
@@ -611,13 +802,19 @@ def without_last_line(text: str) -> str:
 
 
 DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
-    "the last line is cut": (lambda text: text[:-9], "a last record that is cut or damaged, after 3 steps"),
+    "the last line is cut": (
+        lambda text: text[:-9],
+        "a last record that is cut or damaged, after 3 steps",
+    ),
     "a digit of the last line is another one": (
         lambda text: text[:-30] + str((int(text[-30], 16) + 1) % 10) + text[-29:],
         "a last record that is cut or damaged, after 3 steps",
     ),
     "a whole line is missing": (without_last_line, "found 3 steps; expected 4"),
-    "a line in the middle is damaged": (lambda text: text.replace('"step":1', '"step":7'), "found a damaged record"),
+    "a line in the middle is damaged": (
+        lambda text: text.replace('"step":1', '"step":7'),
+        "found a damaged record",
+    ),
     "nothing is left": (lambda text: "", "an empty file, after 0 steps"),
 }
 
@@ -639,7 +836,9 @@ def test_a_damaged_journal_is_refused(
     assert trainer.engine.version == 0
 
 
-def test_a_checkpoint_of_a_second_call_of_train_goes_on_from_its_own_step(base: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_second_call_of_train_goes_on_from_its_own_step(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
     twice = saving(base, tmp_path / "run")
     twice.train()
     twice.train()
@@ -651,11 +850,15 @@ def test_a_checkpoint_of_a_second_call_of_train_goes_on_from_its_own_step(base: 
     assert resumed.engine.version == 8
     copy = Path(shutil.copytree(trained / "checkpoint-2", tmp_path / "other" / "checkpoint-2"))
     shutil.copy(trained / "checkpoint-4" / "journal.jsonl", copy)
-    with pytest.raises(JournalError, match=r"checkpoint-2/journal\.jsonl: found 4 steps; expected 2"):
+    with pytest.raises(
+        JournalError, match=r"checkpoint-2/journal\.jsonl: found 4 steps; expected 2"
+    ):
         saving(base, tmp_path / "other").train(resume_from_checkpoint=str(copy))
 
 
-def test_a_checkpoint_without_a_version_is_held_against_the_trainers_step(base: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_version_is_held_against_the_trainers_step(
+    base: Path, trained: Path, tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(trained / "checkpoint-4", tmp_path / "run" / "checkpoint-4"))
     state = json.loads((copy / "trainer_state.json").read_text())
     del state["stateful_callbacks"]["ZOTrainerMixin"]
@@ -674,7 +877,10 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_at(place: int) -> Iterator[None]:
-    """Ends what runs at its change number ``place`` of names in a directory. A killed process removes nothing."""
+    """Ends what runs at its change number ``place`` of names in a directory.
+
+    A killed process removes nothing.
+    """
     left = [place]
 
     def counted(change: Any) -> Any:
@@ -689,7 +895,9 @@ def killed_at(place: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for method in ("replace", "rename", "unlink"):
             patched.setattr(Path, method, counted(getattr(Path, method)))
-        patched.setattr(tempfile.TemporaryDirectory, "__exit__", lambda self, *_: self._finalizer.detach())
+        patched.setattr(
+            tempfile.TemporaryDirectory, "__exit__", lambda self, *_: self._finalizer.detach()
+        )
         yield
 
 
@@ -713,11 +921,15 @@ WHOLE, CUT = 10**9, 4000  # bytes of a shard
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("before", "after"), [(WHOLE, WHOLE), (CUT, CUT), (WHOLE, CUT), (CUT, WHOLE)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(WHOLE, WHOLE), (CUT, CUT), (WHOLE, CUT), (CUT, WHOLE)]
+)
 def test_a_kill_while_a_model_is_saved_again_leaves_a_whole_one(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
 ) -> None:
-    trainer = saving(base, tmp_path / "run", max_steps=1, save_strategy="no", lr_scheduler_type="constant")
+    trainer = saving(
+        base, tmp_path / "run", max_steps=1, save_strategy="no", lr_scheduler_type="constant"
+    )
     trainer.train()
     shards_of(monkeypatch, before)
     trainer.save_model(tmp_path / "earlier")
@@ -738,7 +950,9 @@ def test_a_kill_while_a_model_is_saved_again_leaves_a_whole_one(
         assert are_equal(opened, earlier) or are_equal(opened, later), place
         version = len(Journal(directory / "journal.jsonl").updates)
         assert version in (1, 2)
-        assert version == 1 or are_equal(found, later), "a journal is never ahead of the model beside it"
+        assert version == 1 or are_equal(found, later), (
+            "a journal is never ahead of the model beside it"
+        )
         seen.add((are_equal(found, later), version))
         trainer.save_model(directory)
         assert contents(directory) == contents(tmp_path / "later")

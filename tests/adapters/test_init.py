@@ -30,7 +30,11 @@ peft: Any = pytest.importorskip("peft")
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 ROWS = 30
 MOODS = [("the cat", "yes"), ("the dog", "no")]
-PAIRS = [{"prompt": f"the cat {word}", "completion": f" {other} {word}"} for word in WORDS[4:9] for other in WORDS[5:]]
+PAIRS = [
+    {"prompt": f"the cat {word}", "completion": f" {other} {word}"}
+    for word in WORDS[4:9]
+    for other in WORDS[5:]
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +50,19 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         written.writerows([("prompt", "completion"), *(MOODS[i % 2] for i in range(ROWS))])
     with (folder / "moods.csv").open("w", newline="") as file:
         written = csv.writer(file)
-        written.writerows([("id", "tweet", "mood"), *((f"{i}", *MOODS[i % 2]) for i in range(ROWS))])
-    write_rows(folder / "texts.jsonl", [{"text": f"the cat {WORDS[5 + i % 6]} the dog"} for i in range(ROWS)])
+        written.writerows(
+            [("id", "tweet", "mood"), *((f"{i}", *MOODS[i % 2]) for i in range(ROWS))]
+        )
+    write_rows(
+        folder / "texts.jsonl",
+        [{"text": f"the cat {WORDS[5 + i % 6]} the dog"} for i in range(ROWS)],
+    )
     chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     write_rows(folder / "chat.jsonl", [{"messages": chat}] * ROWS)
-    alpaca = [{"instruction": f"the {WORDS[5 + i % 6]}", "output": f"cat {i % 7} {WORDS[5 + i % 5]}"} for i in range(ROWS)]
+    alpaca = [
+        {"instruction": f"the {WORDS[5 + i % 6]}", "output": f"cat {i % 7} {WORDS[5 + i % 5]}"}
+        for i in range(ROWS)
+    ]
     write_rows(folder / "alpaca.json", alpaca)
     preferred = [{"prompt": "the cat", "chosen": " sat", "rejected": " ran"}] * ROWS
     write_rows(folder / "preferred.jsonl", preferred)
@@ -73,10 +85,18 @@ def reasons() -> str:
 CASES: list[tuple[str, dict[str, object], str]] = [
     ("pairs.jsonl", {"samples": 2}, "prompts with completions"),
     ("labels.csv", {"columns": "label=completion", "objective": "loss"}, "2 labels: 'no', 'yes'"),
-    ("moods.csv", {"columns": "label=mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"}, "2 labels"),
+    (
+        "moods.csv",
+        {"columns": "label=mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"},
+        "2 labels",
+    ),
     ("texts.jsonl", {}, "texts, of which every token is learned"),
     ("chat.jsonl", {}, "conversations, of which the assistant's answers are learned"),
-    ("alpaca.json", {"columns": "prompt=instruction,completion=output"}, "prompts with completions"),
+    (
+        "alpaca.json",
+        {"columns": "prompt=instruction,completion=output"},
+        "prompts with completions",
+    ),
     ("preferred.jsonl", {}, "prompts with a chosen and a rejected completion"),
 ]
 
@@ -91,18 +111,28 @@ def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
 ) -> None:
     values = written(data)
     assert {key: values.get(key) for key in expected} == expected
-    common = {"method": "adamw", "lora_rank": 8, "lora_targets": "auto", "lr": "auto", "output": "run"}
+    common = {
+        "method": "adamw",
+        "lora_rank": 8,
+        "lora_targets": "auto",
+        "lr": "auto",
+        "output": "run",
+    }
     assert {key: values[key] for key in common} == common
     assert values["evaluation"] == 0.1
     assert values.keys() <= set(option_names(Train))
     assert kind in Path("recipe.yaml").read_text()
     chooses_rate = data == "labels.csv" or request.config.getoption("--long")
     said = done("train", "recipe.yaml", "--steps", 8, *(() if chooses_rate else GIVEN_RATE)).err
-    assert ("accuracy" in said) == ("label=" in str(expected.get("columns")) or data == "preferred.jsonl")
+    assert ("accuracy" in said) == (
+        "label=" in str(expected.get("columns")) or data == "preferred.jsonl"
+    )
     assert Path("run/model/adapter_model.safetensors").exists()
 
 
-def test_each_choice_has_a_reason_of_one_or_two_lines_and_numbers_follow_from_the_rows(here: Path) -> None:
+def test_each_choice_has_a_reason_of_one_or_two_lines_and_numbers_follow_from_the_rows(
+    here: Path,
+) -> None:
     values, text = written("labels.csv"), Path("recipe.yaml").read_text()
     for group in text.split("\n\n")[1:]:
         comment = [line for line in group.splitlines() if line.startswith("# ")]
@@ -111,14 +141,26 @@ def test_each_choice_has_a_reason_of_one_or_two_lines_and_numbers_follow_from_th
     assert max(map(len, text.splitlines())) <= 100
     assert values["batch_size"] == 16
     assert values["steps"] == 50, "two steps pass all rows"
-    assert "sequence_length" not in values, "rows with labels are never cut: longer ones are judged, too"
+    assert "sequence_length" not in values, (
+        "rows with labels are never cut: longer ones are judged, too"
+    )
     assert "micro_batch_size" not in values
-    for told in ("The median row has", "on 3 rows instead of training", "50 steps of 16 rows pass the 27 rows 29.6 times"):
+    for told in (
+        "The median row has",
+        "on 3 rows instead of training",
+        "50 steps of 16 rows pass the 27 rows 29.6 times",
+    ):
         assert told in text
 
     written("moods.csv")
-    [group] = [group for group in Path("recipe.yaml").read_text().split("\n\n") if "\ndata: " in group]
-    assert [line.partition(":")[0] for line in group.splitlines()[1:]] == ["data", "prompt_template", "columns"]
+    [group] = [
+        group for group in Path("recipe.yaml").read_text().split("\n\n") if "\ndata: " in group
+    ]
+    assert [line.partition(":")[0] for line in group.splitlines()[1:]] == [
+        "data",
+        "prompt_template",
+        "columns",
+    ]
 
     Path("run").mkdir()
     few = written("few.jsonl")
@@ -129,25 +171,45 @@ def test_each_choice_has_a_reason_of_one_or_two_lines_and_numbers_follow_from_th
 
 
 def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) -> None:
-    said = done("init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml").out.splitlines()
+    said = done(
+        "init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml"
+    ).out.splitlines()
     steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]
-    line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning "
-    assert said[0] == "The rows are prompts with one of 2 labels: 'no', 'yes'; columns: label=completion."
-    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: snapshots of adapter", said[1])
+    line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, "
+    line += r"and \d+ steps to choose the learning "
+    assert (
+        said[0]
+        == "The rows are prompts with one of 2 labels: 'no', 'yes'; columns: label=completion."
+    )
+    assert re.match(
+        rf"{line}rate: about .* in all. Memory: .* free. Disk writes: snapshots of adapter", said[1]
+    )
     assert said[2:] == ["next: zo2 train other.yaml"]
 
 
 def test_labels_are_words_rather_than_numbers(here: Path) -> None:
-    labels = {"review,verdict,stars": "verdict", "review,label,stars": "label", "review,count,stars": "stars"}
+    labels = {
+        "review,verdict,stars": "verdict",
+        "review,label,stars": "label",
+        "review,count,stars": "stars",
+    }
     for header, label in labels.items():
         words = "verdict" in header
-        rows = [f"a film of {i},{('bad', 'good')[i % 2] if words else i % 2},{1 + i % 2}" for i in range(20)]
+        rows = [
+            f"a film of {i},{('bad', 'good')[i % 2] if words else i % 2},{1 + i % 2}"
+            for i in range(20)
+        ]
         Path("films.csv").write_text("\n".join([header, *rows]) + "\n")
         chosen = survey(Path("films.csv"), RowOptions(), takes_labels=False).options
-        assert (chosen.label_column, chosen.prompt_template) == (label, f"{{review}}\\n{label.capitalize()}:")
+        assert (chosen.label_column, chosen.prompt_template) == (
+            label,
+            f"{{review}}\\n{label.capitalize()}:",
+        )
 
 
-def test_only_choices_are_written_and_other_objectives_get_zeroth_order(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_choices_are_written_and_other_objectives_get_zeroth_order(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.1}
     with monkeypatch.context() as patch:
         patch.setattr("zo2adapters.trainers.initial_recipe.product_seconds", seconds.__getitem__)
@@ -157,9 +219,16 @@ def test_only_choices_are_written_and_other_objectives_get_zeroth_order(here: Pa
     values = written("labels.csv", "--objective", "accuracy")
     assert values.keys().isdisjoint({"method", "lora_rank", "rank"})
     assert (values["lr"], values["steps"], values["objective"]) == ("auto", 1000, "accuracy")
-    assert "Zeroth-order steps, which need no gradient, train all parameters: the objective accuracy" in reasons()
-    assert "Zeroth-order steps train all parameters" in done("train", "recipe.yaml", "--steps", 2).err
-    monkeypatch.setattr("zo2adapters.trainers.initial_recipe.hands_over_tensors", lambda model: True)
+    assert (
+        "Zeroth-order steps, which need no gradient, train all parameters: the objective accuracy"
+        in reasons()
+    )
+    assert (
+        "Zeroth-order steps train all parameters" in done("train", "recipe.yaml", "--steps", 2).err
+    )
+    monkeypatch.setattr(
+        "zo2adapters.trainers.initial_recipe.hands_over_tensors", lambda model: True
+    )
     told = done("init", "--model", "base", "--data", "labels.csv", "-o", "handed.yaml").out
     assert "train all parameters: this model's blocks hand tensors to later blocks" in told
     assert "method" not in written("labels.csv")
@@ -171,10 +240,15 @@ def test_blocks_that_hand_over_tensors_are_found_before_a_run(tmp_path: Path) ->
     for family, hands_over in (("gemma3n_text", True), ("llama", False)):
         model: Any = families.small_model(families.small_config(family))
         model.save_pretrained(tmp_path / family)
-        assert hands_over_tensors(open_checkpoint(tmp_path / family, adapter=Adapter(config=lora))) == hands_over
+        assert (
+            hands_over_tensors(open_checkpoint(tmp_path / family, adapter=Adapter(config=lora)))
+            == hands_over
+        )
 
 
-def test_a_model_larger_than_memory_streams_and_is_then_only_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_larger_than_memory_streams_and_is_then_only_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def planned(*args: Any, **kwargs: Any) -> HostPlan:
         return replace(plan_host(*args, **kwargs), buckets=1)
 
@@ -194,12 +268,20 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
     share: float, separates: bool, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan(inputs: RunInputs) -> RunPlan:
-        return replace(plan_of(inputs), forward_seconds=share if inputs.options.batching.pack else 1.0, update_seconds=0.0)
+        return replace(
+            plan_of(inputs),
+            forward_seconds=share if inputs.options.batching.pack else 1.0,
+            update_seconds=0.0,
+        )
 
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe.plan_of", plan)
     if not separates:
-        monkeypatch.setattr("zo2adapters.models.batches._separates", lambda mask, sequence_ids: False)
-    write_rows(here / "uneven.jsonl", [{"text": f"the cat{' sat' * (i % 10)}"} for i in range(ROWS)])
+        monkeypatch.setattr(
+            "zo2adapters.models.batches._separates", lambda mask, sequence_ids: False
+        )
+    write_rows(
+        here / "uneven.jsonl", [{"text": f"the cat{' sat' * (i % 10)}"} for i in range(ROWS)]
+    )
     values, is_packed = written("uneven.jsonl"), share < 0.9 and separates
     assert values.get("pack") == (True if is_packed else None)
     assert ("of the tokens would be padding" in Path("recipe.yaml").read_text()) == is_packed
@@ -208,10 +290,15 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
 
     assert "pack" not in written("pairs.jsonl"), "its rows have one length"
 
-    labelled = [{"prompt": f"the cat{' sat' * (i % 10)}", "completion": (" yes", " no")[i % 2]} for i in range(ROWS)]
+    labelled = [
+        {"prompt": f"the cat{' sat' * (i % 10)}", "completion": (" yes", " no")[i % 2]}
+        for i in range(ROWS)
+    ]
     write_rows(here / "labelled.jsonl", labelled)
     values = written("labelled.jsonl")
-    assert ("pack" in values, values["columns"]) == (False, "label=completion"), "rows of candidates cannot be packed"
+    assert ("pack" in values, values["columns"]) == (False, "label=completion"), (
+        "rows of candidates cannot be packed"
+    )
 
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe._ACTIVATIONS", 1e-9)
     values = written("uneven.jsonl")
@@ -219,13 +306,17 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE, "--output", "in-pieces")
 
 
-def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_told_as_the_least_is_enough(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planned: list[int | None] = []
 
     def plan(inputs: RunInputs) -> RunPlan:
         planned.append(inputs.options.batching.micro_batch_size)
         if planned[-1] != 1:
-            raise MemoryBudgetError("memory", found="1 MB", expected="at least 2 MB", remedy="raise it")
+            raise MemoryBudgetError(
+                "memory", found="1 MB", expected="at least 2 MB", remedy="raise it"
+            )
         return plan_of(inputs)
 
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe.plan_of", plan)
@@ -234,7 +325,9 @@ def test_memory_that_is_told_as_the_least_is_enough(here: Path, monkeypatch: pyt
 
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    said = refusal("init", "--model", "base", "--data", "chat.jsonl", "--memory", "1MB", "-o", "other.yaml")
+    said = refusal(
+        "init", "--model", "base", "--data", "chat.jsonl", "--memory", "1MB", "-o", "other.yaml"
+    )
     least = re.search(r"at least (\S+) (\wB)", said)
     assert least is not None, said
     memory = least[1] + least[2]
@@ -254,16 +347,36 @@ def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.Mon
 
 
 def test_options_of_the_user_are_kept(here: Path) -> None:
-    more = ["--prompt-template", "{tweet} is", "--columns", "label=mood", "--evaluation", "moods.csv", "--memory", "8GB"]
+    more = [
+        "--prompt-template",
+        "{tweet} is",
+        "--columns",
+        "label=mood",
+        "--evaluation",
+        "moods.csv",
+        "--memory",
+        "8GB",
+    ]
     values = written("moods.csv", *more, "--seed", 3)
-    expected = {"prompt_template": "{tweet} is", "evaluation": "moods.csv", "memory": "8GB", "seed": 3}
+    expected = {
+        "prompt_template": "{tweet} is",
+        "evaluation": "moods.csv",
+        "memory": "8GB",
+        "seed": 3,
+    }
     assert {key: values[key] for key in expected} == expected
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "named", ["--columns label=mood", "--columns completion=mood", "--columns prompt=tweet", "--prompt-template {tweet}"]
+    "named",
+    [
+        "--columns label=mood",
+        "--columns completion=mood",
+        "--columns prompt=tweet",
+        "--prompt-template {tweet}",
+    ],
 )
 def test_the_column_that_is_not_named_is_found(here: Path, named: str) -> None:
     values = written("moods.csv", *named.split())
@@ -271,7 +384,9 @@ def test_the_column_that_is_not_named_is_found(here: Path, named: str) -> None:
     assert str(values.get("columns")).endswith(("label=mood", "completion=mood"))
 
 
-@pytest.mark.parametrize("named", [[], ["--columns", "label=mood"], ["--columns", "prompt=tweet"]], ids=str)
+@pytest.mark.parametrize(
+    "named", [[], ["--columns", "label=mood"], ["--columns", "prompt=tweet"]], ids=str
+)
 def test_an_empty_label_is_refused_with_row_and_column(here: Path, named: list[str]) -> None:
     text = (here / "moods.csv").read_text().splitlines()
     (here / "blank.csv").write_text("\n".join([*text[:4], "9,the cat,", *text[4:]]) + "\n")
@@ -290,8 +405,12 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")
     assert Path("recipe.yaml").read_text() == "mine"
     said = refusal("init", "--model", "base", "--data", "labels.csv", "-o", "nowhere/new.yaml")
-    assert said.startswith("zo2: nowhere/new.yaml: found a directory that does not exist"), "before anything is measured"
-    assert "nowhere" in refusal("init", "--model", "nowhere", "--data", "labels.csv", "-o", "new.yaml")
+    assert said.startswith("zo2: nowhere/new.yaml: found a directory that does not exist"), (
+        "before anything is measured"
+    )
+    assert "nowhere" in refusal(
+        "init", "--model", "nowhere", "--data", "labels.csv", "-o", "new.yaml"
+    )
 
 
 def surveyed(path: Path, *rows: dict[str, Any]) -> Survey:
@@ -299,8 +418,12 @@ def surveyed(path: Path, *rows: dict[str, Any]) -> Survey:
     return survey(path, RowOptions(), takes_labels=False)
 
 
-@pytest.mark.parametrize("columns", [("instruction", "input", "output"), ("system", "question", "context", "answer")])
-def test_a_context_stands_in_the_prompt_and_other_columns_are_named(tmp_path: Path, columns: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "columns", [("instruction", "input", "output"), ("system", "question", "context", "answer")]
+)
+def test_a_context_stands_in_the_prompt_and_other_columns_are_named(
+    tmp_path: Path, columns: tuple[str, ...]
+) -> None:
     rows = [{"id": i, **{name: f"{name} {i}" for name in columns}} for i in range(2)]
     found = surveyed(tmp_path / "rows.jsonl", *rows)
     assert found.unused == ("id",)
@@ -308,14 +431,23 @@ def test_a_context_stands_in_the_prompt_and_other_columns_are_named(tmp_path: Pa
     assert converted["completion"] == f"{columns[-1]} 1"
     sections = "".join(f"### {name.capitalize()}:\n{name} 1\n\n" for name in columns[:-1])
     assert converted["prompt"].endswith(f"{sections}### Response:\n")
-    assert converted["prompt"].startswith("Below is an instruction") == (columns[0] == "instruction")
+    assert converted["prompt"].startswith("Below is an instruction") == (
+        columns[0] == "instruction"
+    )
 
 
 def test_columns_that_are_not_used_are_printed_and_written_into_the_recipe(here: Path) -> None:
     columns = ["id", *(f"extra{i}" for i in range(6))]
-    rows = [{**dict.fromkeys(columns, "x"), "instruction": f"the {i}", "output": f"cat {i}"} for i in range(4)]
+    rows = [
+        {**dict.fromkeys(columns, "x"), "instruction": f"the {i}", "output": f"cat {i}"}
+        for i in range(4)
+    ]
     write_rows(here / "extra.jsonl", rows)
-    for data, unused in (("moods.csv", "id"), ("extra.jsonl", f"{', '.join(columns[:6])}, ..."), ("few.jsonl", None)):
+    for data, unused in (
+        ("moods.csv", "id"),
+        ("extra.jsonl", f"{', '.join(columns[:6])}, ..."),
+        ("few.jsonl", None),
+    ):
         said = done("init", "--model", "base", "--data", data, "-o", f"{data}.yaml").out
         for text in (said, Path(f"{data}.yaml").read_text().replace("\n# ", " ")):
             assert (f"; not used: {unused}" in text) == (unused is not None), text

@@ -1,4 +1,6 @@
-"""What every kind of run holds on the command line: resumed, repeated by its recipe, exported and evaluated at its steps."""
+"""What every kind of run holds on the command line: resumed, repeated by its recipe, exported and
+evaluated at its steps.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +25,8 @@ from zo2core.ranges import OptimizerName
 peft: Any = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:Specified to not"),  # save or load projections: peft's remark
+    # save or load projections: peft's remark
+    pytest.mark.filterwarnings("ignore:Specified to not"),
 ]
 
 STEPS = 6
@@ -50,20 +53,32 @@ KINDS = {
     "low rank": Kind("--rank 2:period=2 --queries 2"),
     "a direction a row": Kind("--rank 2 --per-row --evaluation rows.jsonl --evaluate-every 2"),
     "low rank on codes": Kind("--rank 2:period=2", model="nf4"),
-    "rewards": Kind("--reward length --estimator es --queries 2 --rank 2 --reward-options max_new_tokens=3"),
+    "rewards": Kind(
+        "--reward length --estimator es --queries 2 --rank 2 --reward-options max_new_tokens=3"
+    ),
     "lora": Kind("--lora-rank 2 --lora-alpha 3"),
-    "lora, frozen in part": Kind("--adapter kinds/lora/adapter_config.json --adapter-frozen lora_A"),
+    "lora, frozen in part": Kind(
+        "--adapter kinds/lora/adapter_config.json --adapter-frozen lora_A"
+    ),
     "lora by low rank": Kind("--lora-rank 2 --rank 2"),
     "lora by sgd with momentum": Kind("--lora-rank 2 --method sgd:momentum=0.9 --clip norm=0.5"),
     "lora by adamw": Kind(f"--lora-rank 2 --method adamw:betas=0.8,0.9 --samples 1 {SCHEDULED}"),
     "lora by adamw on codes": Kind("--lora-rank 2 --method adamw", model="nf4"),
     **{method: Kind(options) for method, options in FULL.items()},
-    **{f"{method}, streamed": Kind(f"{FULL[method]} --method stream_blocks", has_snapshots=False) for method in FULL},
+    **{
+        f"{method}, streamed": Kind(f"{FULL[method]} --method stream_blocks", has_snapshots=False)
+        for method in FULL
+    },
     "adamw, one step late": Kind("--method adamw:delayed_update"),
     "adamw, scaled": Kind("--method adamw:loss_scaling"),
     "adamw, in 8 bits": Kind("--method adamw:state_bits=8"),
-    "adamw, in 8 bits, streamed": Kind("--method adamw:state_bits=8,stream_blocks", has_snapshots=False),
-    **{f"adapter of kind {kind}": Kind(f"--adapter kinds/{kind}/adapter_config.json") for kind in KIND_CONFIGS},
+    "adamw, in 8 bits, streamed": Kind(
+        "--method adamw:state_bits=8,stream_blocks", has_snapshots=False
+    ),
+    **{
+        f"adapter of kind {kind}": Kind(f"--adapter kinds/{kind}/adapter_config.json")
+        for kind in KIND_CONFIGS
+    },
 }
 
 
@@ -78,17 +93,27 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SHORT = ["mezo", "a direction a row", "low rank on codes", "lora by adamw", "adamw", "badam, streamed"]
+SHORT = [
+    "mezo",
+    "a direction a row",
+    "low rank on codes",
+    "lora by adamw",
+    "adamw",
+    "badam, streamed",
+]
 SHORT += ["adapter of kind prefix"]
 
 
 @pytest.mark.parametrize("name", short_first(SHORT, [name for name in KINDS if name not in SHORT]))
-def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str, here: Path) -> None:
+def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
+    name: str, here: Path
+) -> None:
     kind = KINDS[name]
     if "state_bits" in kind.options and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is an extra")
     is_first_order = "--method" in kind.options
-    command = f"--model {kind.model} --data rows.jsonl --lr 1e-2 --batch-size 3 --seed 3 {kind.options}".split()
+    fixed = "--data rows.jsonl --lr 1e-2 --batch-size 3 --seed 3"
+    command = f"--model {kind.model} {fixed} {kind.options}".split()
     command += ["--snapshot-every", "2"] if is_first_order and name != "badam, streamed" else []
     done("train", *command, "--output", "whole", "--steps", STEPS)
     done("train", *command, "--output", "run", "--steps", 4)
@@ -99,7 +124,9 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str
     assert list(ours.commits) == list(theirs.commits)
     if "--samples" in kind.options:
         assert [sample["step"] for sample in rows_of("run/samples.jsonl")] == [0, 4, STEPS]
-    assert "already started" in refusal("train", "run/recipe.yaml"), "it names the directory that it was written to"
+    assert "already started" in refusal("train", "run/recipe.yaml"), (
+        "it names the directory that it was written to"
+    )
     done("train", "run/recipe.yaml", "--output", "again")
     assert outcome("again") == outcome("whole")
     recipes = [yaml.safe_load(Path(run, "recipe.yaml").read_text()) for run in ("run", "again")]
@@ -108,10 +135,21 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str
 
     if is_first_order:
         told = refusal("export", "--run", "run", "--at", 3, "--output", "none")
-        assert ("steps that have a snapshot: 4, 6" if kind.has_snapshots else "no snapshot of step") in told
+        assert (
+            "steps that have a snapshot: 4, 6" if kind.has_snapshots else "no snapshot of step"
+        ) in told
         assert not Path("none").exists()
     if not kind.has_snapshots:
-        done("train", *command, "--output", "resident", "--steps", STEPS, "--method", "stream_blocks=false")
+        done(
+            "train",
+            *command,
+            "--output",
+            "resident",
+            "--steps",
+            STEPS,
+            "--method",
+            "stream_blocks=false",
+        )
         assert_equal(weights_of("resident/model"), weights_of("run/model"))
         return
     for at, expected in ((6, "run/model"), (4, "run/model-4"), (0, "base")):
@@ -126,13 +164,17 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str
     if "--reward" in kind.options:
         return
     evaluate = ("--data", "rows.jsonl", "--no-base", "--batch-size", 99)
-    of_run, at_start = (done("evaluate", "--run", "run", "--at", at, *evaluate).out for at in (6, 0))
+    of_run, at_start = (
+        done("evaluate", "--run", "run", "--at", at, *evaluate).out for at in (6, 0)
+    )
     assert at_start != of_run
     if not kind.trains_adapter:
         assert at_start == done("evaluate", "--model", kind.model, *evaluate).out
         assert "quantization_config" not in Path("at-6/config.json").read_text()
     if kind.model == "base":
-        exported = ("--model", "base", "--adapter", "at-6") if kind.trains_adapter else ("--model", "at-6")
+        exported = (
+            ("--model", "base", "--adapter", "at-6") if kind.trains_adapter else ("--model", "at-6")
+        )
         told = done("evaluate", *exported, *evaluate).out
         assert "--rank" in kind.options or told == of_run, "factors are merged, and rounded once"
     elif kind.trains_adapter:
@@ -146,8 +188,12 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(name: str
 
 
 @pytest.mark.parametrize("kind", sorted(KIND_CONFIGS.keys() - {"lora", "rslora"}))
-def test_adapters_that_directions_of_low_rank_cannot_train_are_refused_by_their_option(kind: str, here: Path) -> None:
+def test_adapters_that_directions_of_low_rank_cannot_train_are_refused_by_their_option(
+    kind: str, here: Path
+) -> None:
     adapter = ("--adapter", f"kinds/{kind}/adapter_config.json")
-    told = refusal("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--rank", 2, *adapter)
+    told = refusal(
+        "train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--rank", 2, *adapter
+    )
     assert told.startswith("zo2: --adapter: found ")
     assert not Path("run").exists()

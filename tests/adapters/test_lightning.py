@@ -15,20 +15,29 @@ from peft_models import monolithic
 from transformers import AutoModelForCausalLM
 from whole_loops import WholeModel, torch_loop
 
-from zo2adapters import Adapter, BackpropLightningModule, FullBackpropLightningModule, ZOLightningModule, open_checkpoint
+from zo2adapters import (
+    Adapter,
+    BackpropLightningModule,
+    FullBackpropLightningModule,
+    ZOLightningModule,
+    open_checkpoint,
+)
 from zo2core import Distribution, Engine, Guarded, MeZOSGD, PhiloxNoise, TorchOptimizer, ZerothOrder
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loaders' threads and its own dependencies
+# what Lightning says about loaders' threads and its own dependencies
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 BATCHES = [make_batch(small_config("llama").vocab_size, [5, 4], seed=seed) for seed in range(8)]
 
 
 class ResumableLoader:
-    """Gives the batches in order; its place is part of a checkpoint, as Lightning asks of loaders."""
+    """Gives the batches in order; its place is part of a checkpoint, as Lightning asks of
+    loaders.
+    """
 
     def __init__(self) -> None:
         self.place = 0
@@ -60,9 +69,20 @@ HELD_OUT: Any = torch.utils.data.DataLoader(BATCHES[6:], batch_size=None)  # typ
 
 
 def trainer(directory: Path, steps: int, **options: Any) -> Any:
-    keeping = callbacks.ModelCheckpoint(dirpath=directory / "kept", every_n_train_steps=3, save_top_k=-1)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {"max_steps": steps, "accelerator": "cpu", "default_root_dir": directory, "callbacks": [keeping]}
+    keeping = callbacks.ModelCheckpoint(
+        dirpath=directory / "kept", every_n_train_steps=3, save_top_k=-1
+    )
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    given = {
+        "max_steps": steps,
+        "accelerator": "cpu",
+        "default_root_dir": directory,
+        "callbacks": [keeping],
+    }
     return lightning.Trainer(**given, **quiet, **options)
 
 
@@ -70,7 +90,9 @@ def plain_loop(base: Path, steps: Iterable[Any]) -> Engine:
     """What the module is held against: the same steps without Lightning."""
     mezo = MeZOSGD(lr=lambda step: 1e-2 * halving(step), zo_eps=1e-3, perturb_in_place=False)
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    engine = Engine(open_checkpoint(base), ZerothOrder(Guarded(estimator=mezo), noise=noise, seed=3))
+    engine = Engine(
+        open_checkpoint(base), ZerothOrder(Guarded(estimator=mezo), noise=noise, seed=3)
+    )
     for batch in steps:
         engine.step(batch)
     return engine
@@ -83,7 +105,9 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> N
     with plain_loop(base, BATCHES[:5]) as engine:
         result = engine.step(BATCHES[5])
         assert ours.engine.journal.updates == engine.journal.updates
-        assert fitted.callback_metrics["val_loss"] == torch.tensor(engine.evaluate(BATCHES[6:]).loss)
+        assert fitted.callback_metrics["val_loss"] == torch.tensor(
+            engine.evaluate(BATCHES[6:]).loss
+        )
         assert fitted.callback_metrics["train_loss"] == torch.tensor(result.loss)
         assert fitted.global_step == 6
         ours.export(tmp_path / "out")
@@ -91,7 +115,9 @@ def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> N
         assert_equal(weights(engine), dict(exported.named_parameters()))
 
 
-def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(base: Path, tmp_path: Path) -> None:
+def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(
+    base: Path, tmp_path: Path
+) -> None:
     twice, resumed = module(base), module(base)
     trainer(tmp_path / "first", 3).fit(twice, ResumableLoader())
     trainer(tmp_path / "second", 3).fit(twice, ResumableLoader())
@@ -104,11 +130,31 @@ def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(ba
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [
-        (module, {"precision": "bf16-mixed"}, r"Trainer\(precision\): found bf16-mixed; expected 32-true"),
-        (module, {"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches\): found 2; expected 1.*lists of"),
-        (module, {"gradient_clip_val": 0.5}, r"Trainer\(gradient_clip_val\): found 0.5; expected None.*Clipped"),
-        (lambda base: first_order(base), {"accumulate_grad_batches": 2}, "have the loader give lists of batches"),
-        (lambda base: full_module(base), {"gradient_clip_val": 1.0}, r"gradient_clip_val.*clip=\.\.\."),
+        (
+            module,
+            {"precision": "bf16-mixed"},
+            r"Trainer\(precision\): found bf16-mixed; expected 32-true",
+        ),
+        (
+            module,
+            {"accumulate_grad_batches": 2},
+            r"Trainer\(accumulate_grad_batches\): found 2; expected 1.*lists of",
+        ),
+        (
+            module,
+            {"gradient_clip_val": 0.5},
+            r"Trainer\(gradient_clip_val\): found 0.5; expected None.*Clipped",
+        ),
+        (
+            lambda base: first_order(base),
+            {"accumulate_grad_batches": 2},
+            "have the loader give lists of batches",
+        ),
+        (
+            lambda base: full_module(base),
+            {"gradient_clip_val": 1.0},
+            r"gradient_clip_val.*clip=\.\.\.",
+        ),
     ],
 )
 def test_what_cannot_be_heeded_is_refused(
@@ -133,7 +179,9 @@ class OwnEvaluation(ZOLightningModule):
             super().validation_step(batch, batch_idx)
 
 
-def test_a_module_may_evaluate_by_itself_and_a_failed_validation_does_not_count_later(base: Path, tmp_path: Path) -> None:
+def test_a_module_may_evaluate_by_itself_and_a_failed_validation_does_not_count_later(
+    base: Path, tmp_path: Path
+) -> None:
     ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
     fitted = trainer(tmp_path, 2, val_check_interval=2)
     fitted.fit(ours, ResumableLoader(), HELD_OUT)
@@ -144,7 +192,9 @@ def test_a_module_may_evaluate_by_itself_and_a_failed_validation_does_not_count_
         trainer(tmp_path, 1).validate(ours, HELD_OUT)
     again = trainer(tmp_path, 1)
     again.validate(ours, HELD_OUT)
-    assert again.callback_metrics["val_loss"] == torch.tensor(ours.engine.evaluate(BATCHES[6:]).loss)
+    assert again.callback_metrics["val_loss"] == torch.tensor(
+        ours.engine.evaluate(BATCHES[6:]).loss
+    )
 
 
 class Endless(torch.utils.data.IterableDataset[Any]):
@@ -155,7 +205,9 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("data", [BATCHES, Endless()], ids=["of a length", "without one"])
-def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(base: Path, tmp_path: Path, data: Any) -> None:
+def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(
+    base: Path, tmp_path: Path, data: Any
+) -> None:
     def resume(name: str, loader: Any) -> list[str]:
         directory = tmp_path / name
         trainer(directory, 3).fit(module(base), loader)
@@ -173,7 +225,9 @@ def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(base: Path, tm
     if data is BATCHES:
         three: Any = BATCHES[:3]
         whole: Any = torch.utils.data.DataLoader(three, batch_size=None)
-        assert resume("whole epoch", whole) == [], "at the end of an epoch there is nothing to repeat"
+        assert resume("whole epoch", whole) == [], (
+            "at the end of an epoch there is nothing to repeat"
+        )
 
 
 LORA: Any = {"r": 2, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
@@ -197,7 +251,9 @@ def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_pa
         losses.append(whole.backward([batch]))
         take(1e-2 * halving(step))
     with patch.object(ours, "log", wraps=ours.log) as log:
-        trainer(tmp_path, 6, val_check_interval=2, gradient_clip_val=0.5).fit(ours, ResumableLoader(), HELD_OUT)
+        trainer(tmp_path, 6, val_check_interval=2, gradient_clip_val=0.5).fit(
+            ours, ResumableLoader(), HELD_OUT
+        )
     assert [call.args[1] for call in log.call_args_list if call.args[0] == "train_loss"] == losses
     assert_equal(ours.engine.parameters, {name: whole.parameters[name] for name in first})
     expected = tuple(whole.backward([batch]) for batch in BATCHES[6:])
@@ -228,7 +284,9 @@ def test_a_list_of_batches_is_one_step_and_one_pass(base: Path, tmp_path: Path) 
 
 def full_module(base: Path) -> FullBackpropLightningModule:
     update = TorchOptimizer(partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1))
-    return FullBackpropLightningModule(open_checkpoint(base), update, lr=1e-2, lr_lambda=halving, clip=0.5)
+    return FullBackpropLightningModule(
+        open_checkpoint(base), update, lr=1e-2, lr_lambda=halving, clip=0.5
+    )
 
 
 def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
@@ -240,17 +298,25 @@ def test_all_parameters_have_the_bits_of_a_plain_loop(base: Path, tmp_path: Path
         whole.backward([batch])
         take(1e-2 * halving(step))
     assert_equal(weights(ours.engine), whole.parameters)
-    assert fitted.callback_metrics["val_loss"] == torch.tensor(ours.engine.evaluate(BATCHES[6:]).loss)
+    assert fitted.callback_metrics["val_loss"] == torch.tensor(
+        ours.engine.evaluate(BATCHES[6:]).loss
+    )
     ours.export(tmp_path / "out")
-    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters()), whole.parameters)
+    assert_equal(
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters()),
+        whole.parameters,
+    )
 
 
 @pytest.mark.parametrize("make", [module, first_order, full_module])
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(make: Callable[[Path], Any], base: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(
+    make: Callable[[Path], Any], base: Path, tmp_path: Path
+) -> None:
     whole, resumed = make(base), make(base)
     trainer(tmp_path, 6).fit(whole, ResumableLoader())
     [middle] = (tmp_path / "kept").glob("*step=3.ckpt")
-    own: dict[str, Any] = {"weights_only": False} if make is first_order else {}  # the checkpoint is Lightning's own
+    # the checkpoint is Lightning's own
+    own: dict[str, Any] = {"weights_only": False} if make is first_order else {}
     trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle, **own)
     assert_equal(weights(resumed.engine), weights(whole.engine))
     if make is first_order:

@@ -1,4 +1,6 @@
-"""LoRA on mixtures of experts: by default outside the experts, in them where asked, with peft's bits on the whole model."""
+"""LoRA on mixtures of experts: by default outside the experts, in them where asked, with peft's
+bits on the whole model.
+"""
 
 import json
 import shutil
@@ -35,11 +37,21 @@ peft: Any = pytest.importorskip("peft")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:The following:RuntimeWarning"),  # peft names experts in patterns of modules
+    # peft names experts in patterns of modules
+    pytest.mark.filterwarnings("ignore:The following:RuntimeWarning"),
 ]
 
 FAMILIES = [
-    *("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    *(
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "mixtral",
+        "olmoe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+    ),
     *("minimax", "minimax_m2", "phimoe", "gpt_oss", "llama4_text"),
 ]
 ROUTERS_OF_LINEAR = {"phimoe", "llama4_text"}  # peft would wrap routers whose output is no tensor
@@ -47,7 +59,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 BUCKETS = [None, 2]
 
 
-def save(family: str, directory: Path, dtype: torch.dtype = torch.float32, *, routers: bool | None = None) -> Path:
+def save(
+    family: str, directory: Path, dtype: torch.dtype = torch.float32, *, routers: bool | None = None
+) -> Path:
     """A checkpoint, whose config may ask for the routers' loss or not."""
     config = small_config(family)
     if routers is not None:
@@ -65,9 +79,14 @@ def stacks(base: Path) -> list[str]:
 
 def config_of(targets: str, base: Path) -> Any:
     """Peft's config for a choice of layers."""
-    own: dict[str, Any] = {"target_modules": targets if targets == "all-linear" else targets.split()}
+    own: dict[str, Any] = {
+        "target_modules": targets if targets == "all-linear" else targets.split()
+    }
     if targets == "experts":  # as one writes it for peft
-        own = {"target_modules": ["q_proj", "q_b_proj", "qkv_proj"], "target_parameters": stacks(base)}
+        own = {
+            "target_modules": ["q_proj", "q_b_proj", "qkv_proj"],
+            "target_parameters": stacks(base),
+        }
     return peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **own)
 
 
@@ -80,17 +99,22 @@ def opened(base: Path, targets: str, seed: int = 1) -> PeftBlockModel:
 def whole_model(base: Path) -> Any:
     whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     for parameter in whole.parameters():
-        parameter.data = parameter.data.clone()  # what is mapped from a file lies otherwise, and products round differently
+        # what is mapped from a file lies otherwise, and products round differently
+        parameter.data = parameter.data.clone()
     return whole.eval()
 
 
 def learned_as_by_peft(model: Any, base: Path, given: Any, buckets: int | None) -> list[str]:
     """Hold two steps against peft's on the whole model; return the names of what is trained."""
-    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)) as engine:
+    with Engine(
+        model, FirstOrder(partial(torch.optim.SGD, lr=LR)), memory=memory(buckets)
+    ) as engine:
         first = {name: value.detach().clone() for name, value in engine.parameters.items()}
         losses = [engine.step(given).loss for _ in range(2)]
         learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
-    expected, trained = trained_by_peft(whole_model(base), model.adapter.config, first, given, steps=2)
+    expected, trained = trained_by_peft(
+        whole_model(base), model.adapter.config, first, given, steps=2
+    )
     assert losses == expected
     assert [name for name, value in learned.items() if not torch.equal(value, trained[name])] == []
     return list(learned)
@@ -113,18 +137,26 @@ def test_gradients_are_those_of_peft_on_the_whole_model_and_zeroth_order_steps_o
     names = learned_as_by_peft(opened(base, targets), base, batch(), buckets)
     if targets == "experts":
         model, method = opened(base, targets), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
-        resident = MonolithicMeZO(monolithic(base, model.adapter.config, values_of(model)), lr=1e-2, zo_eps=1e-2)
+        resident = MonolithicMeZO(
+            monolithic(base, model.adapter.config, values_of(model)), lr=1e-2, zo_eps=1e-2
+        )
         with Engine(model, method, memory=memory(buckets)) as engine:
             for _ in range(2):
                 [seed] = {evaluation.seed for evaluation in engine.ask()}
-                assert list(engine.step(batch()).losses) == list(resident.step(batch(), seed).losses)
+                assert list(engine.step(batch()).losses) == list(
+                    resident.step(batch(), seed).losses
+                )
     is_in_experts = any(".experts." in name for name in names)
-    assert is_in_experts == (targets != "auto" and not (targets == "all-linear" and family in ("gpt_oss", "qwen2_moe")))
+    assert is_in_experts == (
+        targets != "auto" and not (targets == "all-linear" and family in ("gpt_oss", "qwen2_moe"))
+    )
 
 
 @pytest.mark.parametrize(("family", "targets"), each_choice(FAMILIES, ["auto", "auto experts"]))
 @pytest.mark.few(2)
-def test_what_is_exported_loads_in_peft_and_merges_as_peft_does(family: str, targets: str, tmp_path: Path) -> None:
+def test_what_is_exported_loads_in_peft_and_merges_as_peft_does(
+    family: str, targets: str, tmp_path: Path
+) -> None:
     base = save(family, tmp_path / "base")
     model = opened(base, targets)
     with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-1))) as engine:
@@ -155,14 +187,20 @@ def test_a_new_adapter_of_experts_begins_as_the_base(family: str, tmp_path: Path
         assert adapted.evaluate([batch()]).loss == plain.evaluate([batch()]).loss
 
 
-def test_low_rank_mixed_precision_and_experts_that_a_model_has_not_are_refused(tmp_path: Path) -> None:
+def test_low_rank_mixed_precision_and_experts_that_a_model_has_not_are_refused(
+    tmp_path: Path,
+) -> None:
     base = save("qwen3_moe", tmp_path / "base", torch.bfloat16)
-    method = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), perturbation=LowRankPerturbation(rank=2, period=2))
+    method = ZerothOrder(
+        MeZOSGD(lr=1e-2, zo_eps=1e-2), perturbation=LowRankPerturbation(rank=2, period=2)
+    )
     with pytest.raises(UnsupportedModelError, match="LoRA of experts with low-rank perturbations"):
         Engine(opened(base, "experts"), method)
     for targets in ("experts", "all-linear"):
         with pytest.raises(OptionError, match="mixed with LoRA of experts"):
-            open_checkpoint(base, adapter=Adapter(config=config_of(targets, base)), precision="mixed")
+            open_checkpoint(
+                base, adapter=Adapter(config=config_of(targets, base)), precision="mixed"
+            )
     with pytest.raises(OptionError, match="llama does not have as stacks"):
         opened(save("llama", tmp_path / "llama"), "auto experts")
 
@@ -171,19 +209,55 @@ def test_the_command_line_says_which_layers_it_adapts(tmp_path: Path) -> None:
     base = save("deepseek_v3", tmp_path / "base")
     save_tokenizer(base)
     write_rows(tmp_path / "rows.jsonl", [{"text": "the cat sat on the mat"}, {"text": "the dog"}])
-    common = ("--model", base, "--data", tmp_path / "rows.jsonl", "--steps", 1, "--lr", 1e-3, "--method", "adamw")
+    common = (
+        "--model",
+        base,
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--steps",
+        1,
+        "--lr",
+        1e-3,
+        "--method",
+        "adamw",
+    )
     attention = "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj"
-    for targets, named in ([], attention), (["--lora-targets", "auto", "experts"], f"{attention}, experts"):
+    for targets, named in (
+        ([], attention),
+        (["--lora-targets", "auto", "experts"], f"{attention}, experts"),
+    ):
         output = tmp_path / f"run-{len(targets)}"
         ended = done("train", *common, "--lora-rank", 2, *targets, "--output", output)
         assert f"LoRA of {named}\n" in ended.err
         config = json.loads((output / "model" / "adapter_config.json").read_bytes())
-        assert config["target_parameters"] == (["experts.down_proj", "experts.gate_up_proj"] if targets else [])
-    refused = refusal("train", *common, "--lora-rank", 2, "--lora-targets", "auto", "q_proj", "--output", tmp_path / "none")
+        assert config["target_parameters"] == (
+            ["experts.down_proj", "experts.gate_up_proj"] if targets else []
+        )
+    refused = refusal(
+        "train",
+        *common,
+        "--lora-rank",
+        2,
+        "--lora-targets",
+        "auto",
+        "q_proj",
+        "--output",
+        tmp_path / "none",
+    )
     assert "auto experts, or names of layers" in refused
 
 
-ROUTED = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "minimax", "phimoe", "granitemoe", "qwen3_next", "jamba"]
+ROUTED = [
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+    "olmoe",
+    "minimax",
+    "phimoe",
+    "granitemoe",
+    "qwen3_next",
+    "jamba",
+]
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -194,34 +268,54 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "dtype", "buckets"), each_choice(ROUTED, DTYPES, BUCKETS))
-def test_steps_have_the_routers_share(family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path) -> None:
+def test_steps_have_the_routers_share(
+    family: str, dtype: torch.dtype, buckets: int | None, tmp_path: Path
+) -> None:
     base = save(family, tmp_path / "base", dtype, routers=True)
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
-    learned_as_by_peft(open_checkpoint(base, adapter=Adapter(config=config, seed=1)), base, padded_batch(), buckets)
+    learned_as_by_peft(
+        open_checkpoint(base, adapter=Adapter(config=config, seed=1)), base, padded_batch(), buckets
+    )
     resident = MonolithicMeZO(whole_model(base), lr=1e-2, zo_eps=1e-2)
-    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)
+    ) as engine:
         assert_steps_alike(engine, resident, [padded_batch()] * 2)
 
 
 def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path) -> None:
-    base = save("deepseek_v3", tmp_path / "ignored", routers=True)  # a family that ignores the setting
+    # a family that ignores the setting
+    base = save("deepseek_v3", tmp_path / "ignored", routers=True)
     with Engine(open_checkpoint(base)) as engine:
-        assert engine.evaluate([padded_batch()]).loss == whole_model(base)(**padded_batch(), use_cache=False).loss.item()
-    asked, silent = (save("qwen3_moe", tmp_path / str(asks), routers=asks) for asks in (True, False))
+        assert (
+            engine.evaluate([padded_batch()]).loss
+            == whole_model(base)(**padded_batch(), use_cache=False).loss.item()
+        )
+    asked, silent = (
+        save("qwen3_moe", tmp_path / str(asks), routers=asks) for asks in (True, False)
+    )
     with Engine(open_checkpoint(asked)) as with_routers, Engine(open_checkpoint(silent)) as without:
-        assert with_routers.evaluate([padded_batch()]).loss > without.evaluate([padded_batch()]).loss + 0.1
+        assert (
+            with_routers.evaluate([padded_batch()]).loss
+            > without.evaluate([padded_batch()]).loss + 0.1
+        )
     assert open_checkpoint(asked).description != open_checkpoint(silent).description
     assert open_checkpoint(asked, precision="mixed").loss_chunk is None
     with pytest.raises(OptionError, match="output_router_logits is true"):
         open_checkpoint(asked, loss_chunk=4)
-    low_rank = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), perturbation=LowRankPerturbation(rank=2, period=2))
+    low_rank = ZerothOrder(
+        MeZOSGD(lr=1e-2, zo_eps=1e-2), perturbation=LowRankPerturbation(rank=2, period=2)
+    )
     adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["o_proj"]), seed=1)
     with pytest.raises(OptionError, match="output_router_logits is true"):
         Engine(open_checkpoint(asked, adapter=adapter), low_rank)
 
 
 def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> None:
-    asked, silent = (open_checkpoint(save("qwen3_moe", tmp_path / str(asks), routers=asks)) for asks in (True, False))
+    asked, silent = (
+        open_checkpoint(save("qwen3_moe", tmp_path / str(asks), routers=asks))
+        for asks in (True, False)
+    )
 
     def loss(called: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = called(**inputs, output_router_logits=True).loss
@@ -233,7 +327,10 @@ def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> No
             losses.append(engine.step(padded_batch(), forward, seed=1).losses)
     assert losses[0] == losses[1]
     assert asked._recorder.at_end is None, "the logits would stay in memory"
-    with Engine(silent, method) as engine, pytest.raises(UnsupportedModelError, match="output_router_logits"):
+    with (
+        Engine(silent, method) as engine,
+        pytest.raises(UnsupportedModelError, match="output_router_logits"),
+    ):
         engine.step(padded_batch(), CalledForward(silent, loss))
 
 
@@ -257,13 +354,21 @@ def outcome(path: Path, capacity: int | None) -> tuple[list[Any], float]:
     ids = torch.tensor([[5, 6, 7, 9, 11]])
     with Engine(model) as engine:
         tokens = list(generate(engine, model, [[5, 6, 7], [3, 4]], max_new_tokens=4))
-        loss = engine.evaluate([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}]).loss
+        loss = engine.evaluate(
+            [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}]
+        ).loss
     assert experts is None or experts.kept_bytes <= experts.capacity
     return tokens, loss
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [*each_choice(READ, FORMATS), ("gpt_oss", "mxfp4"), ("gpt_oss", "bfloat16"), ("gpt_oss", "nf4")]
+    ("family", "form"),
+    [
+        *each_choice(READ, FORMATS),
+        ("gpt_oss", "mxfp4"),
+        ("gpt_oss", "bfloat16"),
+        ("gpt_oss", "nf4"),
+    ],
 )
 def test_bits_are_those_of_reading_all_experts(family: str, form: str, tmp_path: Path) -> None:
     path = save_in(family, form, tmp_path)
@@ -301,7 +406,10 @@ def test_steps_journals_and_exports_are_refused(tmp_path: Path) -> None:
         Engine(routed(), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)))
     with pytest.raises(OptionError, match="all parameters in its segments"):
         Engine(routed(), journal=tmp_path / "journal.jsonl")
-    with Engine(routed()) as engine, pytest.raises(OptionError, match="all parameters in its segments"):
+    with (
+        Engine(routed()) as engine,
+        pytest.raises(OptionError, match="all parameters in its segments"),
+    ):
         engine.export(tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
@@ -336,9 +444,14 @@ def test_an_expert_that_is_not_finite_or_ends_early_is_named(tmp_path: Path) -> 
     save_tokenizer(broken)
     tensors = load_file(path / "model.safetensors")
     name = next(name for name in tensors if ".experts." in name)
-    nan = {key: torch.full_like(value, torch.nan) if ".experts." in key else value for key, value in tensors.items()}
+    nan = {
+        key: torch.full_like(value, torch.nan) if ".experts." in key else value
+        for key, value in tensors.items()
+    }
     save_file(nan, broken / "model.safetensors", {"format": "pt"})
-    assert name.rsplit(".experts.")[0] in refusal("generate", "--model", broken, "--prompt", "the cat")
+    assert name.rsplit(".experts.")[0] in refusal(
+        "generate", "--model", broken, "--prompt", "the cat"
+    )
     model = open_checkpoint(path)
     assert model.route(tokens=1) is not None
     with Engine(model) as engine:
@@ -358,6 +471,8 @@ def test_probes_route_tokens_to_all_experts(tmp_path: Path) -> None:
             for _, module, _ in model.places_of(spec.name)[:1]
             if len(spec.shape) == 3
         }
-        experts.register_forward_pre_hook(lambda module, arguments: chosen.extend(arguments[1].unique().tolist()))
+        experts.register_forward_pre_hook(
+            lambda module, arguments: chosen.extend(arguments[1].unique().tolist())
+        )
         assert measured_forward_seconds(model, BatchShape(2, 4, 8)) > 0
     assert set(chosen) == {0, 1, 2, 3}

@@ -1,4 +1,6 @@
-"""``zo2 merge``: the weights of peft's ``merge_and_unload``, bit for bit, for each kind of adapter and for runs."""
+"""``zo2 merge``: the weights of peft's ``merge_and_unload``, bit for bit, for each kind of adapter
+and for runs.
+"""
 
 import json
 from dataclasses import replace
@@ -26,7 +28,9 @@ def save_adapter(base: Path, config: Any, directory: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(
+                parameter.dtype
+            )
     model.save_pretrained(directory)
 
 
@@ -39,9 +43,15 @@ def merged_by_peft(base: Path, adapter: Path, directory: Path) -> dict[str, torc
 
 def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("gpt2"), torch.bfloat16)
-    save_adapter(base, peft.LoraConfig(r=3, target_modules="all-linear", fan_in_fan_out=True), tmp_path / "adapter")
+    save_adapter(
+        base,
+        peft.LoraConfig(r=3, target_modules="all-linear", fan_in_fan_out=True),
+        tmp_path / "adapter",
+    )
     expected = merged_by_peft(base, tmp_path / "adapter", tmp_path / "peft")
-    done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")
+    done(
+        "merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged"
+    )
     assert_equal(weights_of(tmp_path / "merged"), expected)
 
 
@@ -51,9 +61,31 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_place(tmp_path_factory.mktemp("merge"), layers=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        common = ("--model", "base", "--data", "rows.jsonl", "--steps", 4, "--lr", 1e-2, "--batch-size", 3)
+        common = (
+            "--model",
+            "base",
+            "--data",
+            "rows.jsonl",
+            "--steps",
+            4,
+            "--lr",
+            1e-2,
+            "--batch-size",
+            3,
+        )
         done("train", *common, "--lora-rank", 2, "--output", "zeroth")
-        done("train", *common, "--lora-rank", 2, "--output", "first", "--method", "adamw", "--snapshot-every", 2)
+        done(
+            "train",
+            *common,
+            "--lora-rank",
+            2,
+            "--output",
+            "first",
+            "--method",
+            "adamw",
+            "--snapshot-every",
+            2,
+        )
         done("train", *common, "--output", "all")
     return folder
 
@@ -72,7 +104,9 @@ def test_a_run_is_merged_at_any_of_its_steps(run: str, here: Path) -> None:
     assert float(merged.split()[1]) == pytest.approx(float(of_run.split()[1]), abs=1e-4)
 
 
-def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_blocks_are_merged_to_the_same_weights(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done("merge", "--run", "first", "--output", "resident")
 
     def planned(*args: Any, **kwargs: Any) -> HostPlan:
@@ -83,7 +117,9 @@ def test_streamed_blocks_are_merged_to_the_same_weights(here: Path, monkeypatch:
     assert_equal(weights_of("streamed"), weights_of("resident"))
 
 
-def test_the_directory_has_the_tokenizer_and_a_card_and_the_base_may_be_the_one_that_the_adapter_names(here: Path) -> None:
+def test_a_merge_has_tokenizer_and_card_and_the_base_may_be_the_one_that_the_adapter_names(
+    here: Path,
+) -> None:
     done("merge", "--run", "all", "--output", "all-merged")
     assert_equal(weights_of("all-merged"), weights_of("all/model"))
     done("merge", "--model", "base", "--adapter", "first/model", "--output", "merged")
@@ -99,7 +135,9 @@ def test_the_directory_has_the_tokenizer_and_a_card_and_the_base_may_be_the_one_
     done("merge", "--adapter", "first/model", "--output", "named")
     assert_equal(weights_of("named"), weights_of("merged"))
     config = Path("first/model/adapter_config.json")
-    config.write_text(json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": None}))
+    config.write_text(
+        json.dumps({**json.loads(config.read_bytes()), "base_model_name_or_path": None})
+    )
     assert "--model" in refusal("merge", "--adapter", "first/model", "--output", "other")
 
 
@@ -107,20 +145,37 @@ def test_a_quantised_base_is_merged_into_the_weights_that_it_decodes_to(here: Pa
     done("convert", "--model", "base", "--output", "nf4", "--quantize", "nf4")
     done("export", "--model", "nf4", "--output", "decoded")
     done("merge", "--model", "nf4", "--adapter", "first/model", "--output", "merged")
-    assert_equal(weights_of("merged"), merged_by_peft(here / "decoded", here / "first" / "model", here / "peft"))
+    assert_equal(
+        weights_of("merged"),
+        merged_by_peft(here / "decoded", here / "first" / "model", here / "peft"),
+    )
 
 
 def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM"
+    )
     save_adapter(here / "base", config, here / "dropped")
     done("merge", "--model", "base", "--adapter", "dropped", "--output", "merged")
-    assert_equal(weights_of("merged"), merged_by_peft(here / "base", here / "dropped", here / "peft"))
+    assert_equal(
+        weights_of("merged"), merged_by_peft(here / "base", here / "dropped", here / "peft")
+    )
     losses = [
         done("evaluate", *model, "--data", "rows.jsonl", "--no-base").out.split()[1]
         for model in (("--model", "base", "--adapter", "dropped"), ("--model", "merged"))
     ]
     assert float(losses[0].strip(",")) == pytest.approx(float(losses[1].strip(",")), abs=1e-5)
-    told = refusal("train", "--model", "base", "--adapter", "dropped", "--data", "rows.jsonl", "--output", "run")
+    told = refusal(
+        "train",
+        "--model",
+        "base",
+        "--adapter",
+        "dropped",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "run",
+    )
     assert "adapter.lora_dropout: found 0.1" in told
 
 
@@ -128,10 +183,16 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> 
     peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM").save_pretrained("config")
     common = ("--model", "base", "--data", "rows.jsonl", "--steps", 1, "--sequence-length", 8)
     done("train", *common, "--adapter", "config/adapter_config.json", "--output", "prefix")
-    assert "prefix, which no weight can contain" in refusal("merge", "--run", "prefix", "--output", "merged")
+    assert "prefix, which no weight can contain" in refusal(
+        "merge", "--run", "prefix", "--output", "merged"
+    )
     assert "--adapter: found none" in refusal("merge", "--model", "base", "--output", "merged")
     assert "something at this path" in refusal("merge", "--run", "first", "--output", "zeroth")
-    for command, name in (("merge", "merged.gguf"), ("export", "x.gguf"), ("export", "model.safetensors")):
+    for command, name in (
+        ("merge", "merged.gguf"),
+        ("export", "x.gguf"),
+        ("export", "model.safetensors"),
+    ):
         told = refusal(command, "--run", "first", "--output", name)
         assert f"{name}: found the name of a file; expected a directory" in told
         assert f"pass --output {name.partition('.')[0]};" in told

@@ -36,7 +36,13 @@ def test_a_run_exports_a_card_with_a_header_that_the_hub_reads(run_directory: Pa
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert {"zo2core", "zeroth-order"} <= set(card.data.tags)
     assert card.data.base_model is None, "a local directory is no name on the hub"
-    parts = ["`base` after 3 zeroth-order steps", "## Results", "## How to load it", '"lr": 0.01,', '"zo_eps": 0.001']
+    parts = [
+        "`base` after 3 zeroth-order steps",
+        "## Results",
+        "## How to load it",
+        '"lr": 0.01,',
+        '"zo_eps": 0.001',
+    ]
     assert [part for part in [*parts, '"batch size": 3'] if part not in card.text] == []
     assert data_sha256(run_directory.parent / "rows.jsonl") in card.text
     assert str(run_directory.parent) not in (run_directory / "model" / "README.md").read_text()
@@ -44,7 +50,9 @@ def test_a_run_exports_a_card_with_a_header_that_the_hub_reads(run_directory: Pa
     assert lines == ["step", "0", "2", "3"]
     journal = Journal(run_directory / "journal.jsonl")
     for base, named in (("org/name", "BASE.gguf"), ("base.gguf", '"base.gguf"')):
-        card = model_card(journal, version=3, base=base, is_adapter=True, is_gguf_file=True).decode()
+        card = model_card(
+            journal, version=3, base=base, is_adapter=True, is_gguf_file=True
+        ).decode()
         assert f"llama-cli --model {named} --lora adapter.gguf" in card
 
 
@@ -54,26 +62,43 @@ def test_an_adapter_has_a_card_that_loads_it_with_peft(run_directory: Path, tmp_
     assert (card.data.library_name, "lora" in card.data.tags) == ("peft", True)
     assert "PeftModel.from_pretrained" in card.text
     assert "AutoTokenizer.from_pretrained" in card.text
-    tokenizers: list[Any] = [AutoTokenizer.from_pretrained(path) for path in (tmp_path / "adapter", run_directory / "model")]
+    tokenizers: list[Any] = [
+        AutoTokenizer.from_pretrained(path)
+        for path in (tmp_path / "adapter", run_directory / "model")
+    ]
     assert tokenizers[0]("the cat").input_ids == tokenizers[1]("the cat").input_ids
-    options = small_run(tmp_path, model_options=RunModelOptions(lora_rank=2))  # a run that trains one
+    # a run that trains one
+    options = small_run(tmp_path, model_options=RunModelOptions(lora_rank=2))
     finish(options)
     assert card_of(options.output / "model").data.library_name == "peft"
 
 
-def test_names_of_the_hub_are_in_the_header_and_those_of_directories_cannot_break_it(tmp_path: Path) -> None:
-    content = model_card(Journal(), version=1, base="user/base", is_adapter=True, data="user/tweets:train").decode()
+def test_names_of_the_hub_are_in_the_header_and_those_of_directories_cannot_break_it(
+    tmp_path: Path,
+) -> None:
+    content = model_card(
+        Journal(), version=1, base="user/base", is_adapter=True, data="user/tweets:train"
+    ).decode()
     data: Any = ModelCard(content).data
-    assert (data.base_model, data.base_model_relation, data.datasets) == ("user/base", "adapter", ["user/tweets"])
+    assert (data.base_model, data.base_model_relation, data.datasets) == (
+        "user/base",
+        "adapter",
+        ["user/tweets"],
+    )
     base = tmp_path / 'a`\n---\nb"c'
     base.mkdir()
-    assert "`a__---_b_c`" in ModelCard(model_card(Journal(), version=0, base=str(base)).decode()).text
+    assert (
+        "`a__---_b_c`" in ModelCard(model_card(Journal(), version=0, base=str(base)).decode()).text
+    )
 
 
 def test_an_export_has_the_card_of_its_step_and_without_steps_claims_no_training(
     run_directory: Path, tmp_path: Path
 ) -> None:
-    base, journal = ("--model", run_directory.parent / "base"), ("--journal", run_directory / "journal.jsonl")
+    base, journal = (
+        ("--model", run_directory.parent / "base"),
+        ("--journal", run_directory / "journal.jsonl"),
+    )
     exports: dict[str, tuple[object, ...]] = {
         "two": ("--run", run_directory, "--at", 2),
         "last": (*base, *journal),
@@ -90,7 +115,9 @@ def test_an_export_has_the_card_of_its_step_and_without_steps_claims_no_training
         assert "The weights of `base` without a step of training." in card.text
         assert not any(part in card.text for part in ("fine-tuned", "after 0"))
         assert card.data.tags == ["zo2core"]
-    assert not any(part in cards["plain"].text for part in ("steps", "## Results", "## Data", "## Options"))
+    assert not any(
+        part in cards["plain"].text for part in ("steps", "## Results", "## Data", "## Options")
+    )
 
 
 @pytest.fixture
@@ -101,13 +128,17 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     return asked.return_value
 
 
-def test_a_push_creates_a_private_repository_and_uploads_the_export_alone(run_directory: Path, hub: Any) -> None:
+def test_a_push_creates_a_private_repository_and_uploads_the_export_alone(
+    run_directory: Path, hub: Any
+) -> None:
     ended = run_here("push", run_directory, "--to", "user/mine")
     assert ended.out == "https://huggingface.co/user/mine\n"
     hub.create_repo.assert_called_once_with("user/mine", private=True, exist_ok=True)
     uploaded = hub.upload_folder.call_args.kwargs
     assert (uploaded["repo_id"], uploaded["folder_path"]) == ("user/mine", run_directory / "model")
-    assert matched(hub, run_directory / "model") == {path.name for path in (run_directory / "model").iterdir()}
+    assert matched(hub, run_directory / "model") == {
+        path.name for path in (run_directory / "model").iterdir()
+    }
     run_here("push", run_directory / "model", "--to", "user/mine", "--public")
     assert hub.create_repo.call_args.kwargs["private"] is False
 
@@ -122,13 +153,21 @@ def test_a_push_uploads_a_gguf_export(weights: str, hub: Any, tmp_path: Path) ->
     for name in (weights, "Modelfile", "README.md"):
         (tmp_path / name).write_bytes(b"")
     run_here("push", tmp_path, "--to", "user/mine")
-    local = {"Modelfile"} if weights == "adapter.gguf" else set()  # it names the base's path on this machine
+    # it names the base's path on this machine
+    local = {"Modelfile"} if weights == "adapter.gguf" else set()
     assert matched(hub, tmp_path) == {weights, "Modelfile", "README.md"} - local
 
 
-def test_a_push_of_anything_but_an_export_is_refused_by_name(run_directory: Path, hub: Any, tmp_path: Path) -> None:
+def test_a_push_of_anything_but_an_export_is_refused_by_name(
+    run_directory: Path, hub: Any, tmp_path: Path
+) -> None:
     (tmp_path / "options.json").write_text("{}")
-    for directory in (run_directory.parent, tmp_path, tmp_path / "absent", run_directory / "journal.jsonl"):
+    for directory in (
+        run_directory.parent,
+        tmp_path,
+        tmp_path / "absent",
+        run_directory / "journal.jsonl",
+    ):
         assert str(directory) in refusal("push", directory, "--to", "user/mine")
     assert "zo2 export --run" in refusal("push", tmp_path, "--to", "user/mine")
     for name in ("mine", "a/b/c", "user/m ine"):

@@ -1,4 +1,6 @@
-"""Directories of a stranger: what beside a model's weights is read, refused and exported, and what code is imported."""
+"""Directories of a stranger: what beside a model's weights is read, refused and exported, and what
+code is imported.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ def change_json(path: Path, changes: dict[str, Any]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "config.json", "tokenizer.json", "generation_config.json"]
+)
 def test_a_link_out_of_the_directory_is_refused(name: str, base: Path, tmp_path: Path) -> None:
     (base / name).unlink(missing_ok=True)
     (tmp_path / "secret").write_text("{}")
@@ -63,7 +67,9 @@ def test_a_link_out_of_the_directory_is_refused(name: str, base: Path, tmp_path:
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "2KB"], ids=["one file", "shards"])
-def test_weights_that_a_link_takes_from_elsewhere_are_refused(shard_size: str, tmp_path: Path) -> None:
+def test_weights_that_a_link_takes_from_elsewhere_are_refused(
+    shard_size: str, tmp_path: Path
+) -> None:
     base = save_model(tmp_path / "base", small_config("llama"), max_shard_size=shard_size)
     files = sorted(base.glob("model*"))
     assert len(files) == 1 if shard_size == "5GB" else len(files) > 2
@@ -71,7 +77,9 @@ def test_weights_that_a_link_takes_from_elsewhere_are_refused(shard_size: str, t
         path.rename(tmp_path / "secret")
         for target in (tmp_path / "secret", "../secret"):
             path.symlink_to(target)
-            with pytest.raises(CheckpointError, match=f"found a link to {tmp_path / 'secret'}; expected") as info:
+            with pytest.raises(
+                CheckpointError, match=f"found a link to {tmp_path / 'secret'}; expected"
+            ) as info:
                 open_checkpoint(base)
             assert info.value.where == str(path)
             path.unlink()
@@ -81,11 +89,15 @@ def test_weights_that_a_link_takes_from_elsewhere_are_refused(shard_size: str, t
 
 
 @pytest.mark.parametrize("other", ["models--a--c/blobs", "blobs", "models--a--b/blobs"])
-def test_blobs_of_another_model_and_those_that_link_elsewhere_are_refused(other: str, tmp_path: Path) -> None:
+def test_blobs_of_another_model_and_those_that_link_elsewhere_are_refused(
+    other: str, tmp_path: Path
+) -> None:
     revision, blob = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / other / "0"
     save_model(revision, small_config("llama"))
     blob.parent.mkdir(parents=True)
-    (revision / "model.safetensors").rename(tmp_path / "secret" if other == "models--a--b/blobs" else blob)
+    (revision / "model.safetensors").rename(
+        tmp_path / "secret" if other == "models--a--b/blobs" else blob
+    )
     if not blob.exists():
         blob.symlink_to(tmp_path / "secret")
     (revision / "model.safetensors").symlink_to(blob)
@@ -95,19 +107,28 @@ def test_blobs_of_another_model_and_those_that_link_elsewhere_are_refused(other:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapters_files_that_links_take_from_elsewhere_are_refused(name: str, base: Path, tmp_path: Path) -> None:
+def test_an_adapters_files_that_links_take_from_elsewhere_are_refused(
+    name: str, base: Path, tmp_path: Path
+) -> None:
     peft: Any = pytest.importorskip("peft")
     whole = AutoModelForCausalLM.from_pretrained(base)
-    peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapter"
+    )
     (tmp_path / "adapter" / name).rename(tmp_path / "secret")
     (tmp_path / "adapter" / name).symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="a link to"):
         open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
 
 
-def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(base: Path, tmp_path: Path) -> None:
+def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(
+    base: Path, tmp_path: Path
+) -> None:
     (base / "again.txt").symlink_to("config.json")
-    revision, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    revision, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "abc",
+        tmp_path / "models--a--b" / "blobs",
+    )
     revision.mkdir(parents=True)
     blobs.mkdir()
     for number, path in enumerate(sorted(base.iterdir())):
@@ -148,13 +169,20 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 @pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"]
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"],
 )
-def test_a_file_that_is_none_or_absurd_is_refused_at_once(name: str, make: Callable[[Path], object], base: Path) -> None:
+def test_a_file_that_is_none_or_absurd_is_refused_at_once(
+    name: str, make: Callable[[Path], object], base: Path
+) -> None:
     (base / "additional_chat_templates").mkdir()
     (base / name).unlink(missing_ok=True)
     make(base / name)
-    if name.endswith("jinja") and (base / name).is_file() and (base / name).stat().st_size < 1 << 30:
+    if (
+        name.endswith("jinja")
+        and (base / name).is_file()
+        and (base / name).stat().st_size < 1 << 30
+    ):
         return  # any text may be a template
 
     with pytest.raises(ZO2Error) as info:
@@ -179,7 +207,9 @@ def test_an_export_holds_no_remote_code_and_loads_without(base: Path, tmp_path: 
     assert AutoTokenizer.from_pretrained(out, trust_remote_code=False) is not None
 
 
-def test_a_command_shows_a_warning_of_ours_as_one_line_also_in_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_shows_a_warning_of_ours_as_one_line_also_in_a_progress_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert format_warning(ZO2Warning("said"), ZO2Warning, "file.py", 1) == "zo2: said\n"
     assert "file.py:1" in format_warning(UserWarning("said"), UserWarning, "file.py", 1)
     with tqdm(total=9, file=sys.stderr, mininterval=0) as bar:
@@ -195,7 +225,12 @@ def test_a_command_shows_a_warning_of_ours_as_one_line_also_in_a_progress_bar(ca
         ({"model_type": "gpt2"}, "num_hidden_layers", 2_000, 1 << 10),
         ({"model_type": "gpt2"}, "n_embd", 1e300, 1 << 20),
         ({"model_type": "gemma3"}, "text_config.num_hidden_layers", 2_000, 1 << 10),
-        ({"model_type": "llava", "text_config": {"model_type": "gpt2"}}, "text_config.n_layer", 2_000, 1 << 10),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "gpt2"}},
+            "text_config.n_layer",
+            2_000,
+            1 << 10,
+        ),
         ({"model_type": "qwen2_5_vl"}, "vision_config.depth", 2_000, 1 << 10),
         ({"model_type": "nothing known"}, "some.inner.head_dim", 1 << 21, 1 << 20),
     ],
@@ -219,7 +254,9 @@ def test_absurd_sizes_are_refused_under_every_name_and_in_inner_configs(
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("gpt2", "n_inner"), ("gptj", "n_positions")])
-def test_what_a_size_under_another_name_asks_for_is_not_made(model_type: str, name: str, tmp_path: Path) -> None:
+def test_what_a_size_under_another_name_asks_for_is_not_made(
+    model_type: str, name: str, tmp_path: Path
+) -> None:
     small_model(family_config(model_type)).save_pretrained(tmp_path)
     change_json(tmp_path / "config.json", {name: 1 << 28})
     with pytest.raises(CheckpointError, match="a model with a table of 268435456 numbers"):
@@ -247,7 +284,9 @@ def test_only_needed_weights_are_downloaded(
     names = ["model.safetensors"]
     if index:
         names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-        (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+        (hub / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict(zip("ab", names, strict=True))})
+        )
     for name in ("consolidated.safetensors", "model.fp16.safetensors", *names):
         (hub / name).touch()
     cache.mkdir()
@@ -288,24 +327,41 @@ def steps() -> int:
 def test_a_run_runs_no_function_that_the_command_does_not_name(place: Path) -> None:
     (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
     assert "own.py:calm if you trust it" in refusal(*RESUME)
-    assert "own.py:calm if you trust it" in refusal("train", "--resume", "run", "--from-step", 1, "--output", "branch")
+    assert "own.py:calm if you trust it" in refusal(
+        "train", "--resume", "run", "--from-step", 1, "--output", "branch"
+    )
     assert not (place / "mark").exists()
     (place / "own.py").write_text(FUNCTION)
     done(*RESUME, *NAMED)
     assert steps() == 3
     command = RunDirectory.options(Path("run")).resume_command  # names its functions
     done(*command.split()[1:], "--steps", 4)
-    values = {"model": "base", "data": "rows.jsonl", "output": "other", "steps": 2, "objective": "own.py:calm"}
+    values = {
+        "model": "base",
+        "data": "rows.jsonl",
+        "output": "other",
+        "steps": 2,
+        "objective": "own.py:calm",
+    }
     (place / "recipe.yaml").write_text(json.dumps(values))
     done("train", "recipe.yaml", *NAMED)
-    assert zo2adapters.train({**values, "output": "mapped"}) == Path("mapped"), "who writes a mapping names the function"
+    assert zo2adapters.train({**values, "output": "mapped"}) == Path("mapped"), (
+        "who writes a mapping names the function"
+    )
 
 
-@pytest.mark.parametrize("line", ["objective: own.py:calm", "reward: own.py:calm", "reward: [length, own.py:calm=2]"])
+@pytest.mark.parametrize(
+    "line", ["objective: own.py:calm", "reward: own.py:calm", "reward: [length, own.py:calm=2]"]
+)
 def test_a_recipe_runs_no_function_that_the_command_does_not_name(place: Path, line: str) -> None:
     (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
-    option, more = line.partition(":")[0], "estimator: es\nqueries: 2\n" if line.startswith("reward") else ""
-    (place / "recipe.yaml").write_text(f"model: base\ndata: rows.jsonl\noutput: other\nsteps: 2\n{more}{line}\n")
+    option, more = (
+        line.partition(":")[0],
+        "estimator: es\nqueries: 2\n" if line.startswith("reward") else "",
+    )
+    (place / "recipe.yaml").write_text(
+        f"model: base\ndata: rows.jsonl\noutput: other\nsteps: 2\n{more}{line}\n"
+    )
     told = refusal("train", "recipe.yaml")
     assert told.startswith(f"zo2: recipe.yaml: {option}: found ")
     assert "expected the same functions on the command line" in told
@@ -317,7 +373,9 @@ def test_a_recipe_runs_no_function_that_the_command_does_not_name(place: Path, l
     assert not (place / "mark").exists()
 
 
-def test_a_file_that_was_changed_is_not_imported_and_one_that_moved_is_named_at_its_new_place(place: Path) -> None:
+def test_a_file_that_was_changed_is_not_imported_and_one_that_moved_is_named_at_its_new_place(
+    place: Path,
+) -> None:
     (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
     line = refusal(*RESUME, *NAMED)
     assert line.startswith("zo2: --objective: found ")
@@ -327,12 +385,16 @@ def test_a_file_that_was_changed_is_not_imported_and_one_that_moved_is_named_at_
     (place / "moved.py").write_text(FUNCTION)
     assert "--objective: found" in refusal(*RESUME, "--objective", "moved.py:gone")
     done(*RESUME, "--objective", "moved.py:calm")
-    assert "moved.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 4), "the new path is saved"
+    assert "moved.py:calm if you trust it" in refusal("train", "--resume", "run", "--steps", 4), (
+        "the new path is saved"
+    )
 
 
 @pytest.mark.parametrize("function", ["calm", "other"])
 def test_another_file_that_the_options_name_is_not_imported(place: Path, function: str) -> None:
-    (place / "other.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION.replace("calm", function))
+    (place / "other.py").write_text(
+        MARKING.format(str(place / "mark")) + FUNCTION.replace("calm", function)
+    )
     record = json.loads(Path("run/options.json").read_bytes())
     record["options"]["objective"] = f"{place / 'other.py'}:{function}"
     Path("run/options.json").write_text(json.dumps(record))
@@ -342,7 +404,9 @@ def test_another_file_that_the_options_name_is_not_imported(place: Path, functio
 
 
 def test_compiled_code_beside_a_function_is_not_run(tmp_path: Path) -> None:
-    """Python's import takes it if size and time of the source are those that it names, whatever the source says."""
+    """Python's import takes it if size and time of the source are those that it names, whatever the
+    source says.
+    """
     source, other = tmp_path / "own.py", tmp_path / "other.py"
     other.write_text("def one(model, batch):\n    raise OSError\n")
     source.write_text("def one(model, batch):\n    return 1.0  #\n")
@@ -350,12 +414,15 @@ def test_compiled_code_beside_a_function_is_not_run(tmp_path: Path) -> None:
     os.utime(other, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))
     cached = Path(py_compile.compile(str(other), doraise=True) or "")
     cached.rename(cached.with_name(cached.name.replace("other", "own")))
-    with pytest.raises(OptionError, match="found float from one"):  # what the source says: it returned a number
+    with pytest.raises(OptionError, match="found float from one"):
+        # what the source says: it returned a number
         user_function(f"{source}:one")(None, {})
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_model_that_names_code_of_the_hub_is_refused_by_name(base: Path, key: str) -> None:
     change_json(base / "config.json", {key: "kernels-community/flash-attn2"})
-    with pytest.raises(UnsupportedModelError, match=r"kernels-community/flash-attn2.*remote code is never run"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"kernels-community/flash-attn2.*remote code is never run"
+    ):
         open_checkpoint(base)

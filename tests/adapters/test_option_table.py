@@ -1,4 +1,6 @@
-"""The table of options: each option of train has a row, and what a resumed run takes of a command follows from it."""
+"""The table of options: each option of train has a row, and what a resumed run takes of a command
+follows from it.
+"""
 
 import json
 import math
@@ -53,25 +55,42 @@ CHANGED: dict[str, tuple[object, object]] = {  # the value on the command line, 
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
     """Options of a run that begins, in the directory ``run``."""
     monkeypatch.chdir(tmp_path)
-    given = "--model base --data rows.jsonl --evaluation rows.jsonl --output run --steps 4 --reward length"
-    command: Train = parse_command("train", Train, [*given.split(), "--estimator", "es", "--queries", "2"])
+    given = (
+        "--model base --data rows.jsonl --evaluation rows.jsonl --output run --steps 4 --reward "
+        "length"
+    )
+    command: Train = parse_command(
+        "train", Train, [*given.split(), "--estimator", "es", "--queries", "2"]
+    )
     options = command.options.settled_as(command.options)
     Path("run").mkdir()
     (Path("run") / "options.json").write_text(json.dumps({"options": options.to_json()}))
     return options
 
 
-def test_every_option_has_a_row_and_every_row_an_option_also_of_a_saved_run(saved: TrainOptions) -> None:
+def test_every_option_has_a_row_and_every_row_an_option_also_of_a_saved_run(
+    saved: TrainOptions,
+) -> None:
     listed = option_fields(Train)
-    names = [name for option in listed for name in (option.field, *(setting.field for setting in option.settings.values()))]
-    assert sorted(OPTIONS) == sorted(name for name in names if name not in SETTINGS or name in OPTIONS)
-    assert len(listed) <= 60, "an option that nobody would miss goes, and options that are one thing become one value"
+    names = [
+        name
+        for option in listed
+        for name in (option.field, *(setting.field for setting in option.settings.values()))
+    ]
+    assert sorted(OPTIONS) == sorted(
+        name for name in names if name not in SETTINGS or name in OPTIONS
+    )
+    assert len(listed) <= 60, (
+        "an option that nobody would miss goes, and options that are one thing become one value"
+    )
     of_the_command = {name for name, row in OPTIONS.items() if row.change is Change.CALL}
     assert {*leaves(saved.to_json())} - {"schedule_steps"} == OPTIONS.keys() - of_the_command
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.change is Change.RESUME])
+@pytest.mark.parametrize(
+    "name", [name for name, row in OPTIONS.items() if row.change is Change.RESUME]
+)
 def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> None:
     given, expected = CHANGED[name]
     option, key = SETTING_OF.get(name, (name, ""))
@@ -85,7 +104,9 @@ def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> 
 
 
 @pytest.mark.parametrize(
-    "change", [change for change in Change if change not in (Change.RESUME, Change.CALL)], ids=lambda change: change.name
+    "change",
+    [change for change in Change if change not in (Change.RESUME, Change.CALL)],
+    ids=lambda change: change.name,
 )
 def test_what_is_fixed_at_the_start_is_refused_by_name(change: Change, saved: TrainOptions) -> None:
     before = leaves(saved.to_json())
@@ -130,7 +151,13 @@ OTHER: dict[str, Any] = {  # another value than the default
     "write_back_every": 3,
     "write_limit_tb": 1.0,
 }
-INVALID = {"eval_split": 1.0, "state_bits": 4, "betas": (0.9, math.nan), "activation_memory": "8 cats", "memory": "8 cats"}
+INVALID = {
+    "eval_split": 1.0,
+    "state_bits": 4,
+    "betas": (0.9, math.nan),
+    "activation_memory": "8 cats",
+    "memory": "8 cats",
+}
 INVALID |= {"device_memory": "8 cats", "seed": 1 << 70, "samples": -1, "momentum": -0.1}
 
 
@@ -177,8 +204,12 @@ def test_what_has_no_effect_is_refused_by_name(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "excluded", "expected"), EXCLUDED)
-def test_what_excludes_each_other_is_refused_by_name(name: str, excluded: str, expected: str) -> None:
-    with pytest.raises(OptionError, match=f"^{name}: found .* with {flag(excluded)}.*; expected") as refused:
+def test_what_excludes_each_other_is_refused_by_name(
+    name: str, excluded: str, expected: str
+) -> None:
+    with pytest.raises(
+        OptionError, match=f"^{name}: found .* with {flag(excluded)}.*; expected"
+    ) as refused:
         require(**{name: other(name), excluded: other(excluded)})
     assert refused.value.expected == expected
 
@@ -203,7 +234,8 @@ def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
 
 
 ADAPTED, IN_TURNS = METHODS["adamw of an adapter"], METHODS["badam"]
-REFUSED: list[tuple[dict[str, Any], str]] = [  # by rows of the table, which the tests above take from it
+# by rows of the table, which the tests above take from it
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**ADAMW, "write_back_every": 4}, "write_back_every"),
     ({**ADAMW, "zo_eps": 1e-2}, "zo_eps"),
     ({**ADAMW, "switch_every": 3}, "switch_every"),
@@ -218,7 +250,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # by rows of the table, which the
     ({**ADAPTED, "zo_eps": 1e-2}, "zo_eps"),
     ({**ADAPTED, "write_limit_tb": 1.0}, "write_limit_tb"),
     (
-        {**IN_TURNS, "stream_blocks": True, "keep_best": True, "evaluation": Path("rows.jsonl"), "evaluate_every": 2},
+        {
+            **IN_TURNS,
+            "stream_blocks": True,
+            "keep_best": True,
+            "evaluation": Path("rows.jsonl"),
+            "evaluate_every": 2,
+        },
         "keep_best",
     ),
     ({"head": "sequence-classification", "rank": 2, "per_row": True}, "per_row"),
@@ -231,8 +269,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # by rows of the table, which the
     ({"activation_memory": "much"}, "activation_memory"),
     ({"zo_eps": -1.0}, "zo_eps"),
     ({"seed": 10**400}, "seed"),
-    *(({name: 0}, name) for name in ("lr", "steps", "batch_size", "queries", "micro_batch_size", "loss_chunk", "lora_rank")),
-    *(({name: 0}, name) for name in ("sequence_length", "snapshot_every", "write_back_every", "evaluate_every")),
+    *(
+        ({name: 0}, name)
+        for name in (
+            "lr",
+            "steps",
+            "batch_size",
+            "queries",
+            "micro_batch_size",
+            "loss_chunk",
+            "lora_rank",
+        )
+    ),
+    *(
+        ({name: 0}, name)
+        for name in ("sequence_length", "snapshot_every", "write_back_every", "evaluate_every")
+    ),
 ]
 
 
@@ -242,17 +294,39 @@ def test_the_table_has_the_rows_that_it_needs(values: dict[str, Any], named: str
         require(**values)
 
 
-def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_version(saved: TrainOptions) -> None:
+def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_version(
+    saved: TrainOptions,
+) -> None:
     recipe = Path("recipe.yaml")
-    recipe.write_text("model: {model: base}\nschedule: {lr: 1e-4}\ndata: rows.jsonl\noutput: other\n")
-    command: Train = parse_command("train", Train, Train.with_recipe(["recipe.yaml", "--schedule.steps", "7"]))
+    recipe.write_text(
+        "model: {model: base}\nschedule: {lr: 1e-4}\ndata: rows.jsonl\noutput: other\n"
+    )
+    command: Train = parse_command(
+        "train", Train, Train.with_recipe(["recipe.yaml", "--schedule.steps", "7"])
+    )
     assert (command.model, command.optimization.lr, command.steps) == ("base", 1e-4, 7)
-    earlier = "model: base\ndata: rows.jsonl\noutput: other\nmethod: adamw\nbetas: [0.8, 0.95]\nstream_blocks: false\n"
-    recipe.write_text(f"{earlier}max_grad_norm: 0.5\neval_split: 0.25\ntext_column: a, b\nlabel_column: null\n")
-    command = parse_command("train", Train, Train.with_recipe(["recipe.yaml", "--method", "state_bits=8"]))
+    earlier = (
+        "model: base\ndata: rows.jsonl\noutput: other\nmethod: adamw\nbetas: [0.8, "
+        "0.95]\nstream_blocks: false\n"
+    )
+    recipe.write_text(
+        f"{earlier}max_grad_norm: 0.5\neval_split: 0.25\ntext_column: a, b\nlabel_column: null\n"
+    )
+    command = parse_command(
+        "train", Train, Train.with_recipe(["recipe.yaml", "--method", "state_bits=8"])
+    )
     given = command.first_order
-    assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == ("adamw", (0.8, 0.95), 0.5, 8)
-    assert (command.eval_split, command.evaluation, command.rows.text_column) == (0.25, None, "a, b")
+    assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == (
+        "adamw",
+        (0.8, 0.95),
+        0.5,
+        8,
+    )
+    assert (command.eval_split, command.evaluation, command.rows.text_column) == (
+        0.25,
+        None,
+        "a, b",
+    )
     for text, told in (
         ("data: {lr: 1e-4}\n", "lr in the section data; expected it in the section schedule"),
         ("evaluation: rows.jsonl\neval_split: 0.5\n", "evaluation twice"),
@@ -264,19 +338,45 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
 
 
 def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_keys() -> None:
-    given = {"model": "base", "method": "badam", "stream_blocks": True, "betas": [0.8, 0.9], "eval_split": 0.25, "rank": 2}
-    later = {"stream_blocks": False, "betas": None, "evaluation": "rows.jsonl", "eval_split": None, "period": 7}
+    given = {
+        "model": "base",
+        "method": "badam",
+        "stream_blocks": True,
+        "betas": [0.8, 0.9],
+        "eval_split": 0.25,
+        "rank": 2,
+    }
+    later = {
+        "stream_blocks": False,
+        "betas": None,
+        "evaluation": "rows.jsonl",
+        "eval_split": None,
+        "period": 7,
+    }
     arguments = [*arguments_of_recipe(given), *arguments_of_recipe(later)]
     command: Train = parse_command("train", Train, arguments)
     method = command.first_order
     assert (method.method, method.stream_blocks, method.betas) == ("badam", False, None)
     assert (command.evaluation, command.eval_split) == (Path("rows.jsonl"), None)
     assert (command.optimization.rank, command.optimization.period) == (2, 7)
-    before = ["--memory", "2GiB:activations=50MB", "--rank", "8:period=7", "--method", "adamw:betas=0.8,0.9"]
-    command = parse_command("train", Train, [*before, "--memory", "3GiB", "--rank", "4", "--method", "sgd"])
+    before = [
+        "--memory",
+        "2GiB:activations=50MB",
+        "--rank",
+        "8:period=7",
+        "--method",
+        "adamw:betas=0.8,0.9",
+    ]
+    command = parse_command(
+        "train", Train, [*before, "--memory", "3GiB", "--rank", "4", "--method", "sgd"]
+    )
     assert (command.storage.memory, command.storage.activation_memory) == ("3GiB", "50MB")
-    assert (command.optimization.rank, command.optimization.period) == (4, 7), "another size keeps settings"
-    assert (command.first_order.method, command.first_order.betas) == ("sgd", None), "and another method does not"
+    assert (command.optimization.rank, command.optimization.period) == (4, 7), (
+        "another size keeps settings"
+    )
+    assert (command.first_order.method, command.first_order.betas) == ("sgd", None), (
+        "and another method does not"
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,8 +389,14 @@ def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_
         (("--columns", "txt=a"), "'txt=a' as --columns; expected text=VALUE or prompt=VALUE"),
         (("--estimator", "mezo:exact=perhaps"), "expected exact, or exact=false"),
         (("--exact-mezo",), "did you mean --estimator exact. What to do: write --estimator exact,"),
-        (("--rank", "8:perod=5"), "the setting perod of --rank; expected one of period, stack; did you mean period"),
-        (("--memory", "6GB:activation=1GB"), "the setting activation of --memory; expected one of activations"),
+        (
+            ("--rank", "8:perod=5"),
+            "the setting perod of --rank; expected one of period, stack; did you mean period",
+        ),
+        (
+            ("--memory", "6GB:activation=1GB"),
+            "the setting activation of --memory; expected one of activations",
+        ),
         (("--method", "adamw:betas=0.8"), "1 value after betas of --method; expected 2 values"),
         (("--method", "adamw:beta=0.8"), "momentum; did you mean betas"),
     ],
@@ -313,16 +419,29 @@ SETTINGS_GIVEN: dict[str, dict[str, Any]] = {
     "--train-on all:rendered_at=2026-01-02": {"train_on": "all", "rendered_at": "2026-01-02"},
     "--precision mixed:transfer=float8": {"precision": "mixed", "transfer_dtype": "float8"},
     "--objective dpo:beta=0.3": {"objective": "dpo", "beta": 0.3},
-    "--method adamw:betas=0.8,0.9,state_bits=8": {"method": "adamw", "betas": (0.8, 0.9), "state_bits": 8},
+    "--method adamw:betas=0.8,0.9,state_bits=8": {
+        "method": "adamw",
+        "betas": (0.8, 0.9),
+        "state_bits": 8,
+    },
     "--method adamw:delayed_update": {"method": "adamw", "delayed_update": True},
-    "--method lomo:stream_blocks,loss_scaling": {"method": "lomo", "stream_blocks": True, "loss_scaling": True},
+    "--method lomo:stream_blocks,loss_scaling": {
+        "method": "lomo",
+        "stream_blocks": True,
+        "loss_scaling": True,
+    },
     "--method sgd:momentum=0.5": {"method": "sgd", "momentum": 0.5},
     "--method badam:switch_every=7": {"method": "badam", "switch_every": 7},
     "--clip norm=1,value=2": {"max_grad_norm": 1.0, "max_grad_value": 2.0},
     "--clip projected=3,median=4": {"clip_grad": 3.0, "clip_median": 4.0},
-    "--estimator es:exact,fitness=ranks": {"estimator": EstimatorName.ES, "exact_mezo": True, "fitness": Fitness.RANKS},
+    "--estimator es:exact,fitness=ranks": {
+        "estimator": EstimatorName.ES,
+        "exact_mezo": True,
+        "fitness": Fitness.RANKS,
+    },
     "--rank 4:period=5,stack=6": {"rank": 4, "period": 5, "stack": 6},
-    "--reward-options max_new_tokens=6,temperature=0.5,top_p=0.7,seconds=8,memory=2GiB,max_drift=0.2": {
+    "--reward-options "
+    "max_new_tokens=6,temperature=0.5,top_p=0.7,seconds=8,memory=2GiB,max_drift=0.2": {
         "max_new_tokens": 6,
         "temperature": 0.5,
         "top_p": 0.7,
@@ -338,16 +457,30 @@ SETTINGS_GIVEN: dict[str, dict[str, Any]] = {
 def test_each_setting_is_what_it_is_called() -> None:
     for written, expected in SETTINGS_GIVEN.items():
         command = parse_command("train", Train, written.split())
-        assert {name: value for name, value, default in option_table.leaves(command) if value != default} == expected, (
-            written
-        )
+        assert {
+            name: value for name, value, default in option_table.leaves(command) if value != default
+        } == expected, written
     assert SETTING_OF.keys() <= {name for expected in SETTINGS_GIVEN.values() for name in expected}
 
 
-RUN = ("train", "--model", "base", "--data", "rows.jsonl", "--output", "all", "--runs", "runs.yaml", "--batch-size", 2)
+RUN = (
+    "train",
+    "--model",
+    "base",
+    "--data",
+    "rows.jsonl",
+    "--output",
+    "all",
+    "--runs",
+    "runs.yaml",
+    "--batch-size",
+    2,
+)
 
 
-def test_runs_that_go_on_refuse_other_options_and_take_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_go_on_refuse_other_options_and_take_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_place(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("runs.yaml").write_text("one: {rank: 2}\n")
@@ -356,7 +489,9 @@ def test_runs_that_go_on_refuse_other_options_and_take_some(tmp_path: Path, monk
     for option, value in changes:
         told = refusal(*RUN, "--steps", 3, "--lr", 1e-3, option, value)
         assert told.startswith(f"zo2: {option}: found {value}; expected ")
-    assert "--lr: found 1e-06" in refusal(*RUN, "--steps", 3), "it was left out, which is another rate"
+    assert "--lr: found 1e-06" in refusal(*RUN, "--steps", 3), (
+        "it was left out, which is another rate"
+    )
     Path("runs.yaml").write_text("one: {rank: 3}\n")
     assert "--rank: found 3; expected 2" in refusal(*RUN, "--steps", 3, "--lr", 1e-3)
     Path("runs.yaml").write_text("one: {rank: 2}\n")
@@ -397,7 +532,9 @@ def refused_recipe(text: str) -> str:
     return line
 
 
-def test_a_recipe_runs_as_the_command_line_with_the_same_options_and_python_runs_it(here: Path) -> None:
+def test_a_recipe_runs_as_the_command_line_with_the_same_options_and_python_runs_it(
+    here: Path,
+) -> None:
     done("train", "recipe.yaml")
     same = ["--steps", 4, "--lr", "1e-2", "--batch-size", 3, "--noise", "gaussian", "--no-guard"]
     done("train", "--model", "base", "--data", "rows.jsonl", "--output", "given", *same)
@@ -425,7 +562,18 @@ def test_a_recipe_is_planned_as_the_command_line_with_the_same_options(here: Pat
     told = done("plan", "recipe.yaml")
     assert told.out.startswith("Zeroth-order steps train all parameters: 4 steps of 3 rows\n")
     assert told.err == ""
-    same = ("--steps", 4, "--batch-size", 3, "--noise", "gaussian", "--rank", 2, "--data", "rows.jsonl")
+    same = (
+        "--steps",
+        4,
+        "--batch-size",
+        3,
+        "--noise",
+        "gaussian",
+        "--rank",
+        2,
+        "--data",
+        "rows.jsonl",
+    )
     given = json.loads(done("plan", "--model", "base", *same, "--json").out)
     planned = json.loads(done("plan", "recipe.yaml", "--json").out)
     names = ("steps", "evaluations", "scratch_bytes", "written_bytes")
@@ -436,11 +584,15 @@ def test_a_recipe_is_planned_as_the_command_line_with_the_same_options(here: Pat
 
 
 def test_a_plan_says_what_a_run_takes_beside_it(here: Path) -> None:
-    Path("recipe.yaml").write_text(RECIPE.replace("lr: 1e-2", "lr: auto") + "samples: 2\ndevice: cuda\n")
+    Path("recipe.yaml").write_text(
+        RECIPE.replace("lr: 1e-2", "lr: auto") + "samples: 2\ndevice: cuda\n"
+    )
     told = done("plan", "recipe.yaml", "--device-memory", "1GiB")
     assert told.err == "not in the plan: the short runs that choose lr, the answers to 2 samples\n"
     assert "device memory" in told.out
-    assert "--device-memory: found auto; expected the memory of the GPU" in refusal("plan", "recipe.yaml")
+    assert "--device-memory: found auto; expected the memory of the GPU" in refusal(
+        "plan", "recipe.yaml"
+    )
 
 
 def test_the_recipe_of_a_branch_repeats_the_branch(here: Path) -> None:
@@ -463,18 +615,26 @@ def test_the_recipe_of_a_branch_repeats_the_branch(here: Path) -> None:
         ("load_best_model_at_end", "keep_best"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_name(here: Path, key: str, nearest: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_name(
+    here: Path, key: str, nearest: str
+) -> None:
     line = refused_recipe(f"{RECIPE}{key}: 1\n")
     assert line.startswith(
-        f"zo2: recipe.yaml: found the key {key}; expected an option of zo2 train; did you mean {nearest}."
+        f"zo2: recipe.yaml: found the key {key}; expected an option of zo2 train; did you mean "
+        f"{nearest}."
     )
 
 
-def test_a_name_that_only_contains_another_one_is_not_taken_for_it_and_a_refusal_lists_all() -> None:
+def test_a_name_that_only_contains_another_one_is_not_taken_for_it_and_a_refusal_lists_all() -> (
+    None
+):
     few = refusal("rows", "--qqqq", 1)
     assert all(f"--{name.replace('_', '-')}" in few for name in option_names(WriteRows))
     assert "recipe.yaml: found No such file" in refusal("train", "other/recipe.yaml")
-    others = "logging_steps data_seed hub_model_id metric_for_best_model deepspeed lr_scheduler_kwargs do_train"
+    others = (
+        "logging_steps data_seed hub_model_id metric_for_best_model deepspeed lr_scheduler_kwargs "
+        "do_train"
+    )
     names = option_names(Train)
     assert [nearest_name(key, names) for key in others.split()] == [None] * 7
     assert all(nearest_name(name, names) == name for name in names)
@@ -482,20 +642,35 @@ def test_a_name_that_only_contains_another_one_is_not_taken_for_it_and_a_refusal
 
 def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
     given = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--steps", 3)
-    more = ("--lr", 0.3, "--objective", "loss", "--seed", 3, "--estimator", "mezo:exact", "--no-guard", "--samples", 2)
+    more = (
+        "--lr",
+        0.3,
+        "--objective",
+        "loss",
+        "--seed",
+        3,
+        "--estimator",
+        "mezo:exact",
+        "--no-guard",
+        "--samples",
+        2,
+    )
     told = done("plan", *given, *more)
     assert "3 steps of 3 rows" in told.out
     assert told.err == "not in the plan: the answers to 2 samples\n"
     assert "every 3 steps" in done("plan", *given, "--write-back-every", 3).out
     files = sorted(Path().iterdir())
     by_option, by_command = (
-        json.loads(done(*command, *given, "--json").out) for command in (("train", "--plan"), ("plan",))
+        json.loads(done(*command, *given, "--json").out)
+        for command in (("train", "--plan"), ("plan",))
     )
     assert by_option.keys() == by_command.keys()
     assert sorted(Path().iterdir()) == files
     done("train", "--output", "planned", *given)
     assert "3 steps of 3 rows" in done("plan", "--resume", "planned").out
-    assert json.loads(Path("planned/options.json").read_text())["options"]["steps"] == 3, "nothing was saved"
+    assert json.loads(Path("planned/options.json").read_text())["options"]["steps"] == 3, (
+        "nothing was saved"
+    )
 
 
 @pytest.mark.parametrize(
@@ -518,20 +693,29 @@ def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
         ("[" * 5000, "maximum recursion depth"),
         ("#" * (1 << 20) + "\n", "more than 1 MiB"),
         ("a: \0\n", "unacceptable character"),
-        (f"{RECIPE}qqqq: 1\n", "the key qqqq; expected an option of zo2 train. What to do: see zo2 train --help-all."),
+        (
+            f"{RECIPE}qqqq: 1\n",
+            "the key qqqq; expected an option of zo2 train. What to do: see zo2 train --help-all.",
+        ),
         (f'{RECIPE}labels: [yes, "n\\0"]', "NUL in the value of labels;"),
         (f'{RECIPE}reward: "a\\0.py:f"', "NUL in the value of reward;"),
         (RECIPE.replace("data: rows.jsonl", 'data: "rows\\0.jsonl"'), "NUL in the value of data;"),
     ],
     ids=range(21),
 )
-def test_a_recipe_that_says_nothing_usable_is_refused_in_one_line(here: Path, text: str, found: str) -> None:
+def test_a_recipe_that_says_nothing_usable_is_refused_in_one_line(
+    here: Path, text: str, found: str
+) -> None:
     assert f"found {found}" in refused_recipe(text)
-    assert refused_recipe("model: base\nsteps: [1\nlr: 2\n").startswith("zo2: recipe.yaml, line 3: found ")
+    assert refused_recipe("model: base\nsteps: [1\nlr: 2\n").startswith(
+        "zo2: recipe.yaml, line 3: found "
+    )
 
 
 def test_texts_and_paths_of_any_bytes_of_a_recipe_stay_what_was_written(here: Path) -> None:
-    Path("texts.yaml").write_text("labels: [no, yes, On, 1:30, 010, 1_0, 2001-01-01, 1.50]\nguard: false\n")
+    Path("texts.yaml").write_text(
+        "labels: [no, yes, On, 1:30, 010, 1_0, 2001-01-01, 1.50]\nguard: false\n"
+    )
     labels = ["no", "yes", "On", "1:30", "010", "1_0", "2001-01-01", "1.50"]
     assert read_recipe(Path("texts.yaml")) == {"labels": labels, "guard": False}
     odd: Any = "r\udcffows 'ü': #.jsonl"
@@ -544,7 +728,18 @@ def test_texts_and_paths_of_any_bytes_of_a_recipe_stay_what_was_written(here: Pa
 def test_a_recipe_and_a_report_have_the_options_of_the_runs_method_alone(here: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("matplotlib")
-    same = ("--model", "base", "--data", "rows.jsonl", "--steps", 2, "--lr", "1e-2", "--batch-size", 3)
+    same = (
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--steps",
+        2,
+        "--lr",
+        "1e-2",
+        "--batch-size",
+        3,
+    )
     done("train", *same, "--output", "zeroth")
     done("train", *same, "--output", "first", "--method", "adamw", "--lora-rank", 2)
     first, zeroth = ((Path(run) / "recipe.yaml").read_text() for run in ("first", "zeroth"))

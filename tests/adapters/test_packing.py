@@ -1,4 +1,6 @@
-"""Packed rows: the losses of padded ones, bit for bit a loop's over the whole model, and refused where rows would mix."""
+"""Packed rows: the losses of padded ones, bit for bit a loop's over the whole model, and refused
+where rows would mix.
+"""
 
 import json
 from collections.abc import Iterator
@@ -43,7 +45,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama": small_config("llama"),
     "qwen2": small_config("qwen2"),
     "qwen3": small_config("qwen3"),
-    "gpt2": GPT2Config(vocab_size=40, n_embd=12, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2),
+    "gpt2": GPT2Config(
+        vocab_size=40,
+        n_embd=12,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "mistral": MistralConfig(**GROUPED),
     "gemma2": Gemma2Config(**GROUPED),
 }
@@ -74,7 +84,9 @@ def test_rows_lie_one_behind_the_other() -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_model(tmp_path: Path, name: str) -> None:
+def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_model(
+    tmp_path: Path, name: str
+) -> None:
     base = save_model(tmp_path / "base", CONFIGS[name])
     packed = pack(make_batch(40, [7, 4, 5]))
     literal = MonolithicMeZO(load(base), **NUMBERS)
@@ -101,12 +113,19 @@ def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_
 
 
 @pytest.mark.parametrize(
-    "config", [small_config("opt"), BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=2)], ids=["opt", "bloom"]
+    "config",
+    [small_config("opt"), BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=2)],
+    ids=["opt", "bloom"],
 )
-def test_a_model_whose_rows_would_see_each_other_is_refused(tmp_path: Path, config: PretrainedConfig) -> None:
+def test_a_model_whose_rows_would_see_each_other_is_refused(
+    tmp_path: Path, config: PretrainedConfig
+) -> None:
     base, batch = save_model(tmp_path / "base", config), make_batch(40, [7, 4])
     with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"layer 0: found no attention mask that separates packed rows"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"layer 0: found no attention mask that separates packed rows",
+        ):
             engine.step(pack(batch))
         assert engine.version == 0
         engine.step(batch)
@@ -114,7 +133,9 @@ def test_a_model_whose_rows_would_see_each_other_is_refused(tmp_path: Path, conf
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("place", [None, (2, 2), (300, 299), (600, 0), (0, 600)])
-def test_a_mask_is_looked_at_in_all_its_places(dtype: torch.dtype, place: tuple[int, int] | None) -> None:
+def test_a_mask_is_looked_at_in_all_its_places(
+    dtype: torch.dtype, place: tuple[int, int] | None
+) -> None:
     lengths = [300, 301]
     number = torch.tensor([0] * lengths[0] + [1] * lengths[1])
     mask = (number[:, None] == number[None]).tril()[None, None]
@@ -125,7 +146,9 @@ def test_a_mask_is_looked_at_in_all_its_places(dtype: torch.dtype, place: tuple[
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with nullcontext() if is_hidden else pytest.raises(UnsupportedModelError, match="layer 0"):
-        require_separating_masks({"position_ids": positions}, lambda: [((), {"attention_mask": mask})] * 3)
+        require_separating_masks(
+            {"position_ids": positions}, lambda: [((), {"attention_mask": mask})] * 3
+        )
 
 
 def test_masks_that_layers_do_not_share_are_all_looked_at() -> None:
@@ -145,9 +168,13 @@ def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path) -> None
     for packed in (False, True):
         folder = tmp_path / str(packed)
         folder.mkdir()
-        options = small_run(folder, batching=Batching(batch_size=3, pack=packed), evaluation=folder / "rows.jsonl")
+        options = small_run(
+            folder, batching=Batching(batch_size=3, pack=packed), evaluation=folder / "rows.jsonl"
+        )
         finish(options)
-        losses[packed] = [row["loss"] for row in rows_of(folder / "run" / "metrics.jsonl") if "loss" in row]
+        losses[packed] = [
+            row["loss"] for row in rows_of(folder / "run" / "metrics.jsonl") if "loss" in row
+        ]
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     run = tmp_path / "True" / "run"
     assert "packed" in json.dumps(rows_of(run / "journal.jsonl")[0])

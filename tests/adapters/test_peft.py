@@ -1,4 +1,6 @@
-"""LoRA in peft's modules: monolithic MeZO's bits on the adapter, peft's files, and a base that is only read."""
+"""LoRA in peft's modules: monolithic MeZO's bits on the adapter, peft's files, and a base that is
+only read.
+"""
 
 import json
 from contextlib import closing
@@ -69,20 +71,38 @@ def test_lora_by_low_rank_is_the_stacked_loop(
 ) -> None:
     config = small_config(family, tie_word_embeddings=False)  # as the loop wants it
     base = save_model(tmp_path / "base", config, torch.bfloat16)
-    turned = {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True} if family == "gpt2" else {}
+    turned = (
+        {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}
+        if family == "gpt2"
+        else {}
+    )
     adapter = Adapter(config=lora(init_lora_weights=False, **turned), frozen=frozen)
     batch = make_batch(40, [7, 5])
     model = open_checkpoint(base, adapter=adapter)
-    loop = LoRALoop(monolithic(base, adapter.config, values_of(model), frozen), 2, 2, Distribution.GAUSSIAN, run_seed=5)
-    estimator, perturbation = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), LowRankPerturbation(rank=2, period=2)
-    with Engine(model, ZerothOrder(estimator, seed=5, perturbation=perturbation), memory=memory(buckets)) as engine:
+    loop = LoRALoop(
+        monolithic(base, adapter.config, values_of(model), frozen),
+        2,
+        2,
+        Distribution.GAUSSIAN,
+        run_seed=5,
+    )
+    estimator, perturbation = (
+        MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+        LowRankPerturbation(rank=2, period=2),
+    )
+    with Engine(
+        model, ZerothOrder(estimator, seed=5, perturbation=perturbation), memory=memory(buckets)
+    ) as engine:
         for _ in range(5):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
             assert list(engine.step(batch).losses) == loop.step(batch, seed)
 
 
 def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> None:
-    base, run = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), tmp_path / "run"
+    base, run = (
+        save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)),
+        tmp_path / "run",
+    )
     run.mkdir()
     steps(
         open_checkpoint(base, adapter=Adapter(config=lora())),
@@ -91,7 +111,10 @@ def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> N
     )
     assert {path.name.partition(".")[0] for path in run.iterdir()} == {"journal"}
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
-        model, method = open_checkpoint(base, adapter=Adapter(config=lora())), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
+        model, method = (
+            open_checkpoint(base, adapter=Adapter(config=lora())),
+            ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)),
+        )
         with Engine(model, method, device=device, memory=memory(kept=0)) as engine:
             # What comes ahead of the second step may count for the first one.
             lanes = [engine.step(make_batch(40, [7, 5])).lanes for _ in range(2)]
@@ -108,14 +131,23 @@ def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> N
         ({"config": lora(bias="lora_only")}, "adapter.bias"),
         ({"config": lora(modules_to_save=["lm_head"])}, "adapter.modules_to_save"),
         ({"config": lora(init_lora_weights="olora")}, "adapter.init_lora_weights"),
-        ({"config": peft.VeraConfig(target_modules=["q_proj"])}, "adapter: found VERA; expected one of LORA, "),
+        (
+            {"config": peft.VeraConfig(target_modules=["q_proj"])},
+            "adapter: found VERA; expected one of LORA, ",
+        ),
         ({"config": peft.PromptTuningConfig(num_virtual_tokens=3)}, "adapter: found PROMPT_TUNING"),
         ({"config": {"r": 3}}, "adapter: found dict"),
         ({"config": lora(), "frozen": ("lora_",)}, "adapter.frozen"),
         ({"config": lora(), "frozen": ("lora_C",)}, "adapter.frozen"),
         ({"config": lora(), "frozen": ("lora_A", "v_porj")}, "adapter.frozen: found .'v_porj'"),
-        ({"config": lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")}, "adapter.alora_invocation_tokens"),
-        ({"config": lora(target_modules=["embed_tokens"])}, "adapter.target_modules: found model.embed_tokens"),
+        (
+            {"config": lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")},
+            "adapter.alora_invocation_tokens",
+        ),
+        (
+            {"config": lora(target_modules=["embed_tokens"])},
+            "adapter.target_modules: found model.embed_tokens",
+        ),
         ({"config": lora(target_modules=["lm_head"])}, "adapter.target_modules: found lm_head"),
         ({"config": lora(target_modules="(")}, "adapter: found"),
         ({"config": lora(r="8")}, "adapter.r"),
@@ -123,7 +155,9 @@ def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> N
         ({"config": lora(lora_alpha="x")}, "adapter: found"),
     ],
 )
-def test_what_cannot_be_trained_so_is_refused(adapter: dict[str, Any], option: str, base: Path) -> None:
+def test_what_cannot_be_trained_so_is_refused(
+    adapter: dict[str, Any], option: str, base: Path
+) -> None:
     with pytest.raises(OptionError, match=f"^{option}"):
         open_checkpoint(base, adapter=Adapter(**adapter))
 
@@ -138,27 +172,40 @@ def test_first_values_are_pefts(start: bool | str, base: Path) -> None:
     values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7)))
     state = torch.random.get_rng_state()
     torch.manual_seed(7)
-    linears = [torch.nn.Linear(*sizes, bias=False) for _ in range(2) for sizes in ((12, 3), (3, 12))]
+    linears = [
+        torch.nn.Linear(*sizes, bias=False) for _ in range(2) for sizes in ((12, 3), (3, 12))
+    ]
     torch.random.set_rng_state(state)
     for number, (name, value) in enumerate(values.items()):
         if start is False:
             assert torch.equal(value, linears[number].weight), name
         else:
             assert bool(value.any()) == ("lora_A" in name)
-    assert values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7))).keys() == values.keys()
+    assert (
+        values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7))).keys()
+        == values.keys()
+    )
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("buckets", [None, 1])
-def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), torch.bfloat16)
+def test_lora_in_mixed_precision_is_mezo_under_autocast(
+    buckets: int | None, tmp_path: Path
+) -> None:
+    base = save_model(
+        tmp_path / "base", small_config("llama", tie_word_embeddings=True), torch.bfloat16
+    )
     adapter = Adapter(config=lora(init_lora_weights=False), seed=1)
-    model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
+    model = open_checkpoint(
+        base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None
+    )
     whole: Any = monolithic(base, adapter.config, values_of(model), ())
     whole.float()
     loop = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
     batch = make_batch(40, [7, 5])
-    with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)) as engine:
+    with Engine(
+        model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), memory=memory(buckets)
+    ) as engine:
         for _ in range(3):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
             assert engine.step(batch).losses == loop.step(batch, seed).losses
@@ -168,10 +215,19 @@ def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp
                 assert torch.equal(value, trained[name]), name
 
 
-def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refused(tmp_path: Path) -> None:
-    base, adapter = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), Adapter(config=lora())
+def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refused(
+    tmp_path: Path,
+) -> None:
+    base, adapter = (
+        save_model(tmp_path / "base", small_config("llama"), torch.bfloat16),
+        Adapter(config=lora()),
+    )
     carried = Precision(stored=torch.float32, transfer_dtype=torch.bfloat16)
-    asked: list[dict[str, Any]] = [{"precision": carried}, {"transfer_dtype": "bfloat16"}, {"export_dtype": "bfloat16"}]
+    asked: list[dict[str, Any]] = [
+        {"precision": carried},
+        {"transfer_dtype": "bfloat16"},
+        {"export_dtype": "bfloat16"},
+    ]
     for options in asked:
         for path in (base, tmp_path / "missing"):  # before anything is fetched or read
             with pytest.raises(OptionError, match="with an adapter"):
@@ -183,7 +239,9 @@ def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refuse
     writing: dict[str, dict[str, Any]] = {
         "replay": {"replay": "host"},
         "write_back.every": {"write_back": WriteBackPolicy(directory=tmp_path, every=2)},
-        "write_back.snapshot_every": {"write_back": WriteBackPolicy(directory=tmp_path, snapshot_every=2)},
+        "write_back.snapshot_every": {
+            "write_back": WriteBackPolicy(directory=tmp_path, snapshot_every=2)
+        },
     }
     for option, given in writing.items():
         model, noise = open_checkpoint(base, adapter=adapter), PhiloxNoise(Distribution.RADEMACHER)
@@ -191,24 +249,59 @@ def test_what_does_not_go_with_an_adapter_or_would_write_a_frozen_base_is_refuse
             zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=noise, **given)
 
 
-def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step(tmp_path: Path) -> None:
+def test_a_resumed_run_reads_its_config_again_and_a_branch_goes_on_from_its_step(
+    tmp_path: Path,
+) -> None:
     later = tmp_path / "adapter_config.json"  # of a later peft
-    later.write_text(json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None}))
+    later.write_text(
+        json.dumps({"peft_type": "LORA", "r": 3, "target_modules": ["q_proj"], "of_tomorrow": None})
+    )
     with pytest.warns(ZO2Warning, match="of_tomorrow.*are ignored"):
         assert peft_config(Adapter(config=later)).config.r == 3
     options = small_run(tmp_path)
-    config, run, text = tmp_path / "lora.json", tmp_path / "run", json.dumps({**LORA, "target_modules": ["q_proj"]})
+    config, run, text = (
+        tmp_path / "lora.json",
+        tmp_path / "run",
+        json.dumps({**LORA, "target_modules": ["q_proj"]}),
+    )
     config.write_text(text)
-    train = ("train", "--model", options.model, "--data", options.data, "--lr", "1e-2", "--adapter", config)
+    train = (
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--lr",
+        "1e-2",
+        "--adapter",
+        config,
+    )
     frozen = ("--adapter-frozen", "lora_A")
     done(*train, *frozen, "--output", run, "--steps", "2")
     config.write_text("{}")
-    assert refusal("train", "--resume", run, "--steps", 4).startswith("zo2: --adapter: found None; expected one of LORA")
+    assert refusal("train", "--resume", run, "--steps", 4).startswith(
+        "zo2: --adapter: found None; expected one of LORA"
+    )
     config.write_text(text)
     done("train", "--resume", run, "--steps", "4")
-    branch = ("train", "--resume", run, "--from-step", 2, "--output", tmp_path / "branch", "--steps", 4, "--lr", "1e-2")
+    branch = (
+        "train",
+        "--resume",
+        run,
+        "--from-step",
+        2,
+        "--output",
+        tmp_path / "branch",
+        "--steps",
+        4,
+        "--lr",
+        "1e-2",
+    )
     done(*branch, "--adapter", config, *frozen)
-    whole, again = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "branch"))
+    whole, again = (
+        load_file(path / "model" / "adapter_model.safetensors")
+        for path in (run, tmp_path / "branch")
+    )
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
@@ -217,7 +310,15 @@ EXPORTED: dict[str, PretrainedConfig] = {
     "llama": small_config("llama", tie_word_embeddings=False),
     "llama, tied": small_config("llama", tie_word_embeddings=True),
     "qwen2, with biases": small_config("qwen2"),
-    "gpt2": GPT2Config(vocab_size=40, n_embd=12, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2),
+    "gpt2": GPT2Config(
+        vocab_size=40,
+        n_embd=12,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
 }
 
 
@@ -239,7 +340,8 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.filterwarnings(
-    "ignore:Model has `tie_word_embeddings=True`",  # the head has columns of its own, beside those of the embedding
+    # the head has columns of its own, beside those of the embedding
+    "ignore:Model has `tie_word_embeddings=True`",
     "ignore:fan_in_fan_out is set to True",
     "ignore:`is_gradient_checkpointing` is deprecated",
 )
@@ -252,7 +354,9 @@ def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: s
         opened.export(tmp_path / "merged")
     loaded = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter")
     assert loaded.peft_config["default"].r == 6
-    assert loaded.peft_config["default"].bias == ("none" if name.startswith("llama") else "all"), "peft saves it again whole"
+    assert loaded.peft_config["default"].bias == ("none" if name.startswith("llama") else "all"), (
+        "peft saves it again whole"
+    )
     merged = loss_of(load(tmp_path / "merged"), batch)
     assert loss_of(loaded, batch) == pytest.approx(merged, rel=1e-5)
     assert abs(loss_of(load(base), batch) - merged) > 1e-2, "something was learned"
@@ -261,7 +365,10 @@ def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: s
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -> None:
     base = save_classifier(tmp_path / "base", labels=3, vocab_size=40, tie_word_embeddings=False)
-    auto, batch = AutoModelForSequenceClassification, {**make_batch(39, [7, 4]), "labels": torch.tensor([2, 0])}
+    auto, batch = (
+        AutoModelForSequenceClassification,
+        {**make_batch(39, [7, 4]), "labels": torch.tensor([2, 0])},
+    )
     with low_rank(base, LowRankPerturbation(rank=1), head="sequence-classification") as opened:
         for _ in range(3):
             opened.step(batch)
@@ -278,12 +385,23 @@ def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path) -> None:
     with Trainer(options) as trainer:
         trainer.run()
     run = options.output
-    exported = done("export", "--run", run, "--at", "3", "--output", tmp_path / "adapter", "--as-adapter")
+    exported = done(
+        "export", "--run", run, "--at", "3", "--output", tmp_path / "adapter", "--as-adapter"
+    )
     assert "the adapter after 3 steps" in exported.out
     config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
     assert config.r == config.lora_alpha == 4
     assert Path(config.base_model_name_or_path).is_dir()
-    message = refusal("export", "--run", run, "--output", tmp_path / "other", "--as-adapter", "--output-dtype", "bfloat16")
+    message = refusal(
+        "export",
+        "--run",
+        run,
+        "--output",
+        tmp_path / "other",
+        "--as-adapter",
+        "--output-dtype",
+        "bfloat16",
+    )
     assert "--output-dtype: found bfloat16" in message
     assert not (tmp_path / "other").exists()
 
@@ -291,15 +409,23 @@ def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path) -> None:
 def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     out = tmp_path / "adapter"
-    with low_rank(base, DensePerturbation()) as opened, pytest.raises(OptionError, match="dense perturbations"):
+    with (
+        low_rank(base, DensePerturbation()) as opened,
+        pytest.raises(OptionError, match="dense perturbations"),
+    ):
         export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     with low_rank(base, LowRankPerturbation(rank=5, period=1)) as opened:
         for _ in range(3):
             opened.step(batch)
-        with pytest.raises(OptionError, match=r"found 20 columns of all periods; expected at most \d+, for model\."):
+        with pytest.raises(
+            OptionError, match=r"found 20 columns of all periods; expected at most \d+, for model\."
+        ):
             export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with low_rank(base, adapter=adapter) as opened, pytest.raises(OptionError, match="trains an adapter"):
+    with (
+        low_rank(base, adapter=adapter) as opened,
+        pytest.raises(OptionError, match="trains an adapter"),
+    ):
         export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
     out.mkdir()
     (out / "mine").touch()
@@ -317,7 +443,18 @@ METHODS = {"zeroth-order": (), "low-rank": ("--rank", 2), "adamw": ("--method", 
 
 
 def train(output: str, *more: object) -> Ended:
-    common = ("--model", "base", "--data", "rows.jsonl", "--steps", 3, "--lr", 1e-2, "--batch-size", 3)
+    common = (
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--steps",
+        3,
+        "--lr",
+        1e-2,
+        "--batch-size",
+        3,
+    )
     return done("train", *common, "--output", output, *more)
 
 
@@ -325,7 +462,11 @@ def files(run: str) -> tuple[bytes, bytes, dict[str, Any]]:
     """A run's journal, and the adapter that it exported: its values and its config."""
     folder = Path(run)
     config = json.loads((folder / "model" / "adapter_config.json").read_bytes())
-    return (folder / "journal.jsonl").read_bytes(), (folder / "model" / "adapter_model.safetensors").read_bytes(), config
+    return (
+        (folder / "journal.jsonl").read_bytes(),
+        (folder / "model" / "adapter_model.safetensors").read_bytes(),
+        config,
+    )
 
 
 ALL_LINEAR = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
@@ -347,7 +488,9 @@ def test_a_run_is_that_of_the_same_config_in_a_file(method: str, name: str, here
     train("filed", *METHODS[method], "--adapter", "lora/adapter_config.json")
     train("named", *METHODS[method], *options)
     assert files("named") == files("filed")
-    modules = {name.rpartition(".lora_")[0] for name in load_file("named/model/adapter_model.safetensors")}
+    modules = {
+        name.rpartition(".lora_")[0] for name in load_file("named/model/adapter_model.safetensors")
+    }
     assert len(modules) == (14 if config["target_modules"] == "all-linear" else 4)
 
 
@@ -357,7 +500,14 @@ def test_a_run_its_recipe_and_its_adapter_say_what_was_left_out(here: Path) -> N
     assert (recipe["lora_rank"], recipe["lora_targets"], recipe["lora_alpha"]) == (2, ["auto"], 4)
     train_recipe("run/recipe.yaml", {"output": "again"})
     assert files("again") == files("run")
-    values = {"model": "base", "data": "rows.jsonl", "output": "mapped", "lr": 1e-2, "lora_rank": 2, "method": "adamw"}
+    values = {
+        "model": "base",
+        "data": "rows.jsonl",
+        "output": "mapped",
+        "lr": 1e-2,
+        "lora_rank": 2,
+        "method": "adamw",
+    }
     train_recipe({**values, "lora_targets": "all-linear", "steps": 3, "batch_size": 3})
     assert files("mapped") == files("run")
     told = refusal("evaluate", "--run", "run", "--data", "rows.jsonl", "--lora-rank", 4)
@@ -370,26 +520,80 @@ def test_a_run_its_recipe_and_its_adapter_say_what_was_left_out(here: Path) -> N
 
 def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
     save_classifier(Path("classifier"))
-    write_rows(Path("labels.jsonl"), [{"text": "the cat", "label": 0}, {"text": "the dog", "label": 1}])
-    common = ("--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl", "--batch-size", 2)
-    done("train", *common, "--output", "run", "--steps", 2, "--lr", 1e-2, "--method", "adamw", "--lora-rank", 2)
+    write_rows(
+        Path("labels.jsonl"), [{"text": "the cat", "label": 0}, {"text": "the dog", "label": 1}]
+    )
+    common = (
+        "--model",
+        "classifier",
+        "--head",
+        "sequence-classification",
+        "--data",
+        "labels.jsonl",
+        "--batch-size",
+        2,
+    )
+    done(
+        "train",
+        *common,
+        "--output",
+        "run",
+        "--steps",
+        2,
+        "--lr",
+        1e-2,
+        "--method",
+        "adamw",
+        "--lora-rank",
+        2,
+    )
     names = load_file("run/model/adapter_model.safetensors").keys()
     assert any(".score.lora_B" in name for name in names)
-    loaded = peft.PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained("classifier"), "run/model")
-    rows = [AutoTokenizer.from_pretrained("classifier")(text, return_tensors="pt") for text in ("the cat", "the dog")]
-    losses = [loaded(**row, labels=torch.tensor([label])).loss.item() for label, row in enumerate(rows)]
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForSequenceClassification.from_pretrained("classifier"), "run/model"
+    )
+    rows = [
+        AutoTokenizer.from_pretrained("classifier")(text, return_tensors="pt")
+        for text in ("the cat", "the dog")
+    ]
+    losses = [
+        loaded(**row, labels=torch.tensor([label])).loss.item() for label, row in enumerate(rows)
+    ]
     told = done("evaluate", "--run", "run", "--data", "labels.jsonl", "--no-base").out
     assert float(told.split()[1].strip(",")) == pytest.approx(sum(losses) / 2, abs=1e-5)
 
 
 def test_plan_counts_the_adapter_of_either_method_and_tune_tries_rates_for_it(here: Path) -> None:
-    common = ("--model", "base", "--data", "rows.jsonl", "--batch-size", 3, "--learning-rates", 1e-5, 1e-2)
-    done("tune", *common, "--method", "adamw", "--lora-rank", 2, "--forwards", 60, "--output", "tuned")
+    common = (
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--batch-size",
+        3,
+        "--learning-rates",
+        1e-5,
+        1e-2,
+    )
+    done(
+        "tune",
+        *common,
+        "--method",
+        "adamw",
+        "--lora-rank",
+        2,
+        "--forwards",
+        60,
+        "--output",
+        "tuned",
+    )
     table = json.loads(Path("tuned/tune.json").read_bytes())
     done("train", "--resume", "tuned/lr-0.01", "--steps", table["results"][0]["steps"] + 1)
     assert len(load_file("tuned/lr-0.01/model/adapter_model.safetensors")) == 28
     command = ("plan", "--model", "base", "--data", "rows.jsonl", "--json", "--lora-rank", 2)
-    zeroth_order, first_order = (json.loads(done(*command, *METHODS[method]).out) for method in ("zeroth-order", "adamw"))
+    zeroth_order, first_order = (
+        json.loads(done(*command, *METHODS[method]).out) for method in ("zeroth-order", "adamw")
+    )
     assert zeroth_order["write_back_every"] is None, "no block changes"
     assert zeroth_order["model_bytes"] == first_order["model_bytes"]
     without = json.loads(done(*command[:-2]).out)

@@ -1,6 +1,7 @@
 """Kinds of adapters: one row each in a table, and what every kind has to hold.
 
-Monolithic MeZO's bits on peft's own model, peft's files, first values by peft's own code, and refusals by name.
+Monolithic MeZO's bits on peft's own model, peft's files, first values by peft's own code, and
+refusals by name.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, plans, storages
-from peft_models import dora, hra, ia3, in_lora, loha, lokr, miss, modules_to_save, prefix, rslora, steps
+from peft_models import (
+    dora,
+    hra,
+    ia3,
+    in_lora,
+    loha,
+    lokr,
+    miss,
+    modules_to_save,
+    prefix,
+    rslora,
+    steps,
+)
 from profiles import each_choice, examples
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -28,14 +41,22 @@ from zo2adapters.models.conversion import quantize
 from zo2adapters.models.peft_model import LayerPrefix
 from zo2adapters.tasks.generation import generate
 from zo2core import Engine, LowRankPerturbation, MeZOSGD, ZerothOrder
-from zo2core.errors import BatchError, CheckpointError, JournalError, OptionError, OutputError, UnsupportedModelError
+from zo2core.errors import (
+    BatchError,
+    CheckpointError,
+    JournalError,
+    OptionError,
+    OutputError,
+    UnsupportedModelError,
+)
 
 peft: Any = pytest.importorskip("peft")
 TARGETS = ("opt", "llama")
 FILES = {"adapter_config.json", "adapter_model.safetensors", "generation_config.json"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:Specified to not"),  # save or load projections: peft's remark
+    # save or load projections: peft's remark
+    pytest.mark.filterwarnings("ignore:Specified to not"),
 ]
 
 
@@ -61,7 +82,9 @@ class PlainNames(nn.Module):
     def forward(self, **batch: torch.Tensor) -> Any:
         return self.wrapper(**batch)
 
-    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, *arguments: Any, **options: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.wrapper.named_parameters():
             yield name.removeprefix("base_model."), parameter
 
@@ -100,7 +123,9 @@ def whole_model(base: Path, kind: Kind, config: Any) -> nn.Module:
     return kind.insert(whole, config).eval()
 
 
-def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tuple[str, ...] = ()) -> None:
+def set_values(
+    whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tuple[str, ...] = ()
+) -> None:
     """Give peft's own model an adapter's values, and have it train those that are not frozen."""
     names = set()
     for name, parameter in whole.named_parameters():
@@ -163,13 +188,17 @@ def test_every_kind_in_the_weights_is_monolithic_mezo(
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(("name", "dtype"), each_choice(list(KINDS), [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_choice(list(KINDS), [torch.float32, torch.bfloat16])
+)
 def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kind = KINDS[name]
     base = save_model(tmp_path / "base", small_config("llama"), dtype)
     batch = make_batch(40, [7, 5])
     adapter = Adapter(config=kind.config("llama"))
-    with Engine(open_checkpoint(base, adapter=adapter), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
+    with Engine(
+        open_checkpoint(base, adapter=adapter), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
+    ) as engine:
         engine.step(batch)
         engine.export(tmp_path / "adapter")
         loss = engine.evaluate([batch]).loss
@@ -188,17 +217,33 @@ def test_every_kind_goes_to_peft_and_back(name: str, dtype: torch.dtype, tmp_pat
         for key, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
             assert torch.equal(again[key], value)
     if name != "prefix":  # which no weight can contain
-        done("merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged")
+        done(
+            "merge",
+            "--model",
+            base,
+            "--adapter",
+            tmp_path / "adapter",
+            "--output",
+            tmp_path / "merged",
+        )
         loaded.merge_and_unload().save_pretrained(tmp_path / "peft")
-        before, ours, theirs = (load_file(tmp_path / path / "model.safetensors") for path in ("base", "merged", "peft"))
+        before, ours, theirs = (
+            load_file(tmp_path / path / "model.safetensors") for path in ("base", "merged", "peft")
+        )
         assert ours.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[key]) and value.dtype is dtype for key, value in ours.items())
-        assert any(not torch.equal(value, before[key]) for key, value in ours.items()), "the adapter changes weights"
+        assert all(
+            torch.equal(value, theirs[key]) and value.dtype is dtype for key, value in ours.items()
+        )
+        assert any(not torch.equal(value, before[key]) for key, value in ours.items()), (
+            "the adapter changes weights"
+        )
 
 
 @pytest.mark.few(2)
 @every_kind
-def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, base: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(
+    kind: Kind, base: Path, tmp_path: Path
+) -> None:
     journal = tmp_path / "journal.jsonl"
 
     def opened() -> HFBlockModel:
@@ -206,7 +251,11 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, base: 
 
     expected = steps(opened(), 4)
     begun = steps(opened(), 2, journal=journal)
-    others = [Adapter(config=kind.config("llama", **kind.other)), Adapter(config=kind.config("llama"), seed=1), None]
+    others = [
+        Adapter(config=kind.config("llama", **kind.other)),
+        Adapter(config=kind.config("llama"), seed=1),
+        None,
+    ]
     others += [Adapter(config=kind.config("llama"), frozen=(kind.frozen,))] if kind.frozen else []
     for other in others:
         with pytest.raises(JournalError):
@@ -214,18 +263,30 @@ def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, base: 
     assert begun + steps(opened(), 2, journal=journal) == expected
 
 
-DAMAGES = ["another base", "a tensor less", "a tensor more", "another shape", "cut short", "no file", "no JSON"]
+DAMAGES = [
+    "another base",
+    "a tensor less",
+    "a tensor more",
+    "another shape",
+    "cut short",
+    "no file",
+    "no JSON",
+]
 
 
 @pytest.mark.parametrize(("name", "damage"), each_choice(list(KINDS), DAMAGES))
-def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(name: str, damage: str, tmp_path: Path) -> None:
+def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(
+    name: str, damage: str, tmp_path: Path
+) -> None:
     kind = KINDS[name]
     base, adapter = save_model(tmp_path / "base", small_config("llama")), tmp_path / "adapter"
     with Engine(open_checkpoint(base, adapter=Adapter(config=kind.config("llama")))) as replayer:
         replayer.export(adapter)
     weights = adapter / "adapter_model.safetensors"
     if damage == "another base":
-        base = save_model(tmp_path / "other", small_config("llama", intermediate_size=28, num_hidden_layers=3))
+        base = save_model(
+            tmp_path / "other", small_config("llama", intermediate_size=28, num_hidden_layers=3)
+        )
     elif damage == "cut short":
         weights.write_bytes(weights.read_bytes()[:-3])
     elif damage == "no file":
@@ -254,16 +315,26 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zo2core.checkpoint.shards.SafetensorsReader.read_into", refuse)
 
 
-@pytest.mark.parametrize("kind", [kind for name, kind in KINDS.items() if name not in ("lora", "rslora")])
+@pytest.mark.parametrize(
+    "kind", [kind for name, kind in KINDS.items() if name not in ("lora", "rslora")]
+)
 @pytest.mark.usefixtures("nothing_is_read")
-def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_read(kind: Kind, tmp_path: Path) -> None:
+def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_read(
+    kind: Kind, tmp_path: Path
+) -> None:
     model = open_checkpoint(
-        save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=kind.config("llama"))
+        save_model(tmp_path / "base", small_config("llama")),
+        adapter=Adapter(config=kind.config("llama")),
     )
-    with pytest.raises(UnsupportedModelError, match=r"^adapter: found .* with low-rank perturbations"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^adapter: found .* with low-rank perturbations"
+    ):
         Engine(
             model,
-            ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2)),
+            ZerothOrder(
+                MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+                perturbation=LowRankPerturbation(rank=2),
+            ),
             journal=tmp_path / "journal.jsonl",
         )
     assert not (tmp_path / "journal.jsonl").exists()
@@ -271,20 +342,31 @@ def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_rea
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "method"), each_choice(list(KINDS), ["int8", "nf4"]))
-def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(name: str, method: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
     quantize(tmp_path / "base", tmp_path / method, method)
     with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=KINDS[name].config("llama"), seed=2)
     streamed = memory(1)
-    plain, encoded = (open_checkpoint(tmp_path / folder, adapter=adapter) for folder in ("plain", method))
+    plain, encoded = (
+        open_checkpoint(tmp_path / folder, adapter=adapter) for folder in ("plain", method)
+    )
     assert steps(encoded, memory=streamed) == steps(plain)
 
 
 @pytest.mark.parametrize("kind", ["ia3", "loha", "lokr", "hra", "miss"])
-def test_first_values_of_kinds_without_code_of_their_own_are_pefts(kind: str, tmp_path: Path) -> None:
+def test_first_values_of_kinds_without_code_of_their_own_are_pefts(
+    kind: str, tmp_path: Path
+) -> None:
     base = save_model(tmp_path, small_config("llama"))
     config = KINDS[kind].config("llama")
     values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=4)))
@@ -296,7 +378,9 @@ def test_first_values_of_kinds_without_code_of_their_own_are_pefts(kind: str, tm
         assert torch.equal(value, theirs[name]), name
 
 
-def test_magnitudes_begin_as_pefts_and_are_norms_of_weights_and_matrices_together(tmp_path: Path) -> None:
+def test_magnitudes_begin_as_pefts_and_are_norms_of_weights_and_matrices_together(
+    tmp_path: Path,
+) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         base = save_model(tmp_path / str(dtype), small_config("llama"), dtype)
         values = values_of(open_checkpoint(base, adapter=Adapter(config=dora("llama"))))
@@ -338,13 +422,19 @@ def test_a_prefix_begins_as_keys_and_values_of_random_tokens_or_zeros(tmp_path: 
 
 
 def test_a_new_prefix_is_random_tokens_before_each_row(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", num_attention_heads=6, num_key_value_heads=3))
+    base = save_model(
+        tmp_path / "base", small_config("llama", num_attention_heads=6, num_key_value_heads=3)
+    )
     model = open_checkpoint(base, adapter=Adapter(config=prefix("llama"), seed=6))
     batch = make_batch(40, [7, 5])
     with Engine(model) as replayer:
         loss = replayer.evaluate([batch]).loss
     ids = torch.randint(40, (1, 3), generator=torch.Generator().manual_seed(6)).expand(2, -1)
-    longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    longer = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.full_like(ids, -100),
+    }
     with Engine(open_checkpoint(base)) as replayer:
         before = {key: torch.cat([value, batch[key]], dim=1) for key, value in longer.items()}
         assert replayer.evaluate([before]).loss == pytest.approx(loss, rel=1e-6)
@@ -363,14 +453,18 @@ def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
             activations = model.embed(prepared)
             first, second = model.block(0, activations), model.block(0, activations)
         assert torch.equal(first.hidden, second.hidden)
-        held = [value for value in first.calls.layer(0)[1].values() if isinstance(value, LayerPrefix)]
+        held = [
+            value for value in first.calls.layer(0)[1].values() if isinstance(value, LayerPrefix)
+        ]
         assert [own.keys.shape for own in held] == [(1, 3, 3, 4)]
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TARGETS)
-def test_what_a_batch_with_a_prefix_holds_is_known_ahead(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_a_batch_with_a_prefix_holds_is_known_ahead(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     base = save_model(tmp_path, small_config(model_type), dtype)
     model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
     with Engine(model):
@@ -386,19 +480,34 @@ def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path:
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
         engine.step(make_batch(40, [7, 5]))
         engine.export(tmp_path / "adapter")
-        ours = [list(row) for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)]
-        again = [list(row) for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)]
-    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+        ours = [
+            list(row)
+            for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)
+        ]
+        again = [
+            list(row)
+            for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)
+        ]
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    ).eval()
     for prompt, continuation in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
-        options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options: dict[str, Any] = {
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         theirs = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         assert theirs[0, len(prompt) :].tolist() == continuation
     assert again == ours
 
 
 @pytest.mark.parametrize("model_type", TARGETS)
-def test_branches_recorded_before_a_sweep_are_those_that_it_takes(model_type: str, tmp_path: Path) -> None:
+def test_branches_recorded_before_a_sweep_are_those_that_it_takes(
+    model_type: str, tmp_path: Path
+) -> None:
     base, batch = save_model(tmp_path, small_config(model_type)), make_batch(40, [7, 5])
     runs: list[tuple[float, list[Any]]] = []
     for records in (False, True):
@@ -429,9 +538,18 @@ def test_rows_leave_a_prefix_its_positions_and_packed_ones_would_share_it(tmp_pa
     ("config", "option"),
     [
         (partial(dora, modules_to_save=["lm_head"]), "adapter.modules_to_save: found lm_head"),
-        (partial(ia3, modules_to_save=["embed_tokens"]), "adapter.modules_to_save: found model.embed_tokens"),
-        (partial(dora, modules_to_save=["self_attn"]), "adapter.modules_to_save: found .*self_attn"),
-        (partial(dora, modules_to_save=["layer_norms"]), "adapter.modules_to_save: found layer_norms"),
+        (
+            partial(ia3, modules_to_save=["embed_tokens"]),
+            "adapter.modules_to_save: found model.embed_tokens",
+        ),
+        (
+            partial(dora, modules_to_save=["self_attn"]),
+            "adapter.modules_to_save: found .*self_attn",
+        ),
+        (
+            partial(dora, modules_to_save=["layer_norms"]),
+            "adapter.modules_to_save: found layer_norms",
+        ),
         (partial(dora, r=0), "adapter.r"),
         (partial(prefix, prefix_projection=True), "adapter.prefix_projection"),
         (partial(prefix, num_virtual_tokens=0), "adapter.num_virtual_tokens"),
@@ -443,7 +561,9 @@ def test_rows_leave_a_prefix_its_positions_and_packed_ones_would_share_it(tmp_pa
         (partial(prefix, modules_to_save=["lm_head"]), "adapter.modules_to_save"),
     ],
 )
-def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str, tmp_path: Path) -> None:
+def test_what_no_kind_heeds_is_refused(
+    config: Callable[[str], Any], option: str, tmp_path: Path
+) -> None:
     base = save_model(tmp_path, small_config("llama"))
     with pytest.raises(OptionError, match=f"^{option}"):
         open_checkpoint(base, adapter=Adapter(config=config("llama")))

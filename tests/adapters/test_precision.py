@@ -1,4 +1,6 @@
-"""Three dtypes a parameter: what is chosen, that nothing is cast inside the forward, what runs and exports keep of it."""
+"""Three dtypes a parameter: what is chosen, that nothing is cast inside the forward, what runs and
+exports keep of it.
+"""
 
 import json
 from dataclasses import replace
@@ -47,7 +49,10 @@ def test_dtypes_that_do_not_go_together_are_refused(base: Path) -> None:
         with pytest.raises(OptionError, match="precision"):
             Precision(stored=stored, computed=computed, transfer_dtype=transfer_dtype)
     float32 = Precision(stored=torch.float32)
-    others: list[tuple[Any, str, str]] = [("half", "auto", "precision"), ("mixed", "float32", "dtype")]
+    others: list[tuple[Any, str, str]] = [
+        ("half", "auto", "precision"),
+        ("mixed", "float32", "dtype"),
+    ]
     for precision, dtype, said in [*others, (float32, "bfloat16", "dtype")]:
         with pytest.raises(OptionError, match=said):
             open_checkpoint(base, precision=precision, dtype=dtype)
@@ -58,12 +63,21 @@ def test_auto_is_mixed_for_weights_of_16_bits_only(base: Path, tmp_path: Path) -
     assert open_checkpoint(base, precision="auto").autocast in (torch.bfloat16, torch.float16)
     assert open_checkpoint(base, precision="exact").autocast is None
     assert open_checkpoint(wide, precision="auto").autocast is None
-    assert open_checkpoint(base, precision=Precision(stored=torch.float32, computed=torch.float16)).autocast is torch.float16
+    assert (
+        open_checkpoint(
+            base, precision=Precision(stored=torch.float32, computed=torch.float16)
+        ).autocast
+        is torch.float16
+    )
     assert faster_half({torch.bfloat16: 3.0, torch.float16: 1.0}.__getitem__) is torch.float16
     assert faster_half({torch.bfloat16: 1.0, torch.float16: 0.9}.__getitem__) is torch.bfloat16
 
 
-_CONVERSIONS = [torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout]
+_CONVERSIONS = [
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.dtype_layout,
+]
 
 
 class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,9 +98,13 @@ class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_weight_is_cast_inside_the_forward(model_type: str, tied: bool, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config(model_type, tie_word_embeddings=tied), torch.bfloat16)
+    base = save_model(
+        tmp_path / "base", small_config(model_type, tie_word_embeddings=tied), torch.bfloat16
+    )
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
-    matrices = {spec.shape for layout in model.layouts for spec in layout.parameters if len(spec.shape) > 1}
+    matrices = {
+        spec.shape for layout in model.layouts for spec in layout.parameters if len(spec.shape) > 1
+    }
     with Engine(model, MEZO) as engine, Casts() as casts:
         engine.step(BATCH)
     assert casts.shapes, "masks and hidden states are converted"
@@ -97,7 +115,10 @@ def test_no_weight_is_cast_inside_the_forward(model_type: str, tied: bool, tmp_p
 def test_an_export_is_rounded_once_its_config_says_to_what_and_the_base_stays(
     base: Path, dtype: str, tmp_path: Path
 ) -> None:
-    written, before = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype), (base / "model.safetensors").read_bytes()
+    written, before = (
+        torch.bfloat16 if dtype == "auto" else getattr(torch, dtype),
+        (base / "model.safetensors").read_bytes(),
+    )
     model = open_checkpoint(base, precision="mixed", export_dtype=dtype)
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3))) as engine:
         for _ in range(3):
@@ -106,7 +127,9 @@ def test_an_export_is_rounded_once_its_config_says_to_what_and_the_base_stays(
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
         for name, tensor in engine.parameters_now():
             assert_same_bits(name, exported.get_parameter(name).data, tensor.to(written))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(written).removeprefix("torch.")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(
+        written
+    ).removeprefix("torch.")
     assert (base / "model.safetensors").read_bytes() == before
 
 
@@ -115,10 +138,14 @@ def options(tmp_path: Path) -> TrainOptions:
     return small_run(tmp_path, layers=2, dtype=torch.float16, steps=4)
 
 
-def test_a_run_writes_down_and_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_run_writes_down_and_says_its_precision_and_what_it_costs(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     def notice(name: str, **changes: Any) -> str:
         with Trainer(replace(options, output=tmp_path / name, **changes), quiet=True) as trainer:
-            assert trainer.options.model_options.precision == ("mixed" if name == "mixed" else "exact")
+            assert trainer.options.model_options.precision == (
+                "mixed" if name == "mixed" else "exact"
+            )
             return str(trainer.notices()[0])
 
     assert notice("mixed").startswith("precision: mixed, weights in float32, computed in ")
@@ -133,12 +160,16 @@ def test_a_run_writes_down_and_says_its_precision_and_what_it_costs(options: Tra
     assert "times as long as in bfloat16" in line
     notice("exact MeZO", optimization=Optimization(lr=1e-2, exact_mezo=True))
     line = notice("rank", optimization=replace(options.optimization, rank=8))
-    assert line.startswith("precision: exact, computed in float16; weights are only read, updates add up in float32")
+    assert line.startswith(
+        "precision: exact, computed in float16; weights are only read, updates add up in float32"
+    )
     assert "rounded away" not in line
     assert "--precision mixed" not in line
 
 
-def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     undisturbed = replace(options, output=tmp_path / "undisturbed")
     finish(undisturbed)
     with Trainer(options, quiet=True) as trainer:
@@ -149,7 +180,9 @@ def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: T
     assert_equal(weights_of(options.output / "model"), weights_of(undisturbed.output / "model"))
     export = ("export", "--run", options.output, "--output")
     done(*export, tmp_path / "same", "--precision", "mixed")
-    assert "expected mixed, as in the run" in refusal(*export, tmp_path / "other", "--precision", "exact")
+    assert "expected mixed, as in the run" in refusal(
+        *export, tmp_path / "other", "--precision", "exact"
+    )
     assert not (tmp_path / "other").exists()
     done(*export, tmp_path / "wide", "--output-dtype", "float32")
     assert {tensor.dtype for tensor in weights_of(tmp_path / "wide").values()} == {torch.float32}
@@ -157,7 +190,9 @@ def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: T
 
 @pytest.mark.parametrize("computed", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_kernels_round_results_once(stored: torch.dtype, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_round_results_once(
+    stored: torch.dtype, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seeds = (5, 6)
     own = (Perturb(0, 1.0, 1e-3), Descend(1, 0.5, 1e-2, 0.1))
     for then in (None, Perturb(1, -2.0, 1e-3)):
@@ -169,7 +204,9 @@ def test_kernels_round_results_once(stored: torch.dtype, computed: torch.dtype, 
             theta = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
             out = None if then is None else torch.empty(3000, dtype=stored)
             rounded = torch.empty(3000, dtype=computed)
-            dispatch.apply(theta, program, Draw(Distribution.GAUSSIAN, 9, 777), out=out, rounded=rounded)
+            dispatch.apply(
+                theta, program, Draw(Distribution.GAUSSIAN, 9, 777), out=out, rounded=rounded
+            )
             outcomes.append((theta, theta if out is None else out, rounded))
             assert_same_bits("rounded", rounded, outcomes[-1][1].to(computed))
             alone = torch.empty(3000, dtype=computed)
@@ -187,14 +224,20 @@ def test_what_is_read_of_the_base_counts_as_it_is_on_disk(tmp_path: Path) -> Non
     with Engine(open_checkpoint(base, precision="mixed"), MEZO) as engine:
         rows = torch.tensor([[3, 4, 6]])
         read = engine.step({"input_ids": rows, "labels": rows}).lanes[Lane.READ].nbytes
-    weights = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(base).parameters())
+    weights = sum(
+        parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(base).parameters()
+    )
     assert read == 2 * weights
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("given", [[], ["--precision", "exact"], ["--precision", "mixed"]])
-def test_the_base_is_evaluated_as_a_run_on_it_evaluates_it(given: list[str], options: TrainOptions) -> None:
-    """In the precision of ``zo2 train`` by default, too: that of a model and of a run at step 0 is one loss."""
+def test_the_base_is_evaluated_as_a_run_on_it_evaluates_it(
+    given: list[str], options: TrainOptions
+) -> None:
+    """In the precision of ``zo2 train`` by default, too: that of a model and of a run at step 0 is
+    one loss.
+    """
     rows = ("--data", options.data, "--batch-size", 3)
     output = ("--output", options.output, "--evaluation", options.data, "--steps", 1)
     done("train", "--model", options.model, *rows, *output, *given)
@@ -204,18 +247,37 @@ def test_the_base_is_evaluated_as_a_run_on_it_evaluates_it(given: list[str], opt
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_parameters_that_transformers_keeps_in_float32_are_float32(dtype: torch.dtype, tmp_path: Path) -> None:
-    shape: Any = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "max_position_embeddings": 4096}
-    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
-    config = GptOssConfig(vocab_size=40, num_hidden_layers=2, tie_word_embeddings=False, **shape, **heads)
+def test_parameters_that_transformers_keeps_in_float32_are_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    shape: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "head_dim": 4,
+        "max_position_embeddings": 4096,
+    }
+    heads: Any = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
+    config = GptOssConfig(
+        vocab_size=40, num_hidden_layers=2, tie_word_embeddings=False, **shape, **heads
+    )
     architecture = Architecture(
-        model_type="gpt_oss", embedding=("model.embed_tokens",), blocks="model.layers", head=("model.norm", "lm_head")
+        model_type="gpt_oss",
+        embedding=("model.embed_tokens",),
+        blocks="model.layers",
+        head=("model.norm", "lm_head"),
     )
     base = save_model(tmp_path / "base", config, dtype)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     assert whole.model.norm.weight.dtype is (torch.float32 if dtype is torch.float16 else dtype)
     monolithic, batch = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2), make_batch(40, [6, 5])
-    with Engine(open_checkpoint(base, architecture=architecture), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
+    with Engine(
+        open_checkpoint(base, architecture=architecture), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))
+    ) as engine:
         assert_steps_alike(engine, monolithic, [batch] * 2)
         engine.export(tmp_path / "exported")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")

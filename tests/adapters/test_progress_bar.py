@@ -29,7 +29,14 @@ from zo2core import Engine
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base, rows, and a run of an adapter."""
     folder = make_place(tmp_path_factory.mktemp("bars"))
-    given = ("--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run")
+    given = (
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output",
+        folder / "run",
+    )
     done("train", *given, "--steps", 2, "--lr", 1e-2, "--lora-rank", 2)
     return folder
 
@@ -64,7 +71,11 @@ def test_long_work_has_a_bar_in_a_terminal_alone(
 
 @pytest.mark.parametrize(("seconds", "shown"), [(60.0, False), (0.0, True)])
 def test_a_sweep_has_a_bar_if_it_takes_seconds(
-    seconds: float, shown: bool, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    seconds: float,
+    shown: bool,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(metrics, "_SECONDS", seconds)
@@ -77,7 +88,10 @@ def test_a_sweep_has_a_bar_if_it_takes_seconds(
         assert capsys.readouterr().err == "", "outside of the context nothing is watched"
 
 
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 7))
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.integers(1, 7),
+)
 def test_rows_count_as_far_as_their_sweep_is(sweeps: list[list[int]], visits: int) -> None:
     bar = tqdm.std.tqdm(file=io.StringIO())
     shared, finished = SharedSweeps(bar), 0
@@ -102,14 +116,16 @@ class StoppedClock:
     perf_counter = __call__
 
 
-def test_evaluations_that_are_to_come_count_in_the_time_that_is_left_and_not_that_before_the_first_step(
+def test_later_evaluations_count_in_the_time_that_is_left_and_the_first_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run whose steps take 2 s, and whose evaluations take 500 s."""
     clock = StoppedClock()
     monkeypatch.setattr(tqdm.std, "time", clock)
     monkeypatch.setattr(trainer_module, "time", clock)
-    options = replace(small_run(tmp_path), steps=5, evaluation=tmp_path / "rows.jsonl", evaluate_every=2)
+    options = replace(
+        small_run(tmp_path), steps=5, evaluation=tmp_path / "rows.jsonl", evaluate_every=2
+    )
     with Trainer(options) as trainer:
         step, evaluate = trainer.engine.step, trainer._task.evaluate
 
@@ -124,7 +140,11 @@ def test_evaluations_that_are_to_come_count_in_the_time_that_is_left_and_not_tha
         monkeypatch.setattr(trainer.engine, "step", slow_step)
         monkeypatch.setattr(trainer._task, "evaluate", slow_evaluation)
         trainer.train()
-    lines = [line for line in re.split(r"[\r\n]", capsys.readouterr().err) if "step/s" in line or "s/step" in line]
+    lines = [
+        line
+        for line in re.split(r"[\r\n]", capsys.readouterr().err)
+        if "step/s" in line or "s/step" in line
+    ]
     left = {done: next(line for line in lines if f" {done}/5 " in line) for done in (1, 3, 5)}
     assert "2.00s/step" in left[1]
     assert "[08:22<25:08," in left[1]  # after steps 2, 4 and 5

@@ -1,4 +1,6 @@
-"""Matrices of 8 and 4 bits: decoded to the dequantised model's bits wherever they are, and refused where they cannot be."""
+"""Matrices of 8 and 4 bits: decoded to the dequantised model's bits wherever they are, and refused
+where they cannot be.
+"""
 
 import json
 import re
@@ -31,8 +33,25 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from zo2adapters import Adapter, Precision, open_checkpoint
 from zo2adapters.models.conversion import quantize
-from zo2core import Distribution, Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ParameterSpec, PhiloxNoise, ZerothOrder
-from zo2core.encodings import Float8Blocks, FourBitGroups, Int8Rows, MatrixEncoding, MatrixStack, MXFP4Stack, NF4Blocks
+from zo2core import (
+    Distribution,
+    Engine,
+    FirstOrder,
+    LowRankPerturbation,
+    MeZOSGD,
+    ParameterSpec,
+    PhiloxNoise,
+    ZerothOrder,
+)
+from zo2core.encodings import (
+    Float8Blocks,
+    FourBitGroups,
+    Int8Rows,
+    MatrixEncoding,
+    MatrixStack,
+    MXFP4Stack,
+    NF4Blocks,
+)
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
 from zo2core.kernels import dispatch
 from zo2core.kernels import encoding as kernels
@@ -43,27 +62,41 @@ from zo2core.types import Lane, shown_bytes
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
-def bytes_of(encoding: MatrixEncoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-    return torch.cat([parts[part.role].contiguous().view(-1).view(torch.uint8) for part in encoding.parts(shape)])
+def bytes_of(
+    encoding: MatrixEncoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]
+) -> torch.Tensor:
+    return torch.cat(
+        [parts[part.role].contiguous().view(-1).view(torch.uint8) for part in encoding.parts(shape)]
+    )
 
 
-def by_hand(encoding: MatrixEncoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+def by_hand(
+    encoding: MatrixEncoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]
+) -> torch.Tensor:
     """Weight by weight, in float32, as the formats' papers and libraries have it."""
     out = torch.empty(shape)
     for row in range(shape[0]):
         for column in range(shape[1]):
             place = row * shape[1] + column
             if isinstance(encoding, Int8Rows):
-                value = parts["codes"][row, column].float() * parts["scales"][row] * 7.874015718698502e-3
+                value = (
+                    parts["codes"][row, column].float()
+                    * parts["scales"][row]
+                    * 7.874015718698502e-3
+                )
             elif isinstance(encoding, Float8Blocks):
-                scale = parts["scales"][row // encoding.block[0], column // encoding.block[1]].float()
+                scale = parts["scales"][
+                    row // encoding.block[0], column // encoding.block[1]
+                ].float()
                 value = parts["codes"][row, column].float() * scale
             else:
                 assert isinstance(encoding, NF4Blocks)
                 byte = int(parts["codes"][place // 2])
                 scale = parts["scales"][place // encoding.block]
                 if encoding.nested_block is not None:
-                    nested = parts["nested scales"][place // encoding.block // encoding.nested_block]
+                    nested = parts["nested scales"][
+                        place // encoding.block // encoding.nested_block
+                    ]
                     scale = parts["nested table"][int(scale)] * nested + encoding.offset
                 value = parts["table"][byte & 15 if place % 2 else byte >> 4] * scale
             out[row, column] = value
@@ -94,7 +127,9 @@ class Coded(NamedTuple):
 
 
 def of(encoding: Any, stored: Sequence[torch.Tensor], expected: torch.Tensor) -> Coded:
-    spec = ParameterSpec("w", tuple(expected.shape), expected.dtype, 0, decays=False, encoding=encoding)
+    spec = ParameterSpec(
+        "w", tuple(expected.shape), expected.dtype, 0, decays=False, encoding=encoding
+    )
     return Coded(spec, torch.cat([part.reshape(-1).view(torch.uint8) for part in stored]), expected)
 
 
@@ -103,10 +138,19 @@ dtypes, seeds = st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 
 @st.composite
 def matrices(draw: st.DrawFn) -> Coded:
-    shape, generator = draw(st.tuples(st.integers(1, 9), st.integers(1, 40))), torch.Generator().manual_seed(draw(seeds))
-    weights = torch.randn(shape, generator=generator) * draw(st.sampled_from([0.0, 1e-6, 0.02, 100.0]))
+    shape, generator = (
+        draw(st.tuples(st.integers(1, 9), st.integers(1, 40))),
+        torch.Generator().manual_seed(draw(seeds)),
+    )
+    weights = torch.randn(shape, generator=generator) * draw(
+        st.sampled_from([0.0, 1e-6, 0.02, 100.0])
+    )
     encoding, parts = encode(weights, draw(encodings()))
-    return of(encoding, [bytes_of(encoding, parts, shape)], by_hand(encoding, parts, shape).to(draw(dtypes)))
+    return of(
+        encoding,
+        [bytes_of(encoding, parts, shape)],
+        by_hand(encoding, parts, shape).to(draw(dtypes)),
+    )
 
 
 @st.composite
@@ -114,7 +158,9 @@ def stacks(draw: st.DrawFn) -> Coded:
     """A stack is its matrices one after the other."""
     generator, columns = torch.Generator().manual_seed(draw(seeds)), draw(st.integers(1, 24))
     fitted, stored, expected = [], [], []
-    for own, rows in draw(st.lists(st.tuples(encodings(), st.integers(1, 6)), min_size=1, max_size=4)):
+    for own, rows in draw(
+        st.lists(st.tuples(encodings(), st.integers(1, 6)), min_size=1, max_size=4)
+    ):
         encoding, parts = encode(torch.randn(rows, columns, generator=generator), own)
         fitted.append((encoding, rows))
         stored.append(bytes_of(encoding, parts, (rows, columns)))
@@ -132,23 +178,40 @@ def four_bits(draw: st.DrawFn, kind: str) -> Coded:
     group = columns if option == "channels" else 16 if name == "nvfp4" else group
     has_zeros = name not in ("int4", "nvfp4") or "weight_zero_point" in tensors
     encoding = FourBitGroups(name, group, torch.float16, has_zeros, option == "ordered")
-    roles = {"codes": ("qweight", "weight_packed"), "scales": ("scales", "weight_scale"), "global": ("weight_global_scale",)}
+    roles = {
+        "codes": ("qweight", "weight_packed"),
+        "scales": ("scales", "weight_scale"),
+        "global": ("weight_global_scale",),
+    }
     roles |= {"zeros": ("qzeros", "weight_zero_point"), "order": ("g_idx",)}
-    parts = [next(tensors[name] for name in roles[part.role] if name in tensors) for part in encoding.parts((rows, columns))]
+    parts = [
+        next(tensors[name] for name in roles[part.role] if name in tensors)
+        for part in encoding.parts((rows, columns))
+    ]
     return of(encoding, parts, weights.to(draw(dtypes)))
 
 
 @st.composite
 def mxfp4(draw: st.DrawFn) -> Coded:
-    rows, generator = draw(st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 3))), torch.Generator()
+    rows, generator = (
+        draw(st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 3))),
+        torch.Generator(),
+    )
     generator.manual_seed(draw(seeds))
     blocks = torch.randint(256, (*rows, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(255, rows, dtype=torch.uint8, generator=generator)
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    return of(MXFP4Stack(), [blocks, scales], convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+    return of(
+        MXFP4Stack(), [blocks, scales], convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    )
 
 
-ENCODED = {"matrices": matrices(), "stacks": stacks(), "mxfp4": mxfp4(), **{kind: four_bits(kind) for kind in FOUR_BITS}}
+ENCODED = {
+    "matrices": matrices(),
+    "stacks": stacks(),
+    "mxfp4": mxfp4(),
+    **{kind: four_bits(kind) for kind in FOUR_BITS},
+}
 
 
 @pytest.mark.parametrize("kind", ENCODED)
@@ -169,7 +232,9 @@ def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
     assert_same_bits(kind, out, expected)
 
 
-@pytest.mark.parametrize("encoding", [Int8Rows(), Float8Blocks((1, 64)), NF4Blocks(64, None)], ids=["int8", "fp8", "nf4"])
+@pytest.mark.parametrize(
+    "encoding", [Int8Rows(), Float8Blocks((1, 64)), NF4Blocks(64, None)], ids=["int8", "fp8", "nf4"]
+)
 def test_encoding_loses_what_its_bits_lose_in_rows_of_any_size(encoding: MatrixEncoding) -> None:
     for largest in (0.0, 1e-30, 2e-37, 3e-38, 1e30):
         weights = torch.linspace(-1.0, 1.0, 64).repeat(2, 1) * largest
@@ -184,7 +249,9 @@ def test_encoding_loses_what_its_bits_lose_in_rows_of_any_size(encoding: MatrixE
 @pytest.mark.skipif(dispatch.library() is None, reason="there are no compiled kernels")
 def test_the_compiled_kernels_decode_every_code_of_fp8() -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(5)  # more than a chunk
-    spec = ParameterSpec("w", (1, len(codes)), torch.float32, 0, decays=False, encoding=Float8Blocks((1, 2048)))
+    spec = ParameterSpec(
+        "w", (1, len(codes)), torch.float32, 0, decays=False, encoding=Float8Blocks((1, 2048))
+    )
     out = torch.empty(spec.shape)
     kernels.decode(spec, torch.cat([codes, torch.tensor([0.3]).view(torch.uint8)]), out)
     expected = codes.view(torch.float8_e4m3fn).float() * 0.3
@@ -192,7 +259,11 @@ def test_the_compiled_kernels_decode_every_code_of_fp8() -> None:
 
 
 def test_factors_take_what_plans_count(tmp_path: Path) -> None:
-    path, settings, batch = make(tmp_path, "nf4"), LowRankPerturbation(rank=4, period=2), make_batch(40, [7, 5])
+    path, settings, batch = (
+        make(tmp_path, "nf4"),
+        LowRankPerturbation(rank=4, period=2),
+        make_batch(40, [7, 5]),
+    )
     with engine(path, perturbation=settings) as opened:
         store = opened._runner.factors
         assert store is not None
@@ -208,7 +279,11 @@ def test_factors_take_what_plans_count(tmp_path: Path) -> None:
 
 def make(folder: Path, method: str, model_type: str = "llama", *, width: int = 128) -> Path:
     """A checkpoint, and the same one quantised."""
-    sizes = {"ffn_dim": width} if model_type == "opt" else {"intermediate_size": width, "num_key_value_heads": 2}
+    sizes = (
+        {"ffn_dim": width}
+        if model_type == "opt"
+        else {"intermediate_size": width, "num_key_value_heads": 2}
+    )
     sizes |= {"word_embed_proj_dim": 64} if model_type == "opt" else {}
     config = small_config(model_type, hidden_size=64, num_attention_heads=4, **sizes)
     save_model(folder / "base", config, torch.bfloat16)
@@ -225,8 +300,12 @@ def engine(path: Path, folder: Path | None = None, **options: Any) -> Engine:
     return zeroth_order(open_checkpoint(path, dtype=dtype), estimator, seed=3, **options)
 
 
-def trajectory(path: Path, folder: Path | None = None, *, steps: int = 5, **options: Any) -> list[float]:
-    """Losses of steps, of which those after the first period form past factors into the weights, and of the evaluation."""
+def trajectory(
+    path: Path, folder: Path | None = None, *, steps: int = 5, **options: Any
+) -> list[float]:
+    """Losses of steps, of which those after the first period form past factors into the weights,
+    and of the evaluation.
+    """
     batch = make_batch(40, [7, 5])
     with engine(path, folder, **options) as opened:
         losses = [loss for _ in range(steps) for loss in opened.step(batch).losses]
@@ -245,9 +324,13 @@ SHORT = [("int8", "opt"), ("nf4", "qwen3"), ("awq", "llama")]
 
 
 @pytest.mark.parametrize(
-    "case", short_first(SHORT, [pair for pair in [*PAIRS, ("gptq", "llama")] if pair not in SHORT]), ids=str
+    "case",
+    short_first(SHORT, [pair for pair in [*PAIRS, ("gptq", "llama")] if pair not in SHORT]),
+    ids=str,
 )
-def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(case: tuple[str, str], tmp_path: Path) -> None:
+def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(
+    case: tuple[str, str], tmp_path: Path
+) -> None:
     method, model_type = case
     if method in METHODS:
         path = make(tmp_path, method, model_type)
@@ -261,15 +344,23 @@ def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(case: tuple
 
 
 def lora(targets: Sequence[str]) -> Adapter:
-    return Adapter(config=peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False), seed=1)
+    return Adapter(
+        config=peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False), seed=1
+    )
 
 
-def learned(path: Path, targets: Sequence[str], buckets: int | None = None) -> tuple[list[float], dict[str, Any]]:
+def learned(
+    path: Path, targets: Sequence[str], buckets: int | None = None
+) -> tuple[list[float], dict[str, Any]]:
     """The losses of two first-order steps, and the trained parameters."""
     model = open_checkpoint(path, adapter=lora(targets))
-    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-2)), memory=memory(buckets)) as opened:
+    with Engine(
+        model, FirstOrder(partial(torch.optim.SGD, lr=1e-2)), memory=memory(buckets)
+    ) as opened:
         losses = [opened.step(families.batch()).loss for _ in range(2)]
-        return losses, {name: value.tolist() for name, value in opened.parameters_now() if "lora" in name}
+        return losses, {
+            name: value.tolist() for name, value in opened.parameters_now() if "lora" in name
+        }
 
 
 def save(family: str, directory: Path) -> Path:
@@ -293,47 +384,76 @@ TARGETS = [["auto"], ["auto", "experts"]]
 @pytest.mark.parametrize(
     ("make", "form", "family", "targets", "buckets"),
     [
-        *each_choice([save_four_bits], FOUR_BITS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]),
+        *each_choice(
+            [save_four_bits], FOUR_BITS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]
+        ),
         *each_choice([coded_mixture], METHODS, MIXTURES, TARGETS, [None, 2]),
-        *each_choice([lambda _, folder, __: save_gpt_oss(folder)], ["mxfp4"], ["gpt_oss"], TARGETS, [None, 2]),
+        *each_choice(
+            [lambda _, folder, __: save_gpt_oss(folder)], ["mxfp4"], ["gpt_oss"], TARGETS, [None, 2]
+        ),
     ],
 )
 def test_adapters_train_on_coded_weights_as_on_the_decoded_ones(
-    make: Callable[..., tuple[Path, Path]], form: str, family: str, targets: list[str], buckets: int | None, tmp_path: Path
+    make: Callable[..., tuple[Path, Path]],
+    form: str,
+    family: str,
+    targets: list[str],
+    buckets: int | None,
+    tmp_path: Path,
 ) -> None:
     plain, coded = make(form, tmp_path, family)
     with Engine(open_checkpoint(coded)) as opened:
-        encodings = [spec.encoding for layout in opened._runner.model.layouts for spec in layout.parameters if spec.encoding]
+        encodings = [
+            spec.encoding
+            for layout in opened._runner.model.layouts
+            for spec in layout.parameters
+            if spec.encoding
+        ]
         opened.export(tmp_path / "decoded")
     assert len(encodings) >= (2 if family in MIXTURES else 8)
     assert learned(coded, targets, buckets) == learned(plain, targets)
-    decoded, before = load_file(tmp_path / "decoded" / "model.safetensors"), load_file(plain / "model.safetensors")
+    decoded, before = (
+        load_file(tmp_path / "decoded" / "model.safetensors"),
+        load_file(plain / "model.safetensors"),
+    )
     assert [name for name, value in before.items() if not torch.equal(value, decoded[name])] == []
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # with a tensor for each expert's matrix, and with stacks
-def test_each_expert_is_decoded_from_its_own_tensors(family: str, method: str, tmp_path: Path) -> None:
+# with a tensor for each expert's matrix, and with stacks
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_each_expert_is_decoded_from_its_own_tensors(
+    family: str, method: str, tmp_path: Path
+) -> None:
     """And a stack as transformers decodes it."""
     if (family, method) == ("gpt_oss", "nf4"):
         plain, packed = save_gpt_oss(tmp_path / "packed")
         whole = AutoModelForCausalLM.from_pretrained(plain, dtype="auto")
         for parameter in whole.parameters():
-            parameter.data = parameter.data.clone()  # what is mapped from a file lies otherwise, and rounds differently
+            # what is mapped from a file lies otherwise, and rounds differently
+            parameter.data = parameter.data.clone()
         with Engine(open_checkpoint(packed)) as replayer:
-            assert replayer.evaluate([families.batch()]).loss == whole(**families.batch(), use_cache=False).loss.item()
+            assert (
+                replayer.evaluate([families.batch()]).loss
+                == whole(**families.batch(), use_cache=False).loss.item()
+            )
     base = save(family, tmp_path / "base")
     quantize(base, tmp_path / "small", method)
     with Engine(open_checkpoint(tmp_path / "small")) as replayer:
         replayer.export(tmp_path / "plain")
-    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "plain" / "model.safetensors")
+    before, after = (
+        load_file(base / "model.safetensors"),
+        load_file(tmp_path / "plain" / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
     experts = [name for name in before if ".experts." in name and not name.endswith("bias")]
     assert len(experts) >= 4
     for name in experts:
         nearness = 0.2 if method == "nf4" else 0.1
         assert not torch.equal(before[name], after[name]), name
-        assert (before[name].float() - after[name].float()).abs().max() <= nearness * before[name].abs().max(), name
+        assert (before[name].float() - after[name].float()).abs().max() <= nearness * before[
+            name
+        ].abs().max(), name
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -370,7 +490,8 @@ def test_codes_have_the_shape_in_which_bitsandbytes_saves_them(tmp_path: Path) -
 
 
 def test_a_changed_code_is_noticed(tmp_path: Path) -> None:
-    path = make(tmp_path, "int8", width=512)  # most bytes of a matrix are no samples of the fingerprint
+    # most bytes of a matrix are no samples of the fingerprint
+    path = make(tmp_path, "int8", width=512)
     trajectory(path, tmp_path)
     shard = path / "model.safetensors"
     tensors = load_file(shard)
@@ -386,7 +507,13 @@ STATE = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
 
 
 def state(**changes: Any) -> torch.Tensor:
-    values = {"quant_type": "nf4", "blocksize": 64, "shape": [128, 64], "nested_blocksize": 256, "nested_offset": 0.1}
+    values = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "shape": [128, 64],
+        "nested_blocksize": 256,
+        "nested_offset": 0.1,
+    }
     return torch.tensor(list(json.dumps(values | changes).encode()), dtype=torch.uint8)
 
 
@@ -406,11 +533,17 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "tensors of experts": lambda folder: coded_mixture("nf4", folder, "qwen3_moe")[1],
     "stacks of experts": lambda folder: coded_mixture("nf4", folder, "gpt_oss")[1],
 }
-DAMAGED: list[tuple[str, str, Any, str]] = [  # a tensor, what becomes of it (None: it is removed), and what is told
+# a tensor, what becomes of it (None: it is removed), and what is told
+DAMAGED: list[tuple[str, str, Any, str]] = [
     ("int8", f"{LAYER}.SCB", put(torch.zeros(3)), "F32 of shape"),
     ("int8", f"{LAYER}.SCB", put(torch.zeros(128, dtype=torch.float16)), "F16 of shape"),
     ("int8", f"{LAYER}.SCB", None, "tensor|int8"),
-    ("int8", f"{LAYER}.weight_format", put(torch.tensor(1, dtype=torch.uint8)), "codes in another layout"),
+    (
+        "int8",
+        f"{LAYER}.weight_format",
+        put(torch.tensor(1, dtype=torch.uint8)),
+        "codes in another layout",
+    ),
     ("int8", f"{LAYER}.weight", put(torch.zeros(3, dtype=torch.int8)), "shape"),
     ("int8", f"{LAYER}.weight", put(torch.zeros(128, 64, dtype=torch.uint8)), "U8"),
     ("int8", f"{LAYER}.weight", put(torch.zeros(64, 64, dtype=torch.int8)), "F32 of shape"),
@@ -459,7 +592,12 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Pa
 
 @pytest.mark.parametrize(("kind", "name", "change", "found"), DAMAGED)
 def test_tensors_that_do_not_fit_each_other_are_refused(
-    kind: str, name: str, change: Any, found: str, copied: Callable[[str, Path], Path], tmp_path: Path
+    kind: str,
+    name: str,
+    change: Any,
+    found: str,
+    copied: Callable[[str, Path], Path],
+    tmp_path: Path,
 ) -> None:
     shard = copied(kind, tmp_path) / "model.safetensors"
     tensors = load_file(shard)
@@ -476,7 +614,11 @@ def test_tensors_that_do_not_fit_each_other_are_refused(
     [
         ("int8", {"quant_method": "gptq"}, "gptq"),
         ("int8", {"quant_method": "awq"}, "awq"),
-        ("int8", {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4"),
+        (
+            "int8",
+            {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            "fp4",
+        ),
         ("int8", {"quant_method": "fp8", "weight_block_size": None}, "blocks of None"),
         ("int8", {"quant_method": "fp8", "weight_block_size": [0, 128]}, "blocks of"),
         ("int8", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "no tensor of it"),
@@ -484,13 +626,25 @@ def test_tensors_that_do_not_fit_each_other_are_refused(
         ("gptq", {"dynamic": {"+:.*0.*": {"bits": 4}}}, "quantization_config: gptq"),
         ("gptq", {"checkpoint_format": "marlin"}, "quantization_config: gptq"),
         ("awq", {"version": "gemv"}, "quantization_config: awq"),
-        ("int4", {"format": "marlin-24"}, "quantization_config: compressed-tensors in format marlin-24"),
+        (
+            "int4",
+            {"format": "marlin-24"},
+            "quantization_config: compressed-tensors in format marlin-24",
+        ),
         ("int4", {"config_groups": {}}, "quantization_config: compressed-tensors"),
-        ("nvfp4", {"transform_config": {"config_groups": {"R": 1}}}, "quantization_config: compressed-tensors"),
+        (
+            "nvfp4",
+            {"transform_config": {"config_groups": {"R": 1}}},
+            "quantization_config: compressed-tensors",
+        ),
     ],
 )
 def test_an_unknown_quantisation_is_refused(
-    kind: str, changes: dict[str, Any], found: str, copied: Callable[[str, Path], Path], tmp_path: Path
+    kind: str,
+    changes: dict[str, Any],
+    found: str,
+    copied: Callable[[str, Path], Path],
+    tmp_path: Path,
 ) -> None:
     path = copied(kind, tmp_path) / "config.json"
     config = json.loads(path.read_bytes())
@@ -501,7 +655,9 @@ def test_an_unknown_quantisation_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["nf4", "buffers"])
-def test_checkpoints_of_shards_beyond_memory_open(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_shards_beyond_memory_open(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system refuses to map such a shard privately, as safetensors' reader for torch does."""
 
     def refuse(path: str, *_: object, **__: object) -> None:
@@ -524,7 +680,9 @@ def test_a_quantised_head_trains_as_the_dequantised_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_not_finite_or_quantised_already_is_not_quantised(method: str, tmp_path: Path) -> None:
+def test_what_is_not_finite_or_quantised_already_is_not_quantised(
+    method: str, tmp_path: Path
+) -> None:
     path, again = make(tmp_path, method), tmp_path / "again"
     with pytest.raises(UnsupportedModelError, match=f"in {method}"):
         quantize(path, again, "nf4")
@@ -541,10 +699,16 @@ def test_what_is_not_finite_or_quantised_already_is_not_quantised(method: str, t
     assert not again.exists()
 
 
-def test_other_precisions_than_one_dtype_and_directions_in_quantised_weights_are_refused(tmp_path: Path) -> None:
+def test_other_precisions_than_one_dtype_and_directions_in_quantised_weights_are_refused(
+    tmp_path: Path,
+) -> None:
     path = make(tmp_path, "int8")
     mixed = Precision(stored=torch.float32, computed=torch.bfloat16)
-    asked: list[dict[str, Any]] = [{"precision": "mixed"}, {"precision": mixed}, {"transfer_dtype": "bfloat16"}]
+    asked: list[dict[str, Any]] = [
+        {"precision": "mixed"},
+        {"precision": mixed},
+        {"transfer_dtype": "bfloat16"},
+    ]
     for options in asked:
         with pytest.raises(OptionError, match=f"^{next(iter(options))}: .*quantised"):
             open_checkpoint(path, **options)
@@ -561,9 +725,23 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path) -> None:
         sum(value.nbytes for value in load_file(path / "model.safetensors").values())
         for path in (quantised, Path(options.model))
     )
-    assert said == "{}: the model in nf4, {}; it was {}\n".format(quantised, *map(shown_bytes, sizes))
+    assert said == "{}: the model in nf4, {}; it was {}\n".format(
+        quantised, *map(shown_bytes, sizes)
+    )
     shutil.rmtree(tmp_path / "base")
-    train = ["train", "--model", quantised, "--data", options.data, "--output", run, "--steps", "4", "--lr", "1e-3"]
+    train = [
+        "train",
+        "--model",
+        quantised,
+        "--data",
+        options.data,
+        "--output",
+        run,
+        "--steps",
+        "4",
+        "--lr",
+        "1e-3",
+    ]
     assert "--rank" in refusal(*train)
     done(*train, "--rank", "2:period=2")
     assert "--rank" in refusal("plan", "--model", quantised)
@@ -590,7 +768,9 @@ def test_transformers_reads_what_was_written(method: str, tmp_path: Path) -> Non
     path = make(tmp_path, method)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     if method == "fp8":  # on a CPU transformers dequantises it
-        assert {name: tensor.dtype for name, tensor in loaded.named_parameters()}[f"{LAYER}.weight"] is torch.bfloat16
+        assert {name: tensor.dtype for name, tensor in loaded.named_parameters()}[
+            f"{LAYER}.weight"
+        ] is torch.bfloat16
     theirs = dict(loaded.named_parameters())
     for name, value in read_by(path).items():
         assert_same_bits(name, value, as_floats(loaded, name, theirs[name]))
@@ -609,7 +789,11 @@ def as_floats(model: Any, name: str, weight: Any) -> torch.Tensor:
     return decoded
 
 
-NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+NF4: dict[str, Any] = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(
@@ -621,11 +805,15 @@ NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_
     ],
     ids=["nested", "nf4", "int8"],
 )
-def test_what_bitsandbytes_writes_is_read(options: dict[str, Any], dtype: Any, tmp_path: Path) -> None:
+def test_what_bitsandbytes_writes_is_read(
+    options: dict[str, Any], dtype: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("bitsandbytes")
     make(tmp_path, "int8")
     made: Any = BitsAndBytesConfig
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=made(**options), dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=made(**options), dtype=dtype
+    )
     loaded.save_pretrained(tmp_path / "theirs")
     theirs, ours = dict(loaded.named_parameters()), read_by(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
@@ -636,7 +824,9 @@ def test_what_bitsandbytes_writes_is_read(options: dict[str, Any], dtype: Any, t
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_gpu_decodes_to_the_dequantised_models_bits(method: str, kept: int, tmp_path: Path) -> None:
+def test_a_gpu_decodes_to_the_dequantised_models_bits(
+    method: str, kept: int, tmp_path: Path
+) -> None:
     path = make(tmp_path, method)
     plain = dequantised(path, tmp_path)
     expected = trajectory(plain, device="cuda", memory=memory(kept=kept))
@@ -645,13 +835,25 @@ def test_a_gpu_decodes_to_the_dequantised_models_bits(method: str, kept: int, tm
 
 def test_matrices_of_a_mixture_that_are_left_are_counted_and_named(tmp_path: Path) -> None:
     save("mixtral", tmp_path / "base")
-    said = done("convert", "--model", tmp_path / "base", "--output", tmp_path / "nf4", "--quantize", "nf4").out
+    said = done(
+        "convert", "--model", tmp_path / "base", "--output", tmp_path / "nf4", "--quantize", "nf4"
+    ).out
     encoded = {
-        spec.name for layout in open_checkpoint(tmp_path / "nf4").layouts for spec in layout.parameters if spec.encoding
+        spec.name
+        for layout in open_checkpoint(tmp_path / "nf4").layouts
+        for spec in layout.parameters
+        if spec.encoding
     }
     assert any(".experts." in name for name in encoded)
-    layers = [layout for layout in open_checkpoint(tmp_path / "base").layouts if not layout.resident]
-    left = [spec for layout in layers for spec in layout.parameters if len(spec.shape) > 1 and spec.name not in encoded]
+    layers = [
+        layout for layout in open_checkpoint(tmp_path / "base").layouts if not layout.resident
+    ]
+    left = [
+        spec
+        for layout in layers
+        for spec in layout.parameters
+        if len(spec.shape) > 1 and spec.name not in encoded
+    ]
     assert left  # the routers
     assert all(".gate." in spec.name for spec in left)
     assert f"not in nf4: {len(left)} of the layers' matrices" in said

@@ -28,11 +28,28 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     save_model(folder / "model", small_config("llama", max_position_embeddings=32))
     save_tokenizer(folder / "model")
-    write_rows(folder / "rows.jsonl", [{"prompt": f"the {word}", "completion": f" {word}"} for word in WORDS[3:8]])
+    write_rows(
+        folder / "rows.jsonl",
+        [{"prompt": f"the {word}", "completion": f" {word}"} for word in WORDS[3:8]],
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        common = ["train", "--model", "model", "--data", "rows.jsonl", "--batch-size", "2", "--steps", "6", "--lr", "1e-3"]
-        done(*common, "--output", "a <b> & c", "--evaluation", "rows.jsonl", "--evaluate-every", "2")
+        common = [
+            "train",
+            "--model",
+            "model",
+            "--data",
+            "rows.jsonl",
+            "--batch-size",
+            "2",
+            "--steps",
+            "6",
+            "--lr",
+            "1e-3",
+        ]
+        done(
+            *common, "--output", "a <b> & c", "--evaluation", "rows.jsonl", "--evaluate-every", "2"
+        )
         done(*common, "--output", "two", "--seed", "1", "--queries", "2")
     return folder
 
@@ -48,7 +65,11 @@ class Elements(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         for name, value in attrs:
-            if name in ("src", "href", "xlink:href") and value is not None and not value.startswith("#"):
+            if (
+                name in ("src", "href", "xlink:href")
+                and value is not None
+                and not value.startswith("#")
+            ):
                 self.loaded.append(value)
 
 
@@ -73,11 +94,19 @@ def test_the_page_says_what_is_in_the_runs(here: Path) -> None:
     assert re.search(r'<tr class="differs"><td class="key">seed</td><td>0</td><td>1</td>', text)
     assert re.search(r'<tr><td class="key">steps</td><td>6</td><td>6</td>', text)
     assert re.search(r">training loss, from [\d.]+<", text)
-    assert '<td class="key">written to disk, with snapshots</td><td>0, 0 in 1,000 steps</td>' in text  # blocks are in memory
+    # blocks are in memory
+    assert (
+        '<td class="key">written to disk, with snapshots</td><td>0, 0 in 1,000 steps</td>' in text
+    )
     assert run.minutes == sorted(run.minutes)
-    table = dict(re.findall(r'<td class="key">([^<]*)</td><td>(.*)</td></tr>', text.partition("<h2>Loss")[0]))
+    table = dict(
+        re.findall(r'<td class="key">([^<]*)</td><td>(.*)</td></tr>', text.partition("<h2>Loss")[0])
+    )
     first, last = (Journal("a <b> & c/journal.jsonl").evaluations[step]["loss"] for step in (0, 6))
-    assert table["evaluation loss, first and last"] == f"{first:.4f}, {last:.4f} at step 0 and 6</td><td>none"
+    assert (
+        table["evaluation loss, first and last"]
+        == f"{first:.4f}, {last:.4f} at step 0 and 6</td><td>none"
+    )
     assert table["method"] == "zeroth-order (mezo)</td><td>zeroth-order (mezo)"
     assert table["data"] == "rows.jsonl</td><td>rows.jsonl"
     assert "steps rejected by the guard" not in table
@@ -89,17 +118,29 @@ def test_the_page_says_what_is_in_the_runs(here: Path) -> None:
         assert f"{path}: found" in refusal("report", "two", "-o", path)
     assert Path("own.html").read_text() == "<!doctype html>\n<html></html>\n"
     options = json.loads(Path("two/options.json").read_bytes())
-    Path("two/options.json").write_text(json.dumps({**options, "options": {**options["options"], "storage": "odd"}}))
+    Path("two/options.json").write_text(
+        json.dumps({**options, "options": {**options["options"], "storage": "odd"}})
+    )
     done("report", "two", "-o", "page.html")
     assert "<td>&quot;odd&quot;</td>" in Path("page.html").read_text()
     Path("two/options.json").write_text("[]")
     assert "two/options.json: found" in refusal("report", "two", "-o", "page.html")
 
 
-def test_a_rate_has_its_tick_trials_are_apart_from_the_run_and_lanes_are_shown_where_there_are_several(here: Path) -> None:
+def test_a_rate_has_its_tick_trials_are_apart_and_lanes_are_shown_where_there_are_several(
+    here: Path,
+) -> None:
     rates = (3e-5, 1e-4, 3e-4)
     trials = [
-        {"lr": lr, "steps": 2, "loss": 1 + lr, "losses": [2.0, 1 + lr], "forwards": 4, "seconds": 60.0} for lr in rates
+        {
+            "lr": lr,
+            "steps": 2,
+            "loss": 1 + lr,
+            "losses": [2.0, 1 + lr],
+            "forwards": 4,
+            "seconds": 60.0,
+        }
+        for lr in rates
     ]
     run = read_run(Path("two"))._replace(trials=trials)
     text = page([run])
@@ -107,9 +148,13 @@ def test_a_rate_has_its_tick_trials_are_apart_from_the_run_and_lanes_are_shown_w
     assert "forwards of trials before</td><td>12<" in text
     assert run.minutes[-1] < 1
     assert ">mean loss of the last steps, from 1<" in text
-    assert "<h2>Lanes</h2>" not in page([run._replace(steps=[{**row, "lanes": {}} for row in run.steps])])
+    assert "<h2>Lanes</h2>" not in page(
+        [run._replace(steps=[{**row, "lanes": {}} for row in run.steps])]
+    )
     lanes = {lane: {"busy": 0.5, "bytes": 8} for lane in ("read", "evaluate")}
-    assert "<h2>Lanes</h2>" in page([run._replace(steps=[{**row, "lanes": lanes} for row in run.steps])])
+    assert "<h2>Lanes</h2>" in page(
+        [run._replace(steps=[{**row, "lanes": lanes} for row in run.steps])]
+    )
 
 
 def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
@@ -124,7 +169,9 @@ def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
     assert [row["loss"] for row in read_run(Path("two")).steps] == losses
 
 
-def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file_and_the_earlier_one(here: Path) -> None:
+def test_a_page_that_does_not_fit_on_the_disk_leaves_no_file_and_the_earlier_one(
+    here: Path,
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     Path("page.html").write_text(HEAD)
     for name, left in (("page.html", HEAD), ("new.html", None)):
@@ -146,7 +193,13 @@ def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
 
 WITHOUT = object()
 NO_NUMBERS: tuple[Any, ...] = ("0.1", None, [1.0], True)
-NO_LANES: tuple[Any, ...] = ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
+NO_LANES: tuple[Any, ...] = (
+    "none",
+    [],
+    {"compute": 1},
+    {"compute": {"busy": 0.1}},
+    {"write": {"busy": 0, "bytes": "1"}},
+)
 DAMAGED: list[tuple[str, Any]] = [
     *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in NO_NUMBERS),
     *((name, WITHOUT) for name in ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")),
@@ -157,8 +210,12 @@ DAMAGED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("name", "value"), DAMAGED, ids=lambda value: "missing" if value is WITHOUT else None)
-def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(here: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), DAMAGED, ids=lambda value: "missing" if value is WITHOUT else None
+)
+def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(
+    here: Path, name: str, value: Any
+) -> None:
     def damage(row: dict[str, Any]) -> None:
         if row["step"] % 2 == 0 and value is WITHOUT:
             del row[name]
@@ -168,7 +225,10 @@ def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(here: Path,
     losses = [row["loss"] for row in read_run(Path("two")).steps]
     changed_rows("two", damage)
     done("report", "two", "-o", "page.html")
-    assert '<td class="key">steps of unknown time and memory</td><td>3</td>' in Path("page.html").read_text()
+    assert (
+        '<td class="key">steps of unknown time and memory</td><td>3</td>'
+        in Path("page.html").read_text()
+    )
     run = read_run(Path("two"))
     assert [row["loss"] for row in run.steps] == losses
     assert ["seconds" in row for row in run.steps] == [False, True] * 3
@@ -177,10 +237,19 @@ def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(here: Path,
 @pytest.mark.few(1)
 @pytest.mark.parametrize("value", ["0.5", None, {}, 10**400])
 @pytest.mark.parametrize("name", ["evaluation_seconds", "evaluation_accuracy", "a $\\frac{$ b"])
-def test_numbers_of_an_evaluation_that_are_none_are_left_out(here: Path, name: str, value: Any) -> None:
-    changed_rows("a <b> & c", lambda row: row.update({name: value} if row["step"] == 2 else {name: 0.5}))
+def test_numbers_of_an_evaluation_that_are_none_are_left_out(
+    here: Path, name: str, value: Any
+) -> None:
+    changed_rows(
+        "a <b> & c", lambda row: row.update({name: value} if row["step"] == 2 else {name: 0.5})
+    )
     done("report", "a <b> & c", "-o", "page.html")
-    assert [name in row for row in read_run(Path("a <b> & c")).evaluations] == [True, False, True, True]
+    assert [name in row for row in read_run(Path("a <b> & c")).evaluations] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.few(1)
@@ -207,15 +276,27 @@ def test_a_run_may_have_any_name(here: Path, name: str, shown: str) -> None:
 def test_a_browser_draws_the_page(here: Path) -> None:
     done("report", "a <b> & c", "two", "-o", "page.html")
     assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={here / 'profile'}"]
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={here / 'profile'}",
+    ]
     address = (here / "page.html").as_uri()
     drawing: Any = {"check": True, "capture_output": True, "timeout": 120}
-    subprocess.run([*command, "--window-size=1000,1400", f"--screenshot={here / 'page.png'}", address], **drawing)
+    subprocess.run(
+        [*command, "--window-size=1000,1400", f"--screenshot={here / 'page.png'}", address],
+        **drawing,
+    )
     import matplotlib.image
 
     pixels = matplotlib.image.imread(here / "page.png")
     assert pixels.shape[:2] == (1400, 1000)
-    colours = {tuple(colour) for colour in (pixels[::3, ::3, :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
+    colours = {
+        tuple(colour)
+        for colour in (pixels[::3, ::3, :3].reshape(-1, 3) * 255).round().astype(int).tolist()
+    }
     assert {(31, 119, 180), (255, 127, 14)} <= colours, "the curves of both runs"
     dom = subprocess.run([*command, "--dump-dom", address], text=True, **drawing).stdout
     assert dom.count("<svg") == 3
@@ -225,7 +306,19 @@ def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.Mo
     tensorboard, wandb = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    common = ["train", "--model", "model", "--data", "rows.jsonl", "--steps", "2", "--lr", "1e-3", "--batch-size", "2"]
+    common = [
+        "train",
+        "--model",
+        "model",
+        "--data",
+        "rows.jsonl",
+        "--steps",
+        "2",
+        "--lr",
+        "1e-3",
+        "--batch-size",
+        "2",
+    ]
     done(*common, "--output", "tb", "--report-to", "tensorboard", "--evaluation", "rows.jsonl")
     rows = rows_of("tb/metrics.jsonl")
     tensorboard.SummaryWriter.assert_called_once_with(log_dir="tb/tensorboard")
@@ -244,5 +337,8 @@ def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.Mo
     assert run.log.call_count == 2
     monkeypatch.setitem(sys.modules, "wandb", None)
     told = refusal(*common, "--output", "none", "--report-to", "wandb")
-    assert "wandb: found no such package; expected it installed. What to do: pip install 'wandb'." in told
+    assert (
+        "wandb: found no such package; expected it installed. What to do: pip install 'wandb'."
+        in told
+    )
     assert not Path("none").exists()

@@ -1,4 +1,6 @@
-"""Rewards of what the model writes: their process, a step as a plain loop, and runs from the command line."""
+"""Rewards of what the model writes: their process, a step as a plain loop, and runs from the
+command line.
+"""
 
 import json
 import re
@@ -26,7 +28,14 @@ from zo2adapters.tasks import reward_program
 from zo2adapters.tasks.rewards import Completion, RewardName, RewardOptions, Rewards
 from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.task import RewardTask, TaskOptions
-from zo2core import Distribution, Engine, EvolutionStrategies, LowRankPerturbation, PhiloxNoise, ZerothOrder
+from zo2core import (
+    Distribution,
+    Engine,
+    EvolutionStrategies,
+    LowRankPerturbation,
+    PhiloxNoise,
+    ZerothOrder,
+)
 from zo2core.errors import DataError, DivergenceError, OptionError
 from zo2core.ranges import Fitness
 
@@ -39,7 +48,9 @@ ROWS = [
 FUNCTIONS = """
 import ctypes, os, signal, subprocess, sys, time
 
-cats = lambda prompt, completion, row: row["weight"] * completion.split().count("cat") + len(prompt) / 100
+def cats(prompt, completion, row):
+    return row["weight"] * completion.split().count("cat") + len(prompt) / 100
+
 divides = lambda prompt, completion, row: 1 / (row["weight"] - 3)
 infinite = lambda prompt, completion, row: float("inf")
 huge = lambda prompt, completion, row: 1e308
@@ -48,7 +59,9 @@ sleeps = lambda prompt, completion, row: time.sleep(row["weight"] == 3 and 60) i
 computes = lambda prompt, completion, row: sum(range(10**12)) if row["weight"] == 3 else 0.5
 allocates = lambda prompt, completion, row: len(bytearray(10**10)) if row["weight"] == 3 else 0.5
 leaves = lambda prompt, completion, row: sys.exit(3) if row["weight"] == 3 else 0.5
-kills = lambda prompt, completion, row: os.kill(os.getpid(), signal.SIGKILL) if row["weight"] == 3 else 0.5
+def kills(prompt, completion, row):
+    return os.kill(os.getpid(), signal.SIGKILL) if row["weight"] == 3 else 0.5
+
 loops = lambda prompt, completion, row: Endless() if row["weight"] == 3 else 0.5
 number = lambda prompt, completion, row: [0.5, float("nan"), None, "0.5", [1]][int(completion)]
 
@@ -96,7 +109,8 @@ def raises(prompt, completion, row):
 def starts(prompt, completion, row):
     started = subprocess.Popen(["sleep", "600"])
     away = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    orphan = subprocess.check_output("setsid sleep 600 > /dev/null & echo $!", shell=True, text=True).strip()
+    command = "setsid sleep 600 > /dev/null & echo $!"
+    orphan = subprocess.check_output(command, shell=True, text=True).strip()
     with open(row["file"], "w") as file:
         file.write(f"{os.getpid()} {started.pid} {away.pid} {orphan} ")
     if row["weight"] == 4:
@@ -118,7 +132,9 @@ def rewards(*names: str, seconds: float = 5.0, start_seconds: float = 1.0) -> Re
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
-    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=32))
+    base = save_model(
+        folder / "base", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=32)
+    )
     save_tokenizer(base)
     write_rows(folder / "rows.jsonl", ROWS)
     (folder / "functions.py").write_text(FUNCTIONS)
@@ -135,26 +151,38 @@ def functions(prepared: Path) -> Path:
     [
         ("exact-match", {"completion": " yes "}, ["yes", "yes\n", "yes.", ""], [1, 1, 0, 0]),
         ("exact-match", {"answers": ["a b", 3], "completion": "c"}, ["a b", "3", "c"], [1, 1, 0]),
-        ("arithmetic", {"completion": "so 1,200"}, ["3 + 4 is 1200", "1200.0", "12", "none", "1200 or 5"], [1, 1, 0, 0, 0]),
+        (
+            "arithmetic",
+            {"completion": "so 1,200"},
+            ["3 + 4 is 1200", "1200.0", "12", "none", "1200 or 5"],
+            [1, 1, 0, 0, 0],
+        ),
         ("arithmetic", {"answer": -7}, ["it is -7.", "7"], [1, 0]),
-        ("arithmetic", {"answer": "1" * 400}, ["1" * 400, "2" * 400], [1, 0]),  # both are beyond the largest float
+        # both are beyond the largest float
+        ("arithmetic", {"answer": "1" * 400}, ["1" * 400, "2" * 400], [1, 0]),
         ("regex", {"pattern": r"\d+ cats"}, ["12 cats ", "cats", "12 cats\nand"], [1, 0, 0]),
         ("length", {}, ["", "x" * 50], [0, -0.5]),
         (
             "json-schema",
-            {"schema": '{"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}'},
+            {
+                "schema": '{"type": "object", "required": ["n"], "properties": {"n": {"type": '
+                '"integer"}}}'
+            },
             ['{"n": 3}', '{"n": "x"}', "[1]", "{n: 3}", "[" * 10000],
             [1, 0.5, 0.5, 0, 0],
         ),
     ],
 )
-def test_ready_rewards(name: str, fields: dict[str, Any], texts: list[str], values: list[float]) -> None:
+def test_ready_rewards(
+    name: str, fields: dict[str, Any], texts: list[str], values: list[float]
+) -> None:
     with closing(rewards(name)) as judge:
         assert judge.of(completions(*texts, **fields)) == [values]
 
 
 def test_rewards_are_numbers_that_are_added_by_their_weights(functions: Path) -> None:
-    with closing(rewards(f"{functions}:cats=0.5", "length=2", seconds=1e7)) as judge:  # a third of a year
+    with closing(rewards(f"{functions}:cats=0.5", "length=2", seconds=1e7)) as judge:
+        # a third of a year
         each = judge.of(completions("cat cat", "no", weight=3))
         assert each == [[6.08, 0.08], [-0.07, -0.02]]
         assert judge.total(each) == [6.08 / 2 - 0.14, 0.08 / 2 - 0.04]
@@ -197,13 +225,20 @@ def test_rewards_are_numbers_that_are_added_by_their_weights(functions: Path) ->
 def test_a_reward_that_fails_is_told_by_its_row(function: str, why: str, functions: Path) -> None:
     # Code in C ends at the limit of a whole request, which nothing else has to wait for.
     start = {"computes": 1.0, "waits": 0.5}.get(function, 600.0)
-    rows = [Completion("text", None, {"weight": weight}, line) for line, weight in ((4, 1), (5, 3), (6, 1))]
+    rows = [
+        Completion("text", None, {"weight": weight}, line)
+        for line, weight in ((4, 1), (5, 3), (6, 1))
+    ]
     line = 4 if function in ("infinite", "huge", "text") else 5
     with closing(rewards(f"{functions}:{function}", seconds=0.3, start_seconds=start)) as judge:
-        with pytest.raises(DataError, match=rf"reward .*{function}, row on line {line} of --data: found .*{why}"):
+        with pytest.raises(
+            DataError, match=rf"reward .*{function}, row on line {line} of --data: found .*{why}"
+        ):
             judge.of(rows)
         if line == 5 and function != "divides":
-            assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], "the next request works"
+            assert judge.of(rows[::2]) == [[1.0, 1.0] if function == "sleeps" else [0.5, 0.5]], (
+                "the next request works"
+            )
 
 
 def test_what_a_reward_prints_or_forks_is_no_answer_and_no_request(
@@ -226,12 +261,16 @@ def test_what_a_reward_prints_or_forks_is_no_answer_and_no_request(
         ("cats = 3", "TypeError: cats is not a function"),
     ],
 )
-def test_a_file_that_does_not_run_is_told_before_generating(source: str, why: str, here: Path, tmp_path: Path) -> None:
+def test_a_file_that_does_not_run_is_told_before_generating(
+    source: str, why: str, here: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(source)
     with (
         closing(rewards("length", f"{path}:cats")) as judge,
-        pytest.raises(OptionError, match=rf"reward: found {path}: .*{why}; expected a file that Python runs"),
+        pytest.raises(
+            OptionError, match=rf"reward: found {path}: .*{why}; expected a file that Python runs"
+        ),
     ):
         judge.start()
     if "while" not in source:
@@ -245,14 +284,18 @@ spec = importlib.util.spec_from_file_location("limited", sys.argv[1])
 limited = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(limited)
 functions = pathlib.Path(sys.argv[3])
-request = {"name": "starts", "file": str(functions), "source": functions.read_text(), "seconds": 600, "start_seconds": 600}
+request = {"name": "starts", "file": str(functions), "source": functions.read_text()}
+request |= {"seconds": 600, "start_seconds": 600}
 calls = [["a prompt", "a completion", {"weight": 3, "file": sys.argv[4]}]]
-limited.LimitedProcess(pathlib.Path(sys.argv[2])).ask({**request, "calls": calls}, seconds=600, memory=1 << 28)
+process = limited.LimitedProcess(pathlib.Path(sys.argv[2]))
+process.ask({**request, "calls": calls}, seconds=600, memory=1 << 28)
 """
 
 
 @pytest.mark.parametrize("end", ["killed", "closed", "crashed"])
-def test_a_rewards_process_ends_with_its_parent_and_all_it_started(end: str, functions: Path, tmp_path: Path) -> None:
+def test_a_rewards_process_ends_with_its_parent_and_all_it_started(
+    end: str, functions: Path, tmp_path: Path
+) -> None:
     started = tmp_path / "started"
     if end == "killed":
         program = (limited_process.__file__, reward_program.__file__, str(functions), str(started))
@@ -283,9 +326,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_names_are_written_as_they_are_read_and_what_names_no_reward_is_refused(functions: Path) -> None:
-    for text in ("exact", "exact-match=", "exact-match=nan", "f.py", "f.py:", "f.txt:g", "f.py:a-b", ""):
-        with pytest.raises(OptionError, match=r"reward: found .*expected one of exact-match, arithmetic"):
+def test_names_are_written_as_they_are_read_and_what_names_no_reward_is_refused(
+    functions: Path,
+) -> None:
+    for text in (
+        "exact",
+        "exact-match=",
+        "exact-match=nan",
+        "f.py",
+        "f.py:",
+        "f.txt:g",
+        "f.py:a-b",
+        "",
+    ):
+        with pytest.raises(
+            OptionError, match=r"reward: found .*expected one of exact-match, arithmetic"
+        ):
             RewardName.parsed(text)
     for text in ("exact-match", "regex=0.5", f"{functions}:cats", f"{functions}:cats=-2"):
         assert str(RewardName.parsed(text)) == text
@@ -299,7 +355,9 @@ CATS = "functions.py:cats"
 def task_of(model: Any, batch_size: int, **options: Any) -> tuple[RewardTask, Any]:
     tokenizer, rewards = AutoTokenizer.from_pretrained("base"), RewardOptions(**options)
     rows = RowReader(tokenizer, 32, keeps_sources=True).read(Path("rows.jsonl"))
-    given = TaskOptions(objective="reward", pad=0, batch_size=batch_size, rewards=rewards, tokenizer=tokenizer)
+    given = TaskOptions(
+        objective="reward", pad=0, batch_size=batch_size, rewards=rewards, tokenizer=tokenizer
+    )
     task = RewardTask(model, rows, given)
     task.prepare(lambda: Engine(model), list)
     return task, rows
@@ -314,8 +372,13 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Pa
     whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loop = StackedLoop(whole, 2, 2, Distribution.RADEMACHER)
     moved = False
-    estimator = EvolutionStrategies(lr=0.02, zo_eps=eps, q=q, perturb_in_place=False, fitness=fitness)
-    noise, perturbation = PhiloxNoise(Distribution.RADEMACHER), LowRankPerturbation(rank=2, period=2)
+    estimator = EvolutionStrategies(
+        lr=0.02, zo_eps=eps, q=q, perturb_in_place=False, fitness=fitness
+    )
+    noise, perturbation = (
+        PhiloxNoise(Distribution.RADEMACHER),
+        LowRankPerturbation(rank=2, period=2),
+    )
     with Engine(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation)) as engine:
         for step in range(3):
             seeds = [at.seed for at in engine.ask()][::2]
@@ -325,22 +388,31 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Pa
                 for shift in (1.0, -1.0):
                     member: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
                     for name, weights in loop.weights().items():
-                        drawn = loop.draw(name, seed, len(weights), *([2] if weights.dim() == 2 else []))
-                        change = drawn if weights.dim() == 1 else drawn @ loop.shared(name, step // 2).T
+                        drawn = loop.draw(
+                            name, seed, len(weights), *([2] if weights.dim() == 2 else [])
+                        )
+                        change = (
+                            drawn if weights.dim() == 1 else drawn @ loop.shared(name, step // 2).T
+                        )
                         member.get_parameter(name).data = weights + shift * eps * change
                     total = 0.0
                     for row in ROWS:
                         prompt = tokenizer(row["prompt"])["input_ids"]
                         [tokens] = continuations(member, [prompt], new, tokenizer.eos_token_id)
                         text = tokenizer.decode(tokens, skip_special_tokens=True)
-                        total += row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[operator, arg-type, union-attr]
+                        total += (
+                            row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100
+                        )  # type: ignore[operator, arg-type, union-attr]
                         total -= 0.5 * len(text) / 100
                     losses.append(-total / 4)
             assert result.losses == pytest.approx(losses, rel=1e-14), "sums of the same rewards"
             losses = list(result.losses)
             if fitness is Fitness.RANKS:
                 order = sorted(losses)
-                mean_rank = {loss: statistics.fmean(i for i, other in enumerate(order) if other == loss) for loss in losses}
+                mean_rank = {
+                    loss: statistics.fmean(i for i, other in enumerate(order) if other == loss)
+                    for loss in losses
+                }
                 scores = [mean_rank[loss] / (2 * q - 1) - 0.5 for loss in losses]
             else:
                 deviation = statistics.pstdev(losses)
@@ -348,7 +420,9 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Pa
             grads = [(scores[i] - scores[i + 1]) / 2 for i in range(0, 2 * q, 2)]
             assert result.projected_grads == tuple(grads)
             moved = moved or any(grads)
-            loop.updates += [(seed, grad, 0.02 / q) for seed, grad in zip(seeds, grads, strict=True)]
+            loop.updates += [
+                (seed, grad, 0.02 / q) for seed, grad in zip(seeds, grads, strict=True)
+            ]
             loop.ends.append(len(loop.updates))
             assert task.measured["reward"] == pytest.approx(-statistics.fmean(losses))
         expected = loop.weights()
@@ -363,17 +437,24 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(base), open_checkpoint(base)
     task, rows = task_of(model, 2, reward=("length",), max_new_tokens=4, max_drift=0.05)
     estimator = EvolutionStrategies(lr=0.2, zo_eps=0.1, q=2, perturb_in_place=False)
-    with Engine(model, ZerothOrder(estimator, noise=PhiloxNoise(), perturbation=LowRankPerturbation(rank=2))) as engine:
+    with Engine(
+        model, ZerothOrder(estimator, noise=PhiloxNoise(), perturbation=LowRankPerturbation(rank=2))
+    ) as engine:
         assert task.drift(engine) == 0.0
         for _ in range(10):
             task.step(engine, rows.rows[:2], {})
-        with pytest.raises(DivergenceError, match=r"step 10: found a drift of .*max_drift of the run"):
+        with pytest.raises(
+            DivergenceError, match=r"step 10: found a drift of .*max_drift of the run"
+        ):
             task.step(engine, rows.rows[:2], {})
         assert engine.version == 10, "a step that is refused is not taken"
         drift = task.drift(engine)
         engine.export(here / "out")
     task.close()
-    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (base, here / "out"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (base, here / "out")
+    )
     sums, count = 0.0, 0
     for row in ROWS:
         prompt = tokenizer(row["prompt"])["input_ids"]
@@ -388,9 +469,41 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
 
 
 def asked(reward: str, *more: object, output: str = "run", steps: int = 6) -> list[object]:
-    given = ["train", "--model", "base", "--data", "rows.jsonl", "--output", output, "--reward", reward, "--seed", 3]
-    given += ["--estimator", "es", "--queries", 3, "--rank", 2, "--lr", 0.02, "--zo-eps", 0.1, "--steps", steps]
-    return [*given, "--batch-size", 3, "--reward-options", "max_new_tokens=5,temperature=0.8", *more]
+    given = [
+        "train",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        output,
+        "--reward",
+        reward,
+        "--seed",
+        3,
+    ]
+    given += [
+        "--estimator",
+        "es",
+        "--queries",
+        3,
+        "--rank",
+        2,
+        "--lr",
+        0.02,
+        "--zo-eps",
+        0.1,
+        "--steps",
+        steps,
+    ]
+    return [
+        *given,
+        "--batch-size",
+        3,
+        "--reward-options",
+        "max_new_tokens=5,temperature=0.8",
+        *more,
+    ]
 
 
 def journal_of(run: str) -> bytes:
@@ -406,8 +519,14 @@ def test_a_run_writes_rewards_and_a_resumed_one_goes_on_with_them(here: Path) ->
     done(*asked(CATS, *evaluated, steps=3))
     done("train", "--resume", "run", "--steps", 6, "--reward", CATS)
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
-    assert all({"reward", "best_reward", "completion_tokens", "generated_tokens"} <= row.keys() for row in steps)
+    steps, evaluations = (
+        [row for row in rows if "loss" in row],
+        [row for row in rows if "evaluation_loss" in row],
+    )
+    assert all(
+        {"reward", "best_reward", "completion_tokens", "generated_tokens"} <= row.keys()
+        for row in steps
+    )
     assert all(row["reward"] == pytest.approx(-statistics.fmean(row["losses"])) for row in steps)
     assert len({row["reward"] for row in steps}) > 1
     assert evaluations[0]["evaluation_drift"] == 0.0 == steps[0]["drift"]
@@ -416,7 +535,9 @@ def test_a_run_writes_rewards_and_a_resumed_one_goes_on_with_them(here: Path) ->
     assert sorted({sample["step"] for sample in samples}) == [0, 3, 6]
     done("report", "run", "--output", "report.html")
     page = Path("report.html").read_text()
-    assert all(words in page for words in ("<h2>Rewards</h2>", "completion tokens", "drift", "reward"))
+    assert all(
+        words in page for words in ("<h2>Rewards</h2>", "completion tokens", "drift", "reward")
+    )
 
 
 @pytest.mark.parametrize("queries", short_first([3], [1]))  # 1: a population that does not divide
@@ -458,7 +579,8 @@ def pauses(prompt, completion, row):
     calls = pathlib.Path(__file__).with_name("calls")
     with calls.open("ab") as file:
         file.write(b".")
-    time.sleep(calls.stat().st_size in (40, 41) and 0.8)  # the run's last call, and the first one of its continuation
+    # the run's last call, and the first one of its continuation
+    time.sleep(calls.stat().st_size in (40, 41) and 0.8)
     return completion.split().count("cat")
 """
 
@@ -470,7 +592,9 @@ def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(here:
     assert "of --data: found TimeoutError: it takes longer than 0.5 s" in told
     assert "resume with more seconds" in told
     assert len(steps_of("run")) == 2, "18 calls a step"
-    done("train", "--resume", "run", "--reward-options", "seconds=5", "--reward", "pauses.py:pauses")
+    done(
+        "train", "--resume", "run", "--reward-options", "seconds=5", "--reward", "pauses.py:pauses"
+    )
     done(*asked("pauses.py:pauses", output="whole"))
     assert journal_of("run") == journal_of("whole")
 
@@ -495,14 +619,21 @@ def test_a_rewards_process_that_dies_once_costs_nothing(here: Path) -> None:
     assert journal_of("run") == journal_of("whole")
 
 
-@pytest.mark.parametrize(("tokens", "option"), [(40, "--data"), (30, "--data"), (30, "--evaluation")])
-def test_prompts_without_room_and_rewards_that_fail_are_told_by_their_row(tokens: int, option: str, here: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "option"), [(40, "--data"), (30, "--data"), (30, "--evaluation")]
+)
+def test_prompts_without_room_and_rewards_that_fail_are_told_by_their_row(
+    tokens: int, option: str, here: Path
+) -> None:
     write_rows(Path("long.jsonl"), [*ROWS, {"prompt": "cat " * tokens}])
     told = refusal(*asked("length", "--evaluation", "rows.jsonl", option, "long.jsonl"))
     if tokens == 40:
         assert "long.jsonl, line 5: found a prompt of 40 tokens, which leaves no token" in told
     else:
-        assert "max_new_tokens of --reward-options: found 5; expected at most 2, with which the prompt of 30 tokens" in told
+        assert (
+            "max_new_tokens of --reward-options: found 5; expected at most 2, with which the "
+            "prompt of 30 tokens" in told
+        )
         assert f"line 5 of {option}" in told
         assert "expected at most 2" in told
     assert not Path("run").exists()

@@ -27,7 +27,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import DataFile, parsed_rows, saved_path
-from zo2adapters.tasks.rows import RowReader, Rows, TokenizedRow, collate, file_batches, training_batches
+from zo2adapters.tasks.rows import (
+    RowReader,
+    Rows,
+    TokenizedRow,
+    collate,
+    file_batches,
+    training_batches,
+)
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_directory import RunDirectory
@@ -37,23 +44,41 @@ from zo2core.errors import DataError, MissingPackageError, OptionError
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown "
+    "role') }}{% endif %}"
     "<|{{ message.role }}|>{{ message.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|think|>"]
+SPECIAL = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|think|>",
+]
 ASK = {"role": "user", "content": "What colour is the sky?"}
 ANSWER = {"role": "assistant", "content": "It is blue."}
 
 
-def make_tokenizer(*, wrap: str = "$A", template: str | None = TEMPLATE, **special: str | None) -> PreTrainedTokenizerBase:
+def make_tokenizer(
+    *, wrap: str = "$A", template: str | None = TEMPLATE, **special: str | None
+) -> PreTrainedTokenizerBase:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(["The sky is blue. What colour is the sky? It is blue."] * 3, trainer)
-    backend.post_processor = processors.TemplateProcessing(single=wrap, special_tokens=[("<s>", 1), ("</s>", 2)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(
+        ["The sky is blue. What colour is the sky? It is blue."] * 3, trainer
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single=wrap, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"} | special
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
     tokenizer.chat_template = template
@@ -63,14 +88,19 @@ def make_tokenizer(*, wrap: str = "$A", template: str | None = TEMPLATE, **speci
 TOKENIZER = make_tokenizer()
 
 
-def text_of(row: TokenizedRow, start: int = 0, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> str:
+def text_of(
+    row: TokenizedRow, start: int = 0, tokenizer: PreTrainedTokenizerBase = TOKENIZER
+) -> str:
     text = tokenizer.decode(list(row.input_ids)[start:])
     assert isinstance(text, str)
     return text
 
 
-# Opens an answer with a token that a finished answer does not hold, as templates of reasoning models do.
-THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><|think|>{% endif %}")
+# Opens an answer with a token that a finished answer does not hold, as templates of reasoning
+# models do.
+THINKING_TEMPLATE = TEMPLATE.replace(
+    "<|assistant|>{% endif %}", "<|assistant|><|think|>{% endif %}"
+)
 WITH_BOS = make_tokenizer(wrap="<s> $A")
 WITH_BOS_AND_EOS = make_tokenizer(wrap="<s> $A </s>")
 WITHOUT_EOS = make_tokenizer(eos_token=None)
@@ -84,12 +114,16 @@ def data_file(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def read(path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> Rows:
+def read(
+    path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64
+) -> Rows:
     write_rows(path, rows)
     return RowReader(tokenizer, length).read(path)
 
 
-def refusal(path: Path, content: bytes, *, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> DataError:
+def refusal(
+    path: Path, content: bytes, *, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64
+) -> DataError:
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         RowReader(tokenizer, length).read(path)
@@ -107,7 +141,8 @@ def lines(batch: Sequence[TokenizedRow]) -> list[int]:
 BLUE = {"prompt": "The sky is", "completion": " blue."}
 TALK, ASKED = {"messages": [ASK, ANSWER]}, "<|user|>What colour is the sky?<|end|><|assistant|>"
 TURN = {"prompt": [ASK], "completion": [ANSWER]}
-LEARNED: dict[str, tuple[dict[str, Any], PreTrainedTokenizerBase, str, str]] = {  # row, prompt, and what is learned
+# row, prompt, and what is learned
+LEARNED: dict[str, tuple[dict[str, Any], PreTrainedTokenizerBase, str, str]] = {
     "a text ends with EOS": ({"text": "The sky is blue."}, TOKENIZER, "", "The sky is blue.</s>"),
     "a text that has its EOS": ({"text": "The sky</s>"}, TOKENIZER, "", "The sky</s>"),
     "a tokenizer that adds EOS": ({"text": "The sky"}, WITH_BOS_AND_EOS, "", "<s>The sky</s>"),
@@ -116,7 +151,12 @@ LEARNED: dict[str, tuple[dict[str, Any], PreTrainedTokenizerBase, str, str]] = {
     "BOS counts as prompt": (BLUE, WITH_BOS, "<s>The sky is", " blue.</s>"),
     "a completion where EOS is added": (BLUE, WITH_BOS_AND_EOS, "<s>The sky is", " blue.</s>"),
     "an empty prompt": ({"prompt": "", "completion": "The sky"}, WITH_BOS, "<s>", "The sky</s>"),
-    "a token that has both": ({"prompt": "The sky is ", "completion": "blue."}, TOKENIZER, "The sky is", " blue.</s>"),
+    "a token that has both": (
+        {"prompt": "The sky is ", "completion": "blue."},
+        TOKENIZER,
+        "The sky is",
+        " blue.</s>",
+    ),
     "EOS alone": ({"prompt": "The sky", "completion": "</s>"}, TOKENIZER, "The sky", "</s>"),
     "messages": (TALK, TOKENIZER, ASKED, "It is blue.<|end|>"),
     "messages get no second BOS": (TALK, WITH_BOS, ASKED, "It is blue.<|end|>"),
@@ -127,33 +167,57 @@ LEARNED: dict[str, tuple[dict[str, Any], PreTrainedTokenizerBase, str, str]] = {
 
 @pytest.mark.parametrize(("row", "tokenizer", "prompt", "learned"), LEARNED.values(), ids=LEARNED)
 def test_what_a_row_becomes_and_what_of_it_is_learned(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt: str, learned: str, data_file: Path
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    learned: str,
+    data_file: Path,
 ) -> None:
     [tokenized] = read(data_file, row, tokenizer=tokenizer)
     assert tokenized.input_ids.itemsize == 4
     assert text_of(tokenized, tokenizer=tokenizer) == prompt + learned
     assert text_of(tokenized, tokenized.prompt_length, tokenizer) == learned
     if "messages" in row:
-        assert list(tokenized.input_ids) == tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
+        assert list(tokenized.input_ids) == tokenizer.apply_chat_template(
+            [ASK, ANSWER], return_dict=False
+        )
 
 
 MARK = b"\xef\xbb\xbf"
 
 
-@pytest.mark.parametrize("start", [b"\r\n", MARK + b"\r\n", MARK + b'{"text": "The sky"}\n'], ids=["none", "mark", "row"])
-def test_blank_lines_and_byte_order_marks_are_skipped_and_lines_count_from_one(data_file: Path, start: bytes) -> None:
+@pytest.mark.parametrize(
+    "start", [b"\r\n", MARK + b"\r\n", MARK + b'{"text": "The sky"}\n'], ids=["none", "mark", "row"]
+)
+def test_blank_lines_and_byte_order_marks_are_skipped_and_lines_count_from_one(
+    data_file: Path, start: bytes
+) -> None:
     data_file.write_bytes(start + b'  \n{"text": "caf\xc3\xa9"}\r\n\n{"text": "a\xe2\x80\xa8b"}')
     rows = [(row.line, text_of(row)) for row in RowReader(TOKENIZER, 64).read(data_file)]
     first = [(1, "The sky</s>")] if b"text" in start else []
     assert rows == [*first, (3, "café</s>"), (5, "a\u2028b</s>")]
 
 
-def test_kinds_are_recognised_row_by_row_and_long_rows_lose_their_end_and_are_counted(data_file: Path) -> None:
-    text, completion = {"text": "The sky", "id": 7, "messages": None}, {"prompt": "The", "completion": " sky"}
-    dataset = read(data_file, text, {**completion, "source": {"url": "x"}}, {"messages": [ASK, ANSWER], "tools": []})
+def test_kinds_are_recognised_row_by_row_and_long_rows_lose_their_end_and_are_counted(
+    data_file: Path,
+) -> None:
+    text, completion = (
+        {"text": "The sky", "id": 7, "messages": None},
+        {"prompt": "The", "completion": " sky"},
+    )
+    dataset = read(
+        data_file,
+        text,
+        {**completion, "source": {"url": "x"}},
+        {"messages": [ASK, ANSWER], "tools": []},
+    )
     assert [text_of(row) for row in dataset] == ["The sky</s>", "The sky</s>", text_of(dataset[2])]
     assert [row.prompt_length for row in dataset] == [0, 1, 10]
-    rows = [{"text": "The sky is blue."}, {"text": "The sky"}, {"prompt": "The sky", "completion": " is blue."}]
+    rows = [
+        {"text": "The sky is blue."},
+        {"text": "The sky"},
+        {"prompt": "The sky", "completion": " is blue."},
+    ]
     dataset = read(data_file, *rows, length=3)
     assert [text_of(row) for row in dataset] == ["The sky is", "The sky</s>", "The sky is"]
     assert dataset.truncated == 2, "not the row of exactly the sequence length"
@@ -177,24 +241,44 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "kind and a half": (b'{"text": "a", "prompt": "b"}', "'text', 'prompt'"),
     "text of the wrong type": (b'{"text": 3}', "3 as 'text'"),
     "prompt of the wrong type": (b'{"prompt": {}, "completion": "b"}', "{} as 'prompt'"),
-    "mixed prompt and completion": (b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}', "'completion'"),
-    "mixed completion and prompt": (b'{"prompt": [{"role": "user", "content": "b"}], "completion": "a"}', '"a" as'),
+    "mixed prompt and completion": (
+        b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}',
+        "'completion'",
+    ),
+    "mixed completion and prompt": (
+        b'{"prompt": [{"role": "user", "content": "b"}], "completion": "a"}',
+        '"a" as',
+    ),
     "empty text": (b'{"text": ""}', "empty 'text'"),
     "empty completion": (b'{"prompt": "a", "completion": ""}', "empty 'completion'"),
     "messages as a string": (b'{"messages": "a"}', "\"a\" as 'messages'"),
     "no messages": (b'{"messages": []}', "empty 'messages'"),
-    "messages without content": (b'{"messages": [{"role": "user", "content": ""}]}', "empty 'messages'"),
+    "messages without content": (
+        b'{"messages": [{"role": "user", "content": ""}]}',
+        "empty 'messages'",
+    ),
     "message without content": (b'{"messages": [{"role": "user"}]}', "as 'messages'"),
     "message without role": (b'{"messages": [{"content": "a"}]}', "as 'messages'"),
     "message that is a string": (b'{"messages": ["a"]}', "as 'messages'"),
-    "content in parts": (b'{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "as 'messages'"),
-    "role the template refuses": (b'{"messages": [{"role": "god", "content": "a"}]}', "unknown role"),
-    "tools": (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}', "'tools'"),
+    "content in parts": (
+        b'{"messages": [{"role": "user", "content": [{"text": "a"}]}]}',
+        "as 'messages'",
+    ),
+    "role the template refuses": (
+        b'{"messages": [{"role": "god", "content": "a"}]}',
+        "unknown role",
+    ),
+    "tools": (
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}',
+        "'tools'",
+    ),
 }
 
 
 @pytest.mark.parametrize(("content", "found"), MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_row_is_refused_with_its_line(data_file: Path, content: bytes, found: str) -> None:
+def test_a_malformed_row_is_refused_with_its_line(
+    data_file: Path, content: bytes, found: str
+) -> None:
     error = refusal(data_file, b'{"text": "fine"}\n\n' + content + b"\n")
     assert error.where == f"{data_file}, line 3"
     assert found in error.found
@@ -203,7 +287,9 @@ def test_a_malformed_row_is_refused_with_its_line(data_file: Path, content: byte
     assert error.remedy
 
 
-def test_what_a_tokenizer_or_a_length_cannot_take_is_told_with_what_would_fit(data_file: Path) -> None:
+def test_what_a_tokenizer_or_a_length_cannot_take_is_told_with_what_would_fit(
+    data_file: Path,
+) -> None:
     assert len(read(data_file, {"text": "The sky"}, tokenizer=WITHOUT_TEMPLATE)) == 1
     for asked in ({"messages": [ASK]}, {"prompt": [ASK], "completion": [ANSWER]}):
         error = refusal(data_file, json.dumps(asked).encode(), tokenizer=WITHOUT_TEMPLATE)
@@ -213,17 +299,31 @@ def test_what_a_tokenizer_or_a_length_cannot_take_is_told_with_what_would_fit(da
     assert read(data_file, row, length=3).truncated == 1
     error = refusal(data_file, b'{"text": "The sky is"}\n' + json.dumps(row).encode(), length=2)
     assert error.where == f"{data_file}, line 2"
-    assert error.found == "a prompt of 2 tokens, which leaves no token of the row's 2 for the completion"
+    assert (
+        error.found
+        == "a prompt of 2 tokens, which leaves no token of the row's 2 for the completion"
+    )
     assert error.expected == "a prompt of at most 1 tokens"
-    assert error.remedy == "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
-    words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))  # spaces are no tokens
+    assert (
+        error.remedy
+        == "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
+    )
+    # spaces are no tokens
+    words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
-    error = refusal(data_file, json.dumps({**row, "completion": " "}).encode(), tokenizer=fast(tokenizer_object=words))
+    error = refusal(
+        data_file,
+        json.dumps({**row, "completion": " "}).encode(),
+        tokenizer=fast(tokenizer_object=words),
+    )
     assert error.found == "a prompt of 2 tokens, and no token of a completion"
     assert "completion" in error.remedy
     error = refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS)
-    assert (error.found, error.remedy) == ("a text of 1 token", "lengthen the text, or remove the row")
+    assert (error.found, error.remedy) == (
+        "a text of 1 token",
+        "lengthen the text, or remove the row",
+    )
     assert len(read(data_file, {"text": "The"}, tokenizer=TOKENIZER)) == 1
 
 
@@ -231,7 +331,10 @@ def test_a_file_without_rows_a_missing_one_and_a_directory_are_refused(tmp_path:
     for content in (b"", b"\n \r\n\t\n", MARK):
         error = refusal(tmp_path / "rows.jsonl", content)
         assert (error.where, error.found) == (str(tmp_path / "rows.jsonl"), "no rows")
-    for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "datasets has not saved")):
+    for path, found in (
+        (tmp_path / "absent.jsonl", "No such file"),
+        (tmp_path, "datasets has not saved"),
+    ):
         with pytest.raises(DataError) as caught:
             RowReader(TOKENIZER, 8).read(path)
         assert caught.value.where == str(path)
@@ -252,24 +355,39 @@ def test_collate_pads_right_and_hides_prompts_and_padding_from_the_loss() -> Non
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 9), batch_size=st.integers(1, 12), seed=st.integers(), step=st.integers(0, 30))
-def test_every_epoch_has_every_row_once_also_after_a_restart(count: int, batch_size: int, seed: int, step: int) -> None:
+@given(
+    count=st.integers(1, 9),
+    batch_size=st.integers(1, 12),
+    seed=st.integers(),
+    step=st.integers(0, 30),
+)
+def test_every_epoch_has_every_row_once_also_after_a_restart(
+    count: int, batch_size: int, seed: int, step: int
+) -> None:
     given: dict[str, Any] = {"batch_size": batch_size, "seed": seed}
-    batches = list(itertools.islice(training_batches(numbered(count), **given), max(3 * count, step + 5)))
+    batches = list(
+        itertools.islice(training_batches(numbered(count), **given), max(3 * count, step + 5))
+    )
     assert {len(batch) for batch in batches} == {batch_size}
     visited = [line for batch in batches[: 3 * count] for line in lines(batch)]
     for start in range(0, len(visited), count):  # count * batch_size rows are whole epochs
         assert Counter(visited[start : start + count]) == Counter(range(1, count + 1))
     restarted = itertools.islice(training_batches(numbered(count), **given, first_step=step), 5)
     assert batches[step : step + 5] == list(restarted)
-    far = next(training_batches(numbered(count), **given, first_step=10**15))  # without walking there
+    # without walking there
+    far = next(training_batches(numbered(count), **given, first_step=10**15))
     assert len(far) == batch_size
 
 
-def test_order_follows_from_seed_and_epoch_alone_and_a_digest_from_rows_their_bounds_and_prompts(data_file: Path) -> None:
+def test_order_follows_from_seed_and_epoch_alone_and_a_digest_from_rows_their_bounds_and_prompts(
+    data_file: Path,
+) -> None:
     def order(seed: int, count: int = 20) -> list[list[int]]:
         return [
-            lines(batch) for batch in itertools.islice(training_batches(numbered(count), batch_size=count, seed=seed), 2)
+            lines(batch)
+            for batch in itertools.islice(
+                training_batches(numbered(count), batch_size=count, seed=seed), 2
+            )
         ]
 
     assert len({tuple(epoch) for seed in (0, 1, -1) for epoch in order(seed)}) == 6
@@ -289,36 +407,63 @@ def test_order_follows_from_seed_and_epoch_alone_and_a_digest_from_rows_their_bo
         read(data_file, {"text": "The sky"}, length=1)
 
     def digest(*rows: tuple[list[int], int]) -> str:
-        return Rows(tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows)).digest()
+        return Rows(
+            tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows)
+        ).digest()
 
     first = digest(([1, 2], 0), ([3, 4], 0))
     bounds, prompts = digest(([1, 2, 3], 0), ([4], 0)), digest(([1, 2], 1), ([3, 4], 0))
-    assert len({first, bounds, prompts, digest(([3, 4], 0), ([1, 2], 0)), digest(([1, 2], 0), ([3, 5], 0))}) == 5
+    assert (
+        len(
+            {
+                first,
+                bounds,
+                prompts,
+                digest(([3, 4], 0), ([1, 2], 0)),
+                digest(([1, 2], 0), ([3, 5], 0)),
+            }
+        )
+        == 5
+    )
     assert first == digest(([1, 2], 0), ([3, 4], 0))
 
 
-# As models of the hub have them, in all that they use of the language: the first is Llama 3's, the second Qwen's with tools
-# and namespaces, the third Mistral's with its checks, the fourth of a model that is told the date.
+# As models of the hub have them, in all that they use of the language: the first is Llama 3's, the
+# second Qwen's with tools and namespaces, the third Mistral's with its checks, the fourth of a
+# model that is told the date.
 REAL_TEMPLATES = [
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
-    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
-    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if "
+    "loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if "
+    "add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    "{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n{%- else %}\n    {%- if messages[0].role != 'system' %}\n"
-    "        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}\n    {%- endif %}\n{%- endif %}\n"
+    "{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n{%- else %}\n    {%- if "
+    "messages[0].role != 'system' %}\n"
+    "        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}\n    {%- endif %}\n{%- "
+    "endif %}\n"
     "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\n"
-    "{%- for message in messages[::-1] %}\n    {%- set index = (messages|length - 1) - loop.index0 %}\n"
-    "    {%- if ns.multi_step_tool and message.role == 'user' and not message.content.startswith('<tool_response>') %}\n"
-    "        {%- set ns.multi_step_tool = false %}\n        {%- set ns.last_query_index = index %}\n    {%- endif %}\n"
+    "{%- for message in messages[::-1] %}\n    {%- set index = (messages|length - 1) - "
+    "loop.index0 %}\n"
+    "    {%- if ns.multi_step_tool and message.role == 'user' and not "
+    "message.content.startswith('<tool_response>') %}\n"
+    "        {%- set ns.multi_step_tool = false %}\n        {%- set ns.last_query_index = index "
+    "%}\n    {%- endif %}\n"
     "{%- endfor %}\n{%- for message in messages %}\n    {{- '<|im_start|>' + message.role }}\n"
-    "    {{- '\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}\n{%- endfor %}\n"
+    "    {{- '\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' "
+    "}}\n{%- endfor %}\n"
     "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}",
-    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != "
+    "(loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{% generation %}{{ message['content'] + eos_token }}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{% generation %}{{ "
+    "message['content'] + eos_token }}"
     "{% endgeneration %}{% endif %}{% endfor %}",
-    "{%- if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}\n  {% for m in messages %}\n"
-    "  {{ m | tojson }}\n{% if m.role == 'none' %}{% break %}{% endif %}\n  {% endfor %}\nü{{ eos_token }}",
+    "{%- if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}\n  {% for m in messages "
+    "%}\n"
+    "  {{ m | tojson }}\n{% if m.role == 'none' %}{% break %}{% endif %}\n  {% endfor %}\nü{{ "
+    "eos_token }}",
 ]
 
 
@@ -329,7 +474,9 @@ def test_a_good_template_gives_the_text_that_the_tokenizer_gives(template: str) 
     conversations: list[list[dict[str, Any]]] = [[ASK], [ASK, ANSWER], [ASK, {**ANSWER, **extra}]]
     for messages in conversations:
         for reply_follows in (False, True):
-            expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_follows)
+            expected = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=reply_follows
+            )
             assert render_chat(messages, tokenizer, reply_follows=reply_follows) == expected
 
 
@@ -340,7 +487,8 @@ HOSTILE_TEMPLATES = {
     "a long list": ("{{ ([0] * 10**10) | length }}", "more memory"),
     "a wide string": ("{{ 'x' | center(10**10) }}", "more memory"),
     "doubling": (
-        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% "
+        "endfor %}",
         "more memory",
     ),
     "a large number": ("{{ 10 ** (10 ** 10) }}", "longer|more memory"),
@@ -364,7 +512,8 @@ def test_a_hostile_template_ends_in_bounded_time_and_memory(
     assert len(str(info.value)) < 1000
 
 
-# Data files of every kind, columns and templates, lengths, and rows that are taken from the training file
+# Data files of every kind, columns and templates, lengths, and rows that are taken from the
+# training file
 
 
 datasets: Any = importlib.import_module("datasets")  # these packages have no types
@@ -398,7 +547,10 @@ def save_dataset(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def save_splits(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    both = {"train": datasets.Dataset.from_list(list(rows)), "test": datasets.Dataset.from_list(list(rows[:1]))}
+    both = {
+        "train": datasets.Dataset.from_list(list(rows)),
+        "test": datasets.Dataset.from_list(list(rows[:1])),
+    }
     datasets.DatasetDict(both).save_to_disk(path)
     return Path(f"{path}:train")
 
@@ -422,9 +574,19 @@ def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_
     assert list(parsed_rows(path)) == list(enumerate(expected, 1))
     template = RowOptions(prompt_template="{n}. {text}\\nKind:", completion_column="kind")
     dataset = RowReader(TOKENIZER, 99, template).read(path)
-    assert [text_of(row) for row in dataset] == ["1. The sky\nKind: good</s>", '2. a "b", c\nd\nKind: bad</s>']
-    again, other = KINDS[name](tmp_path / "again" / name, ROWS), KINDS[name](tmp_path / "other" / name, ROWS[:1])
-    assert data_sha256(path) == data_sha256(again if name.startswith("rows") else path) != data_sha256(other)
+    assert [text_of(row) for row in dataset] == [
+        "1. The sky\nKind: good</s>",
+        '2. a "b", c\nd\nKind: bad</s>',
+    ]
+    again, other = (
+        KINDS[name](tmp_path / "again" / name, ROWS),
+        KINDS[name](tmp_path / "other" / name, ROWS[:1]),
+    )
+    assert (
+        data_sha256(path)
+        == data_sha256(again if name.startswith("rows") else path)
+        != data_sha256(other)
+    )
     with pytest.raises(DataError) as caught:
         RowReader(TOKENIZER, 99, RowOptions(text_column="txt")).read(path)
     assert caught.value.where == f"{path}, {'line' if name.endswith('jsonl') else 'row'} 1"
@@ -444,11 +606,24 @@ def test_an_open_file_is_read_as_often_as_needed(name: str, tmp_path: Path) -> N
     assert (list(parsed_rows(path)), data_sha256(path)) == (rows, digest)
 
 
-@pytest.mark.parametrize("labels", [[["4", "four"]] * 4, ["", "four", "4", "four"]], ids=["lists", "none at first"])
-def test_rows_of_rewards_keep_their_columns_and_their_order(labels: list[Any], tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{n}", **({"label": label} if label else {}), "tests": f"t{n}"} for n, label in enumerate(labels)]
-    read = RowReader(TOKENIZER, 99, keeps_sources=True).read(write_rows(tmp_path / "rows.jsonl", rows))
-    kept = [(row.line, json.loads(row.source)["tests"]) for row in read.rows if isinstance(row, TokenizedRow)]
+@pytest.mark.parametrize(
+    "labels", [[["4", "four"]] * 4, ["", "four", "4", "four"]], ids=["lists", "none at first"]
+)
+def test_rows_of_rewards_keep_their_columns_and_their_order(
+    labels: list[Any], tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"q{n}", **({"label": label} if label else {}), "tests": f"t{n}"}
+        for n, label in enumerate(labels)
+    ]
+    read = RowReader(TOKENIZER, 99, keeps_sources=True).read(
+        write_rows(tmp_path / "rows.jsonl", rows)
+    )
+    kept = [
+        (row.line, json.loads(row.source)["tests"])
+        for row in read.rows
+        if isinstance(row, TokenizedRow)
+    ]
     assert kept == [(n + 1, f"t{n}") for n in range(4)]
 
 
@@ -489,7 +664,9 @@ MALFORMED_FILES: dict[str, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("file", "content", "named"), MALFORMED_FILES.values(), ids=MALFORMED_FILES)
+@pytest.mark.parametrize(
+    ("file", "content", "named"), MALFORMED_FILES.values(), ids=MALFORMED_FILES
+)
 def test_a_malformed_file_is_refused(file: str, content: str, named: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(DataError) as caught:
@@ -497,7 +674,9 @@ def test_a_malformed_file_is_refused(file: str, content: str, named: str, tmp_pa
     assert named in str(caught.value)
 
 
-def test_a_missing_split_lists_the_others_and_a_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_split_lists_the_others_and_a_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save_splits(tmp_path / "splits", ROWS)
     for wrong in (path.with_name("splits"), path.with_name("splits:dev")):
         with pytest.raises(DataError, match="train, test"):
@@ -513,7 +692,9 @@ def test_a_missing_split_lists_the_others_and_a_package_is_named(tmp_path: Path,
 
 def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
     held = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
 
     def load(name: str, configuration: str | None, split: str) -> Any:
@@ -537,10 +718,23 @@ def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.M
 
 
 GREAT = {"prompt_template": "{text} It was", "labels": ("terrible", "great")}
-LABELLED: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any], list[str]]] = {  # rows, options, and their labels
-    "words": (ROWS, {"prompt_template": "{text}\\nKind:", "label_column": "kind"}, [" bad", " good"]),
-    "numbers": ([{"text": "a", "label": 1}, {"text": "b", "label": 0}], GREAT, [" terrible", " great"]),
-    "their order": ([{"text": "a", "label": 10}, {"text": "b", "label": 9}], {"prompt_template": "{text}:"}, [" 9", " 10"]),
+# rows, options, and their labels
+LABELLED: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any], list[str]]] = {
+    "words": (
+        ROWS,
+        {"prompt_template": "{text}\\nKind:", "label_column": "kind"},
+        [" bad", " good"],
+    ),
+    "numbers": (
+        [{"text": "a", "label": 1}, {"text": "b", "label": 0}],
+        GREAT,
+        [" terrible", " great"],
+    ),
+    "their order": (
+        [{"text": "a", "label": 10}, {"text": "b", "label": 9}],
+        {"prompt_template": "{text}:"},
+        [" 9", " 10"],
+    ),
     "completions": (
         [{"prompt": "a", "completion": " good"}, {"prompt": "b", "completion": " bad"}],
         {"label_column": "completion"},
@@ -553,16 +747,22 @@ LABELLED: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any], list[str]]] 
 def test_a_prompt_with_a_label_is_compared_with_all_labels(
     rows: Sequence[dict[str, Any]], options: dict[str, Any], labels: list[str], tmp_path: Path
 ) -> None:
-    read = RowReader(TOKENIZER, 99, RowOptions(**options)).read(write_rows(tmp_path / "rows.jsonl", rows))
+    read = RowReader(TOKENIZER, 99, RowOptions(**options)).read(
+        write_rows(tmp_path / "rows.jsonl", rows)
+    )
     assert read.format is RowFormat.CANDIDATES
     text: Any = lambda ids: TOKENIZER.decode(list(ids))  # noqa: E731
-    assert [([text(candidate) for candidate in row.candidates], row.answer) for row in read] == [(labels, 1), (labels, 0)]
+    assert [([text(candidate) for candidate in row.candidates], row.answer) for row in read] == [
+        (labels, 1),
+        (labels, 0),
+    ]
     if "completion" in rows[0]:
         assert [text(row.prompt) for row in read] == ["a", "b"]
 
 
 CHOICE: dict[str, Any] = {"prompt": "the cat", "candidates": [" yes", " no"], "answer": " no"}
-REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [  # rows, options, where, and what is told
+# rows, options, where, and what is told
+REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [
     *(
         (
             [{"prompt": "a", column: label} for label in ("good", "bad", " ")],
@@ -572,17 +772,50 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [  # rows
         )
         for column, given in (("kind", "kind"), ("label", None))
     ),
-    ([{"prompt": "a", "label": label} for label in (1.0, 0.0, math.nan)], {}, "line 3", "'prompt'; expected .*candidates"),
-    ([{"prompt": "a", "label": "x"}, {"prompt": "a", "completion": " b"}], {}, "line 1", "found the keys 'prompt'"),
-    ([{"prompt": "a", "completion": " b"}, {"prompt": "a", "label": "x"}], {}, "line 2", "found the keys 'prompt'"),
+    (
+        [{"prompt": "a", "label": label} for label in (1.0, 0.0, math.nan)],
+        {},
+        "line 3",
+        "'prompt'; expected .*candidates",
+    ),
+    (
+        [{"prompt": "a", "label": "x"}, {"prompt": "a", "completion": " b"}],
+        {},
+        "line 1",
+        "found the keys 'prompt'",
+    ),
+    (
+        [{"prompt": "a", "completion": " b"}, {"prompt": "a", "label": "x"}],
+        {},
+        "line 2",
+        "found the keys 'prompt'",
+    ),
     ([{"kind": "good", "review": "a"}], {"label_column": "kind"}, "", r"'\{review\} Label:'"),
-    (ROWS[:1], {"prompt_template": "{text}", "label_column": "kind"}, "", "the label 'good' in every row"),
-    ([{"text": ["a"], "completion": "b"}], {"prompt_template": "{text}"}, "line 1", "found .* in the column 'text'"),
+    (
+        ROWS[:1],
+        {"prompt_template": "{text}", "label_column": "kind"},
+        "",
+        "the label 'good' in every row",
+    ),
+    (
+        [{"text": ["a"], "completion": "b"}],
+        {"prompt_template": "{text}"},
+        "line 1",
+        "found .* in the column 'text'",
+    ),
     ([{"messages": [ASK]}], {}, "line 1", "'assistant'.*--train-on all"),
     ([{**CHOICE, "answer": True}], {}, "line 1", "found true as"),
     ([{"prompt": "the", "completion": True}], {}, "line 1", "found true as"),
     *(
-        ([CHOICE, {key: value for key, value in {**CHOICE, **changes}.items() if value is not ...}], {}, "line 2", "found ")
+        (
+            [
+                CHOICE,
+                {key: value for key, value in {**CHOICE, **changes}.items() if value is not ...},
+            ],
+            {},
+            "line 2",
+            "found ",
+        )
         for changes in (
             {"candidates": ...},
             {"candidates": [" yes"], "answer": 0},
@@ -625,7 +858,13 @@ def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path)
 
 
 def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> None:
-    talk = [ASK, ANSWER, {"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "The sky is"}, ASK]
+    talk = [
+        ASK,
+        ANSWER,
+        {"role": "user", "content": "The sky?"},
+        {"role": "assistant", "content": "The sky is"},
+        ASK,
+    ]
     path = write_rows(tmp_path / "rows.jsonl", [{"talk": talk}])
     (row,) = RowReader(TOKENIZER, 99, RowOptions(messages_column="talk")).read(path)
     labels = collate([row], pad_token_id=0)["labels"][0]
@@ -638,14 +877,25 @@ def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> 
     assert Rows((row,)).digest() != Rows((replace(row, later_prompts=()),)).digest()
 
 
-def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_refused(tmp_path: Path) -> None:
+def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_refused(
+    tmp_path: Path,
+) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|{{ m.role }}|>{{ "
+        "m.content }}{% endif %}{% endfor %}"
     )
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
     with pytest.raises(DataError, match="changes an answer"):
         RowReader(make_tokenizer(template=template), 99).read(path)
-    for template in ("no column", "{}", "{text", "{text!r}", "{text:>9}", "{text.upper}", "{text[0]}"):
+    for template in (
+        "no column",
+        "{}",
+        "{text",
+        "{text!r}",
+        "{text:>9}",
+        "{text.upper}",
+        "{text[0]}",
+    ):
         with pytest.raises(OptionError) as caught:
             RowOptions(prompt_template=template).require_valid()
         assert caught.value.where == "prompt_template"
@@ -669,12 +919,20 @@ def changed(form: RowFormat, text: str) -> dict[str, Any]:
 
 def reader(form: RowFormat, length: int, tokenizer: Any = TOKENIZER, **options: Any) -> RowReader:
     config = small_config("llama", num_labels=2) if form is RowFormat.LABELS else None
-    return RowReader(tokenizer, length, labelled_for=config, new_tokens=2 if form is RowFormat.ANSWERS else None, **options)
+    return RowReader(
+        tokenizer,
+        length,
+        labelled_for=config,
+        new_tokens=2 if form is RowFormat.ANSWERS else None,
+        **options,
+    )
 
 
 @every_format
 def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "The sky is blue. The")])
+    path = write_rows(
+        tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "The sky is blue. The")]
+    )
     can_be_cut = form in (RowFormat.TEXT, RowFormat.LABELS)
     for choice in ("auto", "cut", "drop", "refuse"):
         reading = reader(form, 4, options=RowOptions(too_long=choice))
@@ -693,13 +951,18 @@ def test_rows_that_are_too_long_are_cut_dropped_or_refused(form: RowFormat, tmp_
 
 
 @every_format
-def test_a_token_beyond_the_embedding_is_refused_and_digests_tell_rows_apart(form: RowFormat, tmp_path: Path) -> None:
+def test_a_token_beyond_the_embedding_is_refused_and_digests_tell_rows_apart(
+    form: RowFormat, tmp_path: Path
+) -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<new>"])
     size = len(tokenizer) - 1
     path = write_rows(tmp_path / "rows.jsonl", [FORMATS[form], changed(form, "<new>")])
     reader(form, 64, tokenizer, vocabulary=size + 1).read(path)
-    with pytest.raises(DataError, match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}"):
+    with pytest.raises(
+        DataError,
+        match=rf"line 2: found the token '<new>' with the id {size}; expected ids below {size}",
+    ):
         reader(form, 64, tokenizer, vocabulary=size).read(path)
     rows = [FORMATS[form], changed(form, "What")]
     files = [rows, rows[::-1], rows[:1], [rows[0], rows[0]]]
@@ -708,11 +971,27 @@ def test_a_token_beyond_the_embedding_is_refused_and_digests_tell_rows_apart(for
     assert digests[-1] == digests[0]
 
 
-def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokenizer_told_as_such(tmp_path: Path) -> None:
+def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokenizer_told_as_such(
+    tmp_path: Path,
+) -> None:
     options = small_run(tmp_path)
-    write_rows(options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}])
-    arguments = ("--model", options.model, "--data", options.data, "--too-long", "drop", "--sequence-length", 3)
-    for command in (("train", *arguments, "--output", tmp_path / "out", "--steps", 1), ("evaluate", *arguments)):
+    write_rows(
+        options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}]
+    )
+    arguments = (
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--too-long",
+        "drop",
+        "--sequence-length",
+        3,
+    )
+    for command in (
+        ("train", *arguments, "--output", tmp_path / "out", "--steps", 1),
+        ("evaluate", *arguments),
+    ):
         assert "left out, since longer: 1 row\n" in run_here(*command).err
     for path in Path(options.model).glob("token*"):
         path.unlink()
@@ -723,7 +1002,9 @@ def test_the_number_of_rows_left_out_is_printed_and_a_directory_without_a_tokeni
 # Rows to evaluate on that are taken from the training file
 
 
-def test_a_split_takes_rows_out_of_the_training_file_and_a_run_evaluates_on_them(tmp_path: Path) -> None:
+def test_a_split_takes_rows_out_of_the_training_file_and_a_run_evaluates_on_them(
+    tmp_path: Path,
+) -> None:
     path = write_rows(tmp_path / "eight.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
     rows = RowReader(TOKENIZER, 9).read(path)
     train, evaluation = rows.split(0.25)
@@ -753,27 +1034,42 @@ def csv_rows(path: Path, text: str) -> Path:
 def test_cells_are_texts_where_a_format_has_texts(tmp_path: Path) -> None:
     numbers = csv_rows(tmp_path / "numbers", "question,answer\nwhat is 0 + 2?,2\n")
     options = RowOptions(prompt_column="question", completion_column="answer")
-    assert options.converted(next(parsed_rows(numbers))[1]) == {"prompt": "what is 0 + 2?", "completion": "2"}
+    assert options.converted(next(parsed_rows(numbers))[1]) == {
+        "prompt": "what is 0 + 2?",
+        "completion": "2",
+    }
     lists = csv_rows(tmp_path / "lists", 'prompt,completion\nlist,"[""Oslo"", 1, {""a"": 2}]"\n')
-    assert RowOptions().converted(next(parsed_rows(lists))[1])["completion"] == '["Oslo", 1, {"a": 2}]'
+    assert (
+        RowOptions().converted(next(parsed_rows(lists))[1])["completion"] == '["Oslo", 1, {"a": 2}]'
+    )
     messages = json.dumps([{"role": "user", "content": "hi"}]).replace('"', '""')
     named = csv_rows(tmp_path / "named", f'talk\n"{messages}"\n')
     converted = RowOptions(messages_column="talk").converted(next(parsed_rows(named))[1])
     assert converted == {"messages": [{"role": "user", "content": "hi"}]}
     candidates = csv_rows(
-        tmp_path / "candidates", 'prompt,candidates,answer\nthe,"[""1"", ""2""]",1\nthe,"[""a"", ""b""]",1\n'
+        tmp_path / "candidates",
+        'prompt,candidates,answer\nthe,"[""1"", ""2""]",1\nthe,"[""a"", ""b""]",1\n',
     )
     rows = RowReader(TOKENIZER, 64).read(candidates)
     assert rows.format is RowFormat.CANDIDATES
     assert [row.answer for row in rows] == [0, 1]
-    path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")  # an index is a column without a name
-    assert next(parsed_rows(path))[1] == {"Unnamed: 0": "0", "prompt": "name a fox", "completion": "red"}
+    # an index is a column without a name
+    path = csv_rows(tmp_path / "rows", ",prompt,completion\n0,name a fox,red\n")
+    assert next(parsed_rows(path))[1] == {
+        "Unnamed: 0": "0",
+        "prompt": "name a fox",
+        "completion": "red",
+    }
     rows = RowReader(TOKENIZER, 64).read(path)
     assert (rows.format, bool(rows[0].prompt_length)) == (RowFormat.TEXT, True)
 
 
-@pytest.mark.parametrize(("cells", "labels"), [("0 1", ("0", "1")), ("0.0 1.0", ("0", "1")), ("4.5 -1.0", ("-1", "4.5"))])
-def test_numbers_as_labels_are_labels_or_their_indices(tmp_path: Path, cells: str, labels: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("cells", "labels"), [("0 1", ("0", "1")), ("0.0 1.0", ("0", "1")), ("4.5 -1.0", ("-1", "4.5"))]
+)
+def test_numbers_as_labels_are_labels_or_their_indices(
+    tmp_path: Path, cells: str, labels: tuple[str, ...]
+) -> None:
     first, second = cells.split()
     path = csv_rows(tmp_path / "rows", f"text,mood\nthe cat,{first}\nthe dog,{second}\n")
     options = RowOptions(prompt_template="{text}", label_column="mood")
@@ -785,13 +1081,21 @@ def test_numbers_as_labels_are_labels_or_their_indices(tmp_path: Path, cells: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(tmp_path: Path, kind: str) -> None:
-    path = KINDS[kind](tmp_path / kind, [{"prompt": "the cat", "label": False}, {"prompt": "the dog", "label": True}])
+def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(
+    tmp_path: Path, kind: str
+) -> None:
+    path = KINDS[kind](
+        tmp_path / kind,
+        [{"prompt": "the cat", "label": False}, {"prompt": "the dog", "label": True}],
+    )
     found = RowOptions().labels_in(row for _, row in parsed_rows(path))
     assert found == ("False", "True")
     options = RowOptions(labels=found)
     converted = [options.converted(row) for _, row in parsed_rows(path)]
-    assert [(row["candidates"], row["answer"]) for row in converted] == [([" False", " True"], 0), ([" False", " True"], 1)]
+    assert [(row["candidates"], row["answer"]) for row in converted] == [
+        ([" False", " True"], 0),
+        ([" False", " True"], 1),
+    ]
     with pytest.raises(DataError, match=r"1: found .* as 'label'; expected one of 'no', 'yes'"):
         RowReader(TOKENIZER, 64, RowOptions(labels=("no", "yes"))).read(path)
     numbers = small_config("llama", num_labels=2)
@@ -811,14 +1115,24 @@ def test_messages_of_sharegpt_get_roles_and_contents(tmp_path: Path, column: str
 
 
 @pytest.mark.parametrize("kind", ["messages", "preferences"])
-def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run_resumes(tmp_path: Path, kind: str) -> None:
-    options = small_run(tmp_path, optimization=Optimization(lr=1e-5))  # whatever the time makes of the rows
+def test_a_template_that_writes_the_time_gets_that_of_the_runs_start_and_the_run_resumes(
+    tmp_path: Path, kind: str
+) -> None:
+    # whatever the time makes of the rows
+    options = small_run(tmp_path, optimization=Optimization(lr=1e-5))
     settings = Path(options.model) / "tokenizer_config.json"
-    digits = f"{{% for digit in strftime_now('%f') %}}{{{{ {WORDS[4:14]}[digit | int] }}}} {{% endfor %}}"
+    digits = (
+        f"{{% for digit in strftime_now('%f') %}}{{{{ {WORDS[4:14]}[digit | int] }}}} {{% endfor "
+        f"%}}"
+    )
     template = digits + "{% for m in messages %}{{ m.content }} {% endfor %}"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
     turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
-    row = {"messages": turns} if kind == "messages" else {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[:1]}
+    row = (
+        {"messages": turns}
+        if kind == "messages"
+        else {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[:1]}
+    )
     write_rows(options.data, [row] * 4)
     with Trainer(replace(options, steps=2), quiet=True) as trainer:
         trainer.train()

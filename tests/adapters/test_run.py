@@ -42,30 +42,43 @@ def options(tmp_path: Path) -> TrainOptions:
     return resumable_run(tmp_path)
 
 
-def test_an_interrupted_run_is_resumed_and_exported_at_any_past_step(options: TrainOptions, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed_and_exported_at_any_past_step(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     interrupt_after(options, 4)
     run, weights = options.output, "model.safetensors"
     done("export", "--run", run, "--at", "2", "--output", tmp_path / "two")
     done("train", "--resume", run)
     printed = done("journal", run, "--last", "2").out
     method, *identity = printed.partition(f"\n{STEPS} steps")[0].splitlines()
-    assert re.fullmatch(r"method +zeroth-order steps, [a-z-]+, lr [0-9.e-]+, zo_eps 0.001, .*", method)
+    assert re.fullmatch(
+        r"method +zeroth-order steps, [a-z-]+, lr [0-9.e-]+, zo_eps 0.001, .*", method
+    )
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in identity)
     header = Journal(run / "journal.jsonl").header
     assert header is not None
     assert told["base fingerprint"] == header["base"]
     assert told["data sha256"] == data_sha256(options.data)
-    assert (told["seed"], told["batch size"]) == (str(options.seed), str(options.batching.batch_size))
+    assert (told["seed"], told["batch size"]) == (
+        str(options.seed),
+        str(options.batching.batch_size),
+    )
     assert "{" not in printed
     assert printed.splitlines()[-1].split()[0] == str(STEPS - 1)
     shutil.rmtree(run)
     interrupt_after(options, 2)
     done("export", "--run", run, "--output", tmp_path / "two again")
-    assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "two again" / weights).read_bytes()
+    assert (tmp_path / "two" / weights).read_bytes() == (
+        tmp_path / "two again" / weights
+    ).read_bytes()
 
 
-def test_names_are_durable_before_anything_is_built_on_them(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every directory made and file put in place is followed at once by a sync of the directory that its name is in."""
+def test_names_are_durable_before_anything_is_built_on_them(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every directory made and file put in place is followed at once by a sync of the directory
+    that its name is in.
+    """
     options = replace(options, output=options.output / "deep" / "run")
     names: list[Path] = []  # made, not yet durable
     made, synced = set(), os.fsync
@@ -98,33 +111,52 @@ def test_names_are_durable_before_anything_is_built_on_them(options: TrainOption
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
-def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions, change: str) -> None:
+def test_another_tokenizer_is_refused_with_the_difference(
+    options: TrainOptions, change: str
+) -> None:
     interrupt_after(options, 1)
-    base, before = Path(options.model), {path: path.read_bytes() for path in options.output.iterdir()}
+    base, before = (
+        Path(options.model),
+        {path: path.read_bytes() for path in options.output.iterdir()},
+    )
     words = [*WORDS[:8], WORDS[9], WORDS[8], WORDS[10]] if change == "a word's number" else WORDS
     save_tokenizer(base, words, pad="<unk>" if change == "the padding" else "<pad>")
     if change == "the end of a row":
         save_tokenizer(base, eos="<unk>")
     with pytest.raises(DataError, match="tokenizer of") as info:
         Trainer(options, resume=True, quiet=True)
-    said = {"a word's number": "data sha256", "the padding": "padding 0", "the end of a row": "evaluation sha256"}
+    said = {
+        "a word's number": "data sha256",
+        "the padding": "padding 0",
+        "the end of a row": "evaluation sha256",
+    }
     assert said[change] in info.value.expected
     assert ("padding" in info.value.found) == (change == "the padding")
-    assert {path: path.read_bytes() for path in options.output.iterdir()} == before, "nothing was changed"
+    assert {path: path.read_bytes() for path in options.output.iterdir()} == before, (
+        "nothing was changed"
+    )
     save_tokenizer(base)
     finish(options, resume=True)
 
 
-def test_another_base_other_data_or_options_are_refused_with_the_difference(options: TrainOptions) -> None:
+def test_another_base_other_data_or_options_are_refused_with_the_difference(
+    options: TrainOptions,
+) -> None:
     interrupt_after(options, 1)
     other = replace(options, optimization=Optimization(lr=1e-2, zo_eps=0.5))
     with pytest.raises(JournalError, match=r"estimator\.zo_eps 0\.001.*estimator\.zo_eps 0\.5"):
         Trainer(other, resume=True, quiet=True)
-    with Trainer(options, resume=True, quiet=True), pytest.raises(OutputError, match="another process"):
+    with (
+        Trainer(options, resume=True, quiet=True),
+        pytest.raises(OutputError, match="another process"),
+    ):
         Trainer(options, resume=True, quiet=True)
     rows = options.data.read_text()
     options.data.write_text(rows + '{"text": "the dog"}\n')
-    with pytest.raises(DataError, match=f"^data: found {options.data}, which has the sha256 .*began with: {options.data}, "):
+    with pytest.raises(
+        DataError,
+        match=f"^data: found {options.data}, which has the sha256 .*began with: {options.data}, ",
+    ):
         Trainer(options, resume=True, quiet=True)
     options.data.write_text(rows)
     weights = load_file(Path(options.model) / "model.safetensors")
@@ -136,7 +168,10 @@ def test_another_base_other_data_or_options_are_refused_with_the_difference(opti
 
 def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> None:
     interrupt_after(options, 1)
-    path, lost = options.output / "options.json", ["checksums", "tokens", "options.steps", "options.seed"]
+    path, lost = (
+        options.output / "options.json",
+        ["checksums", "tokens", "options.steps", "options.seed"],
+    )
     written = path.read_text()
     for place in [*lost, "options.optimization.warmup_steps", "options.storage.memory"]:
         record = group = json.loads(written)
@@ -146,10 +181,14 @@ def test_saved_options_that_have_lost_one_are_refused(options: TrainOptions) -> 
         del group[name]
         path.write_text(json.dumps(record))
         with pytest.raises(OptionError, match=r"options\.json"):
-            Trainer(RunDirectory.options(options.output) if groups else options, resume=True, quiet=True)
+            Trainer(
+                RunDirectory.options(options.output) if groups else options, resume=True, quiet=True
+            )
 
 
-def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(options: TrainOptions) -> None:
+def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(
+    options: TrainOptions,
+) -> None:
     with pytest.raises(Exception, match="smallest plan"):
         Trainer(replace(options, storage=Storage(memory="1MB")), quiet=True)
     assert not options.output.exists()
@@ -172,17 +211,31 @@ def moved(options: TrainOptions) -> TrainOptions:
     return options
 
 
-def test_a_run_whose_files_moved_goes_on_with_their_new_paths(moved: TrainOptions, tmp_path: Path) -> None:
+def test_a_run_whose_files_moved_goes_on_with_their_new_paths(
+    moved: TrainOptions, tmp_path: Path
+) -> None:
     new = tmp_path / "elsewhere"
-    paths = ["--model", new / "base", "--data", new / "rows.jsonl", "--evaluation", new / "evaluation.jsonl"]
-    assert "--data" in refusal("train", "--resume", moved.output, *paths[:2]).replace(str(moved.data), "--data")
-    branched = run_here("train", "--resume", moved.output, *paths, "--from-step", 2, "--output", tmp_path / "branch")
+    paths = [
+        "--model",
+        new / "base",
+        "--data",
+        new / "rows.jsonl",
+        "--evaluation",
+        new / "evaluation.jsonl",
+    ]
+    assert "--data" in refusal("train", "--resume", moved.output, *paths[:2]).replace(
+        str(moved.data), "--data"
+    )
+    branched = run_here(
+        "train", "--resume", moved.output, *paths, "--from-step", 2, "--output", tmp_path / "branch"
+    )
     ended = run_here("train", "--resume", moved.output, *paths)
     assert (branched.status, ended.status) == (0, 0), (branched, ended)
     record = json.loads((moved.output / "options.json").read_text())
     assert record["options"]["data"] == str(new / "rows.jsonl")
     assert set(record["checksums"]) == {str(new / "rows.jsonl"), str(new / "evaluation.jsonl")}
-    assert run_here("train", "--resume", moved.output).status == 0  # the new paths were written down
+    # the new paths were written down
+    assert run_here("train", "--resume", moved.output).status == 0
     assert run_here("export", "--run", moved.output, "--output", tmp_path / "exported").status == 0
     for name in ("base", "rows.jsonl"):
         (new / name).rename(tmp_path / name)
@@ -192,31 +245,59 @@ def test_a_run_whose_files_moved_goes_on_with_their_new_paths(moved: TrainOption
         assert outcome(run)["weights"] == outcome(expected.output)["weights"]
 
 
-def test_other_files_than_those_that_moved_are_refused_by_name(moved: TrainOptions, tmp_path: Path) -> None:
+def test_other_files_than_those_that_moved_are_refused_by_name(
+    moved: TrainOptions, tmp_path: Path
+) -> None:
     new = tmp_path / "elsewhere"
-    paths = {"model": new / "base", "data": new / "rows.jsonl", "evaluation": new / "evaluation.jsonl"}
+    paths = {
+        "model": new / "base",
+        "data": new / "rows.jsonl",
+        "evaluation": new / "evaluation.jsonl",
+    }
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "the cat sat"}) + "\n")
-    save_file({key: value + 1 for key, value in load_file(new / "base" / "model.safetensors").items()}, tmp_path / "changed")
+    save_file(
+        {key: value + 1 for key, value in load_file(new / "base" / "model.safetensors").items()},
+        tmp_path / "changed",
+    )
     shutil.copytree(new / "base", tmp_path / "other")
     shutil.copy(tmp_path / "changed", tmp_path / "other" / "model.safetensors")
     before = (moved.output / "options.json").read_bytes()
-    for option, path in (("data", "other.jsonl"), ("evaluation", "other.jsonl"), ("model", "other")):
+    for option, path in (
+        ("data", "other.jsonl"),
+        ("evaluation", "other.jsonl"),
+        ("model", "other"),
+    ):
         given = {**paths, option: tmp_path / path}
-        line = refusal("train", "--resume", moved.output, *[part for name in given for part in (f"--{name}", given[name])])
-        assert ("--model: found" if option == "model" else f"zo2: --{option}: found {tmp_path / path}, ") in line
+        line = refusal(
+            "train",
+            "--resume",
+            moved.output,
+            *[part for name in given for part in (f"--{name}", given[name])],
+        )
+        assert (
+            "--model: found" if option == "model" else f"zo2: --{option}: found {tmp_path / path}, "
+        ) in line
     assert (moved.output / "options.json").read_bytes() == before
 
 
-def test_a_run_killed_before_its_first_record_says_how_to_go_on(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_record_says_how_to_go_on(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     run, base = options.output, Path(options.model)
     interrupt_after(options, 1)
     (run / "journal.jsonl").unlink()
     (run / "metrics.jsonl").unlink()
-    for command in (["export", "--run", run, "--output", tmp_path / "new"], ["report", run, "--output", tmp_path / "new"]):
+    for command in (
+        ["export", "--run", run, "--output", tmp_path / "new"],
+        ["report", run, "--output", tmp_path / "new"],
+    ):
         assert f"What to do: continue it with zo2 train --resume {run}" in refusal(*command)
     shutil.copytree(base, tmp_path / "copy")
     line = refusal("train", "--resume", run, "--model", tmp_path / "copy")
-    assert f"of a run that took no step, so that no fingerprint tells whether it is the run's own; expected {base}" in line
+    assert (
+        "of a run that took no step, so that no fingerprint tells whether it is the run's own; "
+        f"expected {base}" in line
+    )
     assert f"leave it out, or remove {run}" in line
     (run / "options.json").rename(run / ".options.json.partial")
     for path in run.iterdir():
@@ -225,7 +306,9 @@ def test_a_run_killed_before_its_first_record_says_how_to_go_on(options: TrainOp
     assert "give the command that began the run again" in refusal("train", "--resume", run)
 
 
-def test_a_run_that_another_process_has_begun_is_left(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_another_process_has_begun_is_left(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def begun_and_ended(lock: Any) -> Any:
         options.output.mkdir(exist_ok=True)
         (options.output / "options.json").write_text("another's")
@@ -238,7 +321,9 @@ def test_a_run_that_another_process_has_begun_is_left(options: TrainOptions, mon
     assert (options.output / "options.json").read_text() == "another's"
 
 
-def test_a_run_killed_as_it_was_lengthened_goes_on(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_killed_as_it_was_lengthened_goes_on(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = replace(options, optimization=Optimization(lr=1e-2))
     finish(options)
 
@@ -246,43 +331,78 @@ def test_a_run_killed_as_it_was_lengthened_goes_on(options: TrainOptions, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "_write_record", killed)  # the former model has its new name by then
+        # the former model has its new name by then
+        patch.setattr(RunDirectory, "_write_record", killed)
         with pytest.raises(KeyboardInterrupt):
-            Trainer(RunDirectory.options(options.output).with_steps(STEPS + 1), resume=True, quiet=True)
+            Trainer(
+                RunDirectory.options(options.output).with_steps(STEPS + 1), resume=True, quiet=True
+            )
     assert run_here("train", "--resume", options.output).status == 0
     assert (options.output / "model").is_dir()
     assert (options.output / f"model-{STEPS}").is_dir()
     ended = run_here("train", "--resume", options.output, "--steps", STEPS + 1)
     assert ended.status == 0, ended
     assert (options.output / f"model-{STEPS}-2").is_dir()
-    assert run_here("export", "--run", options.output, "--output", options.output.parent / "exported").status == 0
-    ours, theirs = (place / "model.safetensors" for place in (options.output / "model", options.output.parent / "exported"))
+    assert (
+        run_here(
+            "export", "--run", options.output, "--output", options.output.parent / "exported"
+        ).status
+        == 0
+    )
+    ours, theirs = (
+        place / "model.safetensors"
+        for place in (options.output / "model", options.output.parent / "exported")
+    )
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize("labels", [[], ["--prompt-template", "{prompt} it is", "--columns", "label=completion"]])
-def test_a_run_opens_its_data_once(options: TrainOptions, monkeypatch: pytest.MonkeyPatch, labels: list[str]) -> None:
+@pytest.mark.parametrize(
+    "labels", [[], ["--prompt-template", "{prompt} it is", "--columns", "label=completion"]]
+)
+def test_a_run_opens_its_data_once(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch, labels: list[str]
+) -> None:
     opened: list[str] = []
 
     def noted(path: Any) -> Any:
         opened.append(os.fspath(path))
         return open_regular(path)
 
-    rows = [{"prompt": f"the {word}", "completion": label} for word in WORDS[5:9] for label in ("cat", "dog")]
+    rows = [
+        {"prompt": f"the {word}", "completion": label}
+        for word in WORDS[5:9]
+        for label in ("cat", "dog")
+    ]
     data = options.data.with_name("labelled.jsonl")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(row_source, "open_regular", noted)
-    given = ("--model", options.model, "--data", data, "--output", options.output, "--steps", 2, "--batch-size", 2)
+    given = (
+        "--model",
+        options.model,
+        "--data",
+        data,
+        "--output",
+        options.output,
+        "--steps",
+        2,
+        "--batch-size",
+        2,
+    )
     assert run_here("train", *given, *labels).status == 0
     assert opened.count(str(data)) == 1
 
 
 def test_an_earlier_step_is_opened_by_the_first_worker_alone(options: TrainOptions) -> None:
     workers: Any = SimpleNamespace(rank=0, size=2)
-    method, running = method_of(options, workers=workers), SimpleNamespace(journal=Journal(), activation_bytes=1 << 20)
+    method, running = (
+        method_of(options, workers=workers),
+        SimpleNamespace(journal=Journal(), activation_bytes=1 << 20),
+    )
     with patch("zo2adapters.trainers.methods.Engine") as opened:
         method.at_step(cast("Any", running), cast("Any", None), 1 << 20, 0)
-        assert opened.call_args.kwargs["workers"] is None, "the others have ended, and would be waited for"
+        assert opened.call_args.kwargs["workers"] is None, (
+            "the others have ended, and would be waited for"
+        )
         method.open(cast("Any", None), 1 << 20)
     assert opened.call_args.kwargs["workers"] is workers
 
@@ -292,7 +412,10 @@ EVALUATED_STEPS = 4
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was evaluated after every step, without its model. Its last evaluation was not the best one."""
+    """A run that was evaluated after every step, without its model.
+
+    Its last evaluation was not the best one.
+    """
     place = tmp_path_factory.mktemp("best")
     options = small_run(
         place,
@@ -336,9 +459,17 @@ def test_damaged_metrics_do_not_change_the_export(
     assert losses(run) == losses(finished)
 
 
-def test_commands_take_the_best_step_unless_another_is_asked_for(finished: Path, tmp_path: Path) -> None:
-    best, weights = best_of(losses(finished)), (finished.parent / "best" / "model.safetensors").read_bytes()
-    said = f"{finished}: step {best} (best of {EVALUATED_STEPS + 1} evaluations); --at N takes another one\n"
+def test_commands_take_the_best_step_unless_another_is_asked_for(
+    finished: Path, tmp_path: Path
+) -> None:
+    best, weights = (
+        best_of(losses(finished)),
+        (finished.parent / "best" / "model.safetensors").read_bytes(),
+    )
+    said = (
+        f"{finished}: step {best} (best of {EVALUATED_STEPS + 1} evaluations); --at N takes "
+        "another one\n"
+    )
     for command in ("export", "merge"):
         ended = run_here(command, "--run", finished, "--output", tmp_path / command)
         assert (ended.status, said in ended.err) == (0, True), ended
@@ -349,9 +480,13 @@ def test_commands_take_the_best_step_unless_another_is_asked_for(finished: Path,
     assert said in evaluated.err
     assert evaluated.out.splitlines()[0].split() == ["base", "step", str(best)]
     assert f"{losses(finished)[best]:.6f}" in evaluated.out
-    generated = run_here("generate", "--run", finished, "--prompt", "the cat", "--max-new-tokens", 2)
+    generated = run_here(
+        "generate", "--run", finished, "--prompt", "the cat", "--max-new-tokens", 2
+    )
     assert said in generated.err
-    asked = run_here("export", "--run", finished, "--at", EVALUATED_STEPS, "--output", tmp_path / "last")
+    asked = run_here(
+        "export", "--run", finished, "--at", EVALUATED_STEPS, "--output", tmp_path / "last"
+    )
     assert "best of" not in asked.err
     assert (tmp_path / "last" / "model.safetensors").read_bytes() != weights
 
@@ -370,7 +505,12 @@ def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Pa
     assert math.isnan(again.evaluations[0]["accuracy"])
     assert (again.checksum, list(again.updates)) == (checksum, [])
     written = path.read_bytes()
-    others: list[object] = [{"step": 1, "loss": 1.0}, {"loss": 1.0}, {"step": 0, "loss": "1"}, {"step": True, "loss": 1.0}]
+    others: list[object] = [
+        {"step": 1, "loss": 1.0},
+        {"loss": 1.0},
+        {"step": 0, "loss": "1"},
+        {"step": True, "loss": 1.0},
+    ]
     for record in [*others, [0, 1.0]]:  # that no run has written
         path.write_bytes(written + to_line({"evaluation": record}))
         with pytest.raises(JournalError, match="line 4: found"):
@@ -380,15 +520,26 @@ def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Pa
 @pytest.fixture
 def told_options(tmp_path: Path) -> TrainOptions:
     place = make_place(tmp_path)
-    given = {"data": place / "rows.jsonl", "output": place / "run", "batching": Batching(batch_size=3)}
-    return TrainOptions(model=str(place / "base"), steps=2, optimization=Optimization(lr=1e-3), **given)  # type: ignore[arg-type]
+    given = {
+        "data": place / "rows.jsonl",
+        "output": place / "run",
+        "batching": Batching(batch_size=3),
+    }
+    return TrainOptions(
+        model=str(place / "base"), steps=2, optimization=Optimization(lr=1e-3), **given
+    )  # type: ignore[arg-type]
 
 
 def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
     rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
     devices = device_kinds(told_options.storage.device, None)
     data = SimpleNamespace(sha256=data_sha256(told_options.data))
-    given: Any = {"options": told_options, "directory": Path(told_options.model), "data": data, "tokens": rows}
+    given: Any = {
+        "options": told_options,
+        "directory": Path(told_options.model),
+        "data": data,
+        "tokens": rows,
+    }
     facts: Any = SimpleNamespace(**given, length=length)
     return provenance(facts, devices=devices, task={})
 
@@ -415,8 +566,13 @@ def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: Train
     write_rows(told_options.data, ROWS)
     assert told(told_options) == before
     storage = Storage(memory="4GiB", write_back_every=3, snapshot_every=5, activation_memory="1MB")
-    free: list[dict[str, Any]] = [{"storage": storage}, {"keep_best": True, "report_to": "wandb", "samples": 2}]
-    assert [told(replace(told_options, **change)) for change in [*free, {"output": Path("elsewhere")}]] == [before] * 3
+    free: list[dict[str, Any]] = [
+        {"storage": storage},
+        {"keep_best": True, "report_to": "wandb", "samples": 2},
+    ]
+    assert [
+        told(replace(told_options, **change)) for change in [*free, {"output": Path("elsewhere")}]
+    ] == [before] * 3
     assert told(told_options.with_steps(5)) == before
     tokenizer = Path(told_options.model) / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
@@ -441,16 +597,27 @@ def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: Train
 def test_what_decides_the_weights_and_was_edited_is_refused(
     told_options: TrainOptions, method: OptimizerName | None, name: str, value: object
 ) -> None:
-    evaluated = replace(told_options, evaluation=told_options.data, evaluate_every=1, keep_best=True)
+    evaluated = replace(
+        told_options, evaluation=told_options.data, evaluate_every=1, keep_best=True
+    )
     finish(replace(evaluated, first_order=FirstOrder(method=method)))
     path = told_options.output / "options.json"
     record = json.loads(path.read_text())
-    groups = [record["options"], *(record["options"][part] for part in ("optimization", "first_order", "batching"))]
+    groups = [
+        record["options"],
+        *(record["options"][part] for part in ("optimization", "first_order", "batching")),
+    ]
     [group] = [group for group in groups if name in group]
     group[name] = value
     path.write_text(json.dumps(record))
-    told = {"evaluate_every": "evaluated every", "batch_size": "batch size", "micro_batch_size": "micro"}.get(name, name)
-    with pytest.raises(ZO2Error if name == "sequence_length" else JournalError, match=told.replace("_", ".")):
+    told = {
+        "evaluate_every": "evaluated every",
+        "batch_size": "batch size",
+        "micro_batch_size": "micro",
+    }.get(name, name)
+    with pytest.raises(
+        ZO2Error if name == "sequence_length" else JournalError, match=told.replace("_", ".")
+    ):
         Trainer(RunDirectory.options(told_options.output).with_steps(3), resume=True, quiet=True)
 
 
@@ -463,7 +630,9 @@ BATCH = make_batch(40, [9, 5])
 @pytest.fixture
 def parent(base: Path, tmp_path: Path) -> Path:
     with Engine(
-        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)), journal=tmp_path / "parent.jsonl"
+        open_checkpoint(base),
+        ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3)),
+        journal=tmp_path / "parent.jsonl",
     ) as engine:
         for _ in range(5):
             engine.step(BATCH)
@@ -480,7 +649,9 @@ def test_a_branch_has_its_steps_weights_and_takes_another_estimator(
     with Engine(open_checkpoint(base), journal=Journal(parent).until(step)) as then:
         expected = {name: tensor.clone() for name, tensor in then.parameters_now()}
     write_back = WriteBackPolicy(directory=path.parent, every=1)
-    with Engine(open_checkpoint(base), ZerothOrder(slower), journal=path, write_back=write_back) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(slower), journal=path, write_back=write_back
+    ) as engine:
         assert engine.version == step
         assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.parameters_now())
         assert engine.step(BATCH).lr == 1e-3
@@ -498,14 +669,23 @@ def test_the_header_says_what_was_taken_over_from_where(parent: Path, tmp_path: 
     assert begun.header is not None
     assert branch.header is not None
     assert branch_of_it.header is not None
-    assert branch.chain(3) != begun.chain(3), "what was written back for the one does not count for the other"
+    assert branch.chain(3) != begun.chain(3), (
+        "what was written back for the one does not count for the other"
+    )
     told = {"step": 4, "checksum": f"{begun.chain(4):08x}", "estimator": begun.header["estimator"]}
-    assert branch.header == {**begun.header, "estimator": slower, "provenance": {"data": "again"}, "branched": [told]}
+    assert branch.header == {
+        **begun.header,
+        "estimator": slower,
+        "provenance": {"data": "again"},
+        "branched": [told],
+    }
     then = {"step": 3, "checksum": f"{branch.chain(3):08x}", "estimator": slower}
     assert branch_of_it.header == {**branch.header, "branched": [told, then]}
 
 
-def test_what_cannot_be_branched_is_refused_and_nothing_is_written(parent: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_branched_is_refused_and_nothing_is_written(
+    parent: Path, tmp_path: Path
+) -> None:
     new = tmp_path / "new.jsonl"
     with pytest.raises(JournalError, match="found 5 steps; expected at least 6"):
         branch_journal(parent, new, 6)
@@ -518,7 +698,9 @@ def test_what_cannot_be_branched_is_refused_and_nothing_is_written(parent: Path,
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-def test_branches_appear_whole_or_not(call: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_appear_whole_or_not(
+    call: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -540,22 +722,48 @@ def test_branches_appear_whole_or_not(call: str, parent: Path, tmp_path: Path, m
     }
 
 
-def test_a_branch_that_is_told_nothing_anew_ends_as_its_parent(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_branch_that_is_told_nothing_anew_ends_as_its_parent(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     finish(options)
     expected = outcome(options.output)
     for step in (0, 3, STEPS):
-        done("train", "--resume", options.output, "--from-step", step, "--output", tmp_path / f"{step}")
+        done(
+            "train",
+            "--resume",
+            options.output,
+            "--from-step",
+            step,
+            "--output",
+            tmp_path / f"{step}",
+        )
         branch = outcome(tmp_path / f"{step}")
         assert branch["weights"] == expected["weights"]
-        ours, theirs = (Journal(directory / "journal.jsonl") for directory in (tmp_path / f"{step}", options.output))
+        ours, theirs = (
+            Journal(directory / "journal.jsonl")
+            for directory in (tmp_path / f"{step}", options.output)
+        )
         assert ours.updates == theirs.updates
     assert outcome(options.output) == expected
 
 
-def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     finish(options)
     new = tmp_path / "new"
-    anew = ["--lr", 1e-3, "--decay", "constant", "--warmup-steps", 0, "--steps", 9, "--clip", "projected=0.5"]
+    anew = [
+        "--lr",
+        1e-3,
+        "--decay",
+        "constant",
+        "--warmup-steps",
+        0,
+        "--steps",
+        9,
+        "--clip",
+        "projected=0.5",
+    ]
     done("train", "--resume", options.output, "--from-step", 2, "--output", new, *anew)
     then, now = (Journal(run / "journal.jsonl") for run in (options.output, new))
     assert now.updates[:2] == then.updates[:2]
@@ -576,19 +784,37 @@ def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(opti
     assert (resumed["journal"], resumed["weights"]) == (expected["journal"], expected["weights"])
 
 
-def test_a_branch_of_a_run_without_a_guard_may_have_one(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_branch_of_a_run_without_a_guard_may_have_one(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     plain = replace(options, optimization=replace(options.optimization, guard=False))
     interrupt_after(plain, 3)
-    done("train", "--resume", options.output, "--from-step", 2, "--output", tmp_path / "guarded", "--guard")
+    done(
+        "train",
+        "--resume",
+        options.output,
+        "--from-step",
+        2,
+        "--output",
+        tmp_path / "guarded",
+        "--guard",
+    )
     done("train", "--resume", options.output)
-    begun, branch = (Journal(path / "journal.jsonl").header for path in (options.output, tmp_path / "guarded"))
+    begun, branch = (
+        Journal(path / "journal.jsonl").header for path in (options.output, tmp_path / "guarded")
+    )
     assert begun is not None
     assert branch is not None
-    assert branch["estimator"] == {**begun["estimator"], "guard": {"window": 50, "factor": 5.0, "refusals": 5}}
+    assert branch["estimator"] == {
+        **begun["estimator"],
+        "guard": {"window": 50, "factor": 5.0, "refusals": 5},
+    }
 
 
 REFUSED = {  # options of a branch at step 2, the last of which count
-    f"--from-step {STEPS + 1}": f"--from-step: found 7; expected at most {STEPS}, the steps of the run",
+    f"--from-step {STEPS + 1}": (
+        f"--from-step: found 7; expected at most {STEPS}, the steps of the run"
+    ),
     "--from-step -1": "--from-step: found -1",
     "--from-step 4 --steps 3": "--steps: found 3; expected at least 4",
     "--output {run}": "found a run that has already started",
@@ -607,7 +833,11 @@ def test_what_a_branch_cannot_be_told_is_refused(options: TrainOptions, tmp_path
     branch = ("train", "--resume", options.output, "--from-step", 2)
     assert "--output: found nothing; expected a directory for the new run" in refusal(*branch)
     for more, expected in REFUSED.items():
-        given = ("--output", tmp_path / "new", *more.format(new=tmp_path / "new", run=options.output).split())
+        given = (
+            "--output",
+            tmp_path / "new",
+            *more.format(new=tmp_path / "new", run=options.output).split(),
+        )
         assert expected in refusal(*branch, *given)
         assert not (tmp_path / "new").exists()
 
@@ -618,7 +848,15 @@ def test_a_run_whose_lr_is_far_too_large_stops_and_goes_on_from_its_best(
     lr: float, options: TrainOptions, tmp_path: Path
 ) -> None:
     """Each loss is finite; at the end it is that of a coin, below where the run began."""
-    arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
+    arguments = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        options.output,
+    ]
     said = refusal(*arguments, "--steps", 200, "--batch-size", 3, "--lr", lr, "--seed", 3)
     journal = Journal(options.output / "journal.jsonl")
     losses = [update.losses[0] for update in journal.updates]
@@ -641,11 +879,26 @@ def test_a_run_whose_lr_is_far_too_large_stops_and_goes_on_from_its_best(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("dtype", "precision", "warns"), [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)]
+    ("dtype", "precision", "warns"),
+    [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)],
 )
-def test_rounded_away_steps_are_told_once(dtype: str, precision: str, warns: bool, options: TrainOptions) -> None:
-    arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
-    said = done(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6).err
+def test_rounded_away_steps_are_told_once(
+    dtype: str, precision: str, warns: bool, options: TrainOptions
+) -> None:
+    arguments = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        options.output,
+        "--dtype",
+        dtype,
+    ]
+    said = done(
+        *arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6
+    ).err
     assert said.count("others rounded back to their old values") == warns
 
 
@@ -656,10 +909,31 @@ def test_rounded_away_steps_are_told_once(dtype: str, precision: str, warns: boo
         ("mixed:transfer=float16-back", "(--precision mixed:transfer=float16)"),
     ],
 )
-def test_what_is_proposed_against_rounding_is_what_the_run_lacks(chosen: str, remedy: str, options: TrainOptions) -> None:
+def test_what_is_proposed_against_rounding_is_what_the_run_lacks(
+    chosen: str, remedy: str, options: TrainOptions
+) -> None:
     """A run whose weights come back from a device in 16 bits is in mixed precision already."""
-    arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
-    arguments += ["--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9, "--precision", chosen]
+    arguments = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        options.output,
+    ]
+    arguments += [
+        "--dtype",
+        "bfloat16",
+        "--steps",
+        1,
+        "--batch-size",
+        3,
+        "--lr",
+        1e-9,
+        "--precision",
+        chosen,
+    ]
     assert f"keep them in float32 {remedy}" in done(*arguments).err
 
 

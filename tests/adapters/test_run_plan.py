@@ -1,10 +1,11 @@
-"""Plans of runs on the CPU: memory is what the run reserves, and time is counted by what rows and options ask for."""
+"""Plans of runs on the CPU: memory is what the run reserves, and time is counted by what rows and
+options ask for.
+"""
 
 import json
 import re
 import statistics
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,17 +66,42 @@ def options(tmp_path: Path) -> TrainOptions:
 def planned(options: TrainOptions, *given: str, data: bool = True) -> dict[str, Any]:
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation)] if data else []
     scratch = ["--output", str(options.output), "--batch-size", "3", "--json"]
-    plan: dict[str, Any] = json.loads(done("plan", "--model", options.model, *rows, *scratch, *given).out)
+    plan: dict[str, Any] = json.loads(
+        done("plan", "--model", options.model, *rows, *scratch, *given).out
+    )
     return plan
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("given", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(given: list[str], options: TrainOptions) -> None:
+def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
+    given: list[str], options: TrainOptions
+) -> None:
     plan = planned(options, *given)
-    rows = ["--data", str(options.data), "--evaluation", str(options.evaluation), "--steps", "1", "--batch-size", "3"]
+    rows = [
+        "--data",
+        str(options.data),
+        "--evaluation",
+        str(options.evaluation),
+        "--steps",
+        "1",
+        "--batch-size",
+        "3",
+    ]
     with patch.object(Trainer, "train", autospec=True, side_effect=Trainer.train) as train:
-        main(["train", "--model", options.model, "--output", str(options.output), "--lr", "1e-4", *rows, *given])
+        main(
+            [
+                "train",
+                "--model",
+                options.model,
+                "--output",
+                str(options.output),
+                "--lr",
+                "1e-4",
+                *rows,
+                *given,
+            ]
+        )
     arranged = train.call_args.args[0].host_plan
     parts = {part["name"]: part["nbytes"] for part in plan["host_plan"]["parts"]}
     del parts["this process at present"]
@@ -96,21 +122,41 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(given: l
         "--device-memory 1GB",
     ],
 )
-def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_writes(options: TrainOptions, given: str) -> None:
-    arguments = ("--model", options.model, "--memory", "2GB", "--steps", "7", "--sequence-length", "8", *given.split())
+def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_writes(
+    options: TrainOptions, given: str
+) -> None:
+    arguments = (
+        "--model",
+        options.model,
+        "--memory",
+        "2GB",
+        "--steps",
+        "7",
+        "--sequence-length",
+        "8",
+        *given.split(),
+    )
     plan = json.loads(done("plan", *arguments, "--json").out)
     on_device = "--device-memory" in given
-    method, memory, *gpu, time, disk, empty, _ = done("plan", *arguments).out.splitlines()[: 6 + on_device]
+    method, memory, *gpu, time, disk, empty, _ = done("plan", *arguments).out.splitlines()[
+        : 6 + on_device
+    ]
     assert method.endswith(": 7 steps of 16 rows")
     assert memory.startswith("Memory: it fits, with ")
     assert " of 2.00 GB; all blocks stay in memory" in memory or "stream_blocks" in given
     if not on_device:
         planned = parse_size("".join(memory.removeprefix("Memory: it fits, with ").split()[:2]))
-        assert planned == pytest.approx(plan["nbytes"], rel=0.1), "the process itself has grown a little"
+        assert planned == pytest.approx(plan["nbytes"], rel=0.1), (
+            "the process itself has grown a little"
+        )
     assert [line[:19] for line in gpu] == ["GPU memory: it fits"] * on_device
     assert time.startswith("Time: compute is not predicted" if on_device else "Time: about ")
     assert disk.startswith("Disk writes: ")
-    assert (f", in snapshots of {shown_bytes(plan['snapshot_bytes'])} each" in disk) if given == "--method adamw" else True
+    assert (
+        (f", in snapshots of {shown_bytes(plan['snapshot_bytes'])} each" in disk)
+        if given == "--method adamw"
+        else True
+    )
     assert empty == ""
 
 
@@ -130,7 +176,14 @@ SLOW = RunPlan(
 
 
 def test_the_lines_and_the_table_count_disk_writes_and_time_of_all_steps() -> None:
-    durations = {0.0123: "12.3 ms", 0.5: "500 ms", 99.4: "99.4 s", 119: "2 min", 5000: "83 min", 7300: "2 h 2 min"}
+    durations = {
+        0.0123: "12.3 ms",
+        0.5: "500 ms",
+        99.4: "99.4 s",
+        119: "2 min",
+        5000: "83 min",
+        7300: "2 h 2 min",
+    }
     assert {seconds: duration(seconds) for seconds in durations} == durations
     assert replace(SLOW, spilled_bytes=7_000_000).summary() == [
         "Memory: it fits, with 1.00 kB of 2.00 kB; blocks are streamed from disk, 3 at a time.",
@@ -141,17 +194,28 @@ def test_the_lines_and_the_table_count_disk_writes_and_time_of_all_steps() -> No
     assert long.disk_writes() == "Disk writes: 2.00 GB in all."
     assert re.findall(r"written per .*", long.table()) == ["written per 1,000 steps    2.00 GB"]
     assert json.loads(long.to_json())["terabytes_per_1000_steps"] == 0.002
-    runs: dict[str, Any] = {"runs": 3, "most_runs": 3, "memory_a_run": 1, "seconds_a_run": 1.0, "decoding_seconds": 0}
+    runs: dict[str, Any] = {
+        "runs": 3,
+        "most_runs": 3,
+        "memory_a_run": 1,
+        "seconds_a_run": 1.0,
+        "decoding_seconds": 0,
+    }
     three = Together(**runs, seconds_apart=3, free_runs=0)
     assert replace(long, together=three).disk_writes() == "Disk writes: 6.00 GB in all."
-    for steps, told in ((1, "1.00 GB"), (20, "2.00 GB"), (3000, "6.00 GB")):  # the first and the last step have a snapshot
+    for steps, told in ((1, "1.00 GB"), (20, "2.00 GB"), (3000, "6.00 GB")):
+        # the first and the last step have a snapshot
         plan = replace(SLOW, steps=steps, snapshot_bytes=1_000_000_000)
         assert plan.disk_writes() == f"Disk writes: {told} in all, in snapshots of 1.00 GB each."
 
 
 def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions) -> None:
     def reserved(plan: dict[str, Any]) -> int:
-        return next(int(part["nbytes"]) for part in plan["host_plan"]["parts"] if part["name"] == "activations, reserved")
+        return next(
+            int(part["nbytes"])
+            for part in plan["host_plan"]["parts"]
+            if part["name"] == "activations, reserved"
+        )
 
     for more in ((), ("--rank", "2")):
         plan = planned(options, *more)
@@ -159,21 +223,31 @@ def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions) -
         assert plan["terabytes_per_1000_steps"] == pytest.approx(plan["written_bytes"] / 1e9)
     short, long = planned(options), planned(options, data=False)
     assert reserved(short) < reserved(long)
-    assert reserved(planned(options, "--sequence-length", "6", data=False)) == reserved(short)  # with the end of text
+    # with the end of text
+    assert reserved(planned(options, "--sequence-length", "6", data=False)) == reserved(short)
 
 
 def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions) -> None:
     plan = planned(options, "--steps", "50", "--evaluate-every", "20")
-    assert (plan["steps"], plan["evaluations"]) == (50, 4)  # before the first step, after 20, 40 and 50
-    assert plan["run_seconds"] == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"] > 50 * plan["seconds"]
+    # before the first step, after 20, 40 and 50
+    assert (plan["steps"], plan["evaluations"]) == (50, 4)
+    assert (
+        plan["run_seconds"]
+        == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"]
+        > 50 * plan["seconds"]
+    )
     printed = done("plan", "--model", options.model, "--data", options.data, "--steps", 7).out
     assert "expected in total" in printed
     assert "(7 steps)" in printed
 
 
-@pytest.mark.parametrize(("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)])
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)]
+)
 def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: int | None) -> None:
-    due = [at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)]
+    due = [
+        at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)
+    ]
     run: Any = {**NAMED, "steps": steps, "evaluate_every": every}
     options = TrainOptions(**run, evaluation=Path("rows.jsonl"))
     assert [at for at in range(steps + 1) if options.is_evaluated_after(at)] == due
@@ -181,7 +255,9 @@ def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: 
         assert options.evaluations_from(version) == sum(at >= version for at in due)
     assert not TrainOptions(**run).evaluations_from(0)
     assert not TrainOptions(**run).is_evaluated_after(0)
-    long = TrainOptions(**{**run, "steps": LARGEST, "evaluate_every": 1}, evaluation=Path("rows.jsonl"))
+    long = TrainOptions(
+        **{**run, "steps": LARGEST, "evaluate_every": 1}, evaluation=Path("rows.jsonl")
+    )
     assert long.evaluations_from(LARGEST - 2) == 3, "they are counted without a list of them"
 
 
@@ -203,7 +279,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BatchShape, int | No
     [
         (Optimization(), 4, None, 2.0),
         (Optimization(queries=3), 4, None, 6.0),
-        (Optimization(rank=2), 8, None, 1.0),  # both sides run as one batch, and read the weights once
+        # both sides run as one batch, and read the weights once
+        (Optimization(rank=2), 8, None, 1.0),
         (Optimization(rank=2, queries=3), 24, None, 1.0),
         (Optimization(rank=2, queries=3, stack=2), 8, None, 3.0),
         (Optimization(rank=2, per_row=True), 8, None, 1.0),
@@ -230,22 +307,33 @@ def test_forwards_are_counted_as_they_run(
 
 def planned_with(options: TrainOptions, optimization: Optimization, output: Path) -> RunPlan:
     batching = Batching(batch_size=4)
-    options = replace(options, evaluation=None, optimization=optimization, batching=batching, output=output)
+    options = replace(
+        options, evaluation=None, optimization=optimization, batching=batching, output=output
+    )
     model = open_checkpoint(options.model, precision="exact")
     return run_plan.plan_run(options, model, RowShapes.of_length(batching, 7))
 
 
-def test_only_labelled_tokens_cost_logits_made_in_chunks(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_labelled_tokens_cost_logits_made_in_chunks(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that goes on by the same at each look makes all that is measured equal."""
     looks = iter(range(1000))
     monkeypatch.setattr("zo2adapters.trainers.probes.time.perf_counter", lambda: next(looks))
-    of: Callable[[Any, float], float] = lambda model, labels: measured_forward_seconds(model, BatchShape(4, 8, labels))  # noqa: E731
-    exact, mixed = (open_checkpoint(options.model, precision=precision) for precision in ("exact", "mixed"))
+
+    def of(model: Any, labels: float) -> float:
+        return measured_forward_seconds(model, BatchShape(4, 8, labels))
+
+    exact, mixed = (
+        open_checkpoint(options.model, precision=precision) for precision in ("exact", "mixed")
+    )
     assert of(exact, 28) == of(exact, 4) == of(mixed, 32)
     assert of(mixed, 4) < of(mixed, 28)
 
 
-def shapes_of(options: TrainOptions, rows: Rows, evaluation: Rows | None = None, **batching: Any) -> RowShapes:
+def shapes_of(
+    options: TrainOptions, rows: Rows, evaluation: Rows | None = None, **batching: Any
+) -> RowShapes:
     """The shapes of a run on these rows. They depend on neither model nor tokenizer."""
     given: dict[str, Any] = dict.fromkeys(("directory", "model", "tokenizer", "pad", "length"))
     options = replace(options, batching=Batching(**batching))
@@ -254,7 +342,9 @@ def shapes_of(options: TrainOptions, rows: Rows, evaluation: Rows | None = None,
 
 def test_batches_have_the_shapes_that_their_rows_make(options: TrainOptions) -> None:
     lengths = [(9, 4), (3, 0), (5, 2), (3, 1)]
-    rows = Rows(tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths))
+    rows = Rows(
+        tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths)
+    )
     shapes = shapes_of(options, rows, rows, batch_size=4)
     assert shapes.longest == BatchShape.whole(4, 9)
     assert shapes.step == shapes.evaluation == BatchShape(4, 9.0, 5 + 2 + 3 + 2)
@@ -274,7 +364,9 @@ def test_losses_are_kept_apart_from_the_memory_that_they_were_made_in() -> None:
         kept.keep(loss)
     assert torch.equal(kept.losses, torch.stack(made))
     assert kept.losses.dtype == torch.bfloat16
-    assert kept.losses.untyped_storage().data_ptr() not in {loss.untyped_storage().data_ptr() for loss in made}
+    assert kept.losses.untyped_storage().data_ptr() not in {
+        loss.untyped_storage().data_ptr() for loss in made
+    }
 
 
 # For a GPU that is not here: which blocks stay, what is moved, and what is not known
@@ -284,16 +376,27 @@ BLOCKS = 4
 MEZO = Optimization(exact_mezo=True)
 
 
-def planned_for_gpu(model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **limits: Any) -> Any:
+def planned_for_gpu(
+    model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **limits: Any
+) -> Any:
     batching = Batching(batch_size=rows)
-    sizes: dict[str, Any] = {"device_memory": "1GB", **{name: str(value) for name, value in limits.items()}}
-    given: Any = {"optimization": optimization, "batching": batching, "storage": Storage(device="cuda", **sizes)}
+    sizes: dict[str, Any] = {
+        "device_memory": "1GB",
+        **{name: str(value) for name, value in limits.items()},
+    }
+    given: Any = {
+        "optimization": optimization,
+        "batching": batching,
+        "storage": Storage(device="cuda", **sizes),
+    }
     return plan_run(TrainOptions(**NAMED, **given), model, RowShapes.of_length(batching, 8))
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS))
+    return save_model(
+        tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS)
+    )
 
 
 def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
@@ -311,13 +414,23 @@ def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
         assert plan.transfers.transfer_seconds == plan.transfers.moved_bytes / BUS
         assert plan.read_bytes == 0, "the host holds it all"
         kept.add(plan.device_plan.kept)
-    assert kept == {0, 1, BLOCKS}, "one block less than all takes two slots: only a second one makes room"
+    assert kept == {0, 1, BLOCKS}, (
+        "one block less than all takes two slots: only a second one makes room"
+    )
 
 
 @pytest.mark.long_profile
 def test_opt_175b_on_24_gb(tmp_path: Path) -> None:
     make_checkpoint(geometries()["opt-175b"], tmp_path / "opt", dtype=torch.float16, sparse=True)
-    arguments = ["plan", "--model", str(tmp_path / "opt"), "--device-memory", "24GB", "--memory", "400GB"]
+    arguments = [
+        "plan",
+        "--model",
+        str(tmp_path / "opt"),
+        "--device-memory",
+        "24GB",
+        "--memory",
+        "400GB",
+    ]
     arguments += ["--batch-size", "1", "--sequence-length", "64"]
     table = done(*arguments).out
     assert "compute, overlapped        not predicted" in table
@@ -328,9 +441,11 @@ def test_opt_175b_on_24_gb(tmp_path: Path) -> None:
     assert found["seconds"] is None, "compute is not predicted"
     assert found["blocks"] == 96
     assert 0.9 * 96 * 3.6e9 < moved + found["device_plan"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
-    assert moved / 2 < json.loads(done(*arguments, "--json", "--memory", "100GB").out)["read_bytes"] < moved, (
-        "some blocks stay on the host"
-    )
+    assert (
+        moved / 2
+        < json.loads(done(*arguments, "--json", "--memory", "100GB").out)["read_bytes"]
+        < moved
+    ), "some blocks stay on the host"
 
 
 def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
@@ -340,7 +455,10 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
     for estimator, streams in ((EstimatorName.MEZO, 8), (EstimatorName.FZOO, 5)):
         planned = planned_for_gpu(model, Optimization(estimator=estimator, queries=4), rows=8)
         assert planned.device_plan.activation_bytes - running == streams * held
-    mezo, counted = (planned_for_gpu(model, Optimization(noise=noise)) for noise in (Noise.MEZO, Noise.RADEMACHER))
+    mezo, counted = (
+        planned_for_gpu(model, Optimization(noise=noise))
+        for noise in (Noise.MEZO, Noise.RADEMACHER)
+    )
     assert counted.device_plan.nbytes < mezo.device_plan.nbytes
     one, four = (planned_for_gpu(model, replace(MEZO, queries=q), rows=8) for q in (1, 4))
     assert (one.transfers.waiting_bytes, four.transfers.waiting_bytes) == (0, 0)
@@ -352,7 +470,8 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
     assert 0 < tight.transfers.waiting_bytes < more
     assert tight.device_plan.kept == 0
     assert (
-        tight.transfers.transfer_seconds * BUS == tight.transfers.moved_bytes + (BLOCKS + 1) * tight.transfers.waiting_bytes
+        tight.transfers.transfer_seconds * BUS
+        == tight.transfers.moved_bytes + (BLOCKS + 1) * tight.transfers.waiting_bytes
     )
 
 
@@ -365,7 +484,9 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
         ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest plan"),
     ],
 )
-def test_unplannable_runs_are_refused(options: dict[str, Any], error: type[Exception], message: str, base: Path) -> None:
+def test_unplannable_runs_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str, base: Path
+) -> None:
     with pytest.raises(error, match=message):
         planned_for_gpu(open_checkpoint(base), **options)
 
@@ -373,10 +494,14 @@ def test_unplannable_runs_are_refused(options: dict[str, Any], error: type[Excep
 def reserved(model: HFBlockModel, optimization: Optimization) -> StepMemory:
     """What a run of four rows of eight tokens reserves."""
     longest = RowShapes.of_length(Batching(batch_size=4), 8).longest
-    return method_of(TrainOptions(**NAMED, optimization=optimization)).reserved_bytes(model, longest)
+    return method_of(TrainOptions(**NAMED, optimization=optimization)).reserved_bytes(
+        model, longest
+    )
 
 
-def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chunks(base: Path, tmp_path: Path) -> None:
+def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chunks(
+    base: Path, tmp_path: Path
+) -> None:
     model = open_checkpoint(base, precision="exact")
     stacked = Optimization(rank=4, queries=2, stack=2)
     for optimization in (stacked, Optimization(rank=4, per_row=True), Optimization(per_row=True)):
@@ -385,7 +510,9 @@ def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chu
     wide = save_model(tmp_path, small_config("llama", vocab_size=1000))
     whole, chunked = open_checkpoint(wide), open_checkpoint(wide, loss_chunk=1)
     least = [reserved(model, Optimization()).least for model in (whole, chunked)]
-    assert least == [least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)]
+    assert least == [
+        least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)
+    ]
     assert least[1] < least[0]
 
 
@@ -398,7 +525,19 @@ FIRST_ORDER = ["--method", "adamw", "--lora-rank", 2, "--lr", 1e-3]
 
 def lines(*more: object) -> list[str]:
     """What a run prints about itself."""
-    where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 2, "--batch-size", 3]
+    where = [
+        "train",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        "run",
+        "--steps",
+        2,
+        "--batch-size",
+        3,
+    ]
     return done(*where, *more).err.splitlines()
 
 
@@ -406,20 +545,37 @@ def lines(*more: object) -> list[str]:
 @pytest.mark.parametrize(
     ("more", "begins"),
     [
-        (["--lr", 1e-3, "--memory", "8GB"], "Zeroth-order steps train all parameters: 2 steps of 3 rows, about "),
-        (["--lr", 1e-3, "--lora-rank", 2], "Zeroth-order steps train LoRA of rank 2: 2 steps of 3 rows, about "),
+        (
+            ["--lr", 1e-3, "--memory", "8GB"],
+            "Zeroth-order steps train all parameters: 2 steps of 3 rows, about ",
+        ),
+        (
+            ["--lr", 1e-3, "--lora-rank", 2],
+            "Zeroth-order steps train LoRA of rank 2: 2 steps of 3 rows, about ",
+        ),
         (FIRST_ORDER, "AdamW trains LoRA of rank 2: 2 steps of 3 rows, about "),
-        ([*FIRST_ORDER, "--evaluation", 0.3], "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about "),
+        (
+            [*FIRST_ORDER, "--evaluation", 0.3],
+            "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about ",
+        ),
     ],
     ids=str,
 )
 def test_the_first_line_has_time_memory_disk(here: Path, more: list[object], begins: str) -> None:
-    with patch.object(GradientRun, "storage", autospec=True, side_effect=GradientRun.storage) as storage:
+    with patch.object(
+        GradientRun, "storage", autospec=True, side_effect=GradientRun.storage
+    ) as storage:
         [first, *_] = lines(*more)
     assert first.startswith(begins)
-    writes = f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute" if "--method" in more else "negligible"
+    writes = (
+        f"snapshots of adapter and optimizer, {SIZE} each, at most one a minute"
+        if "--method" in more
+        else "negligible"
+    )
     kind = "allowed" if "--memory" in more else "free"
-    assert re.search(f"about {TIME}[.] Memory: {SIZE} of {SIZE} {kind}[.] Disk writes: {writes}", first)
+    assert re.search(
+        f"about {TIME}[.] Memory: {SIZE} of {SIZE} {kind}[.] Disk writes: {writes}", first
+    )
     for call in storage.mock_calls:
         assert any(part.name.startswith("graphs of") for part in call.args[2].parts)
 
@@ -432,10 +588,22 @@ LEFT = "about 60 s left; peak memory"
     [
         (6, 20.0, 100, False, None),
         (6, 20.0, 50, False, None),  # longer rows may come
-        (6, 50.0, 100, False, f"20 s a step (planned: 50 s), {LEFT} 100 bytes (planned: 100 bytes)"),
+        (
+            6,
+            50.0,
+            100,
+            False,
+            f"20 s a step (planned: 50 s), {LEFT} 100 bytes (planned: 100 bytes)",
+        ),
         (5, 50.0, 100, False, None),  # less than a minute is left
         (6, 50.0, 100, True, None),  # later steps replay more
-        (6, 20.0, 120, False, f"20 s a step (planned: 20 s), {LEFT} 120 bytes (planned: 100 bytes)"),
+        (
+            6,
+            20.0,
+            120,
+            False,
+            f"20 s a step (planned: 20 s), {LEFT} 120 bytes (planned: 100 bytes)",
+        ),
         (6, None, 100, False, f"20 s a step, {LEFT} 100 bytes"),
     ],
 )
@@ -454,7 +622,12 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
     def told(*given: Any, **options: Any) -> RunPlan:
         if told_step is None:
             raise OptionError("plan", found="none", expected="a plan", remedy="go on without")
-        plan = replace(planned(*given, **options), forward_seconds=told_step, update_seconds=0.0, disk_seconds=0.0)
+        plan = replace(
+            planned(*given, **options),
+            forward_seconds=told_step,
+            update_seconds=0.0,
+            disk_seconds=0.0,
+        )
         return replace(plan, host_plan=replace(plan.host_plan, parts=parts))
 
     def of_run(plan: HostPlan, nbytes: int) -> HostPlan:
@@ -464,13 +637,17 @@ def test_measured_steps_correct_the_plan_of_a_long_run(
     monkeypatch.setattr(trainer, "with_kept_memory", of_run)
     monkeypatch.setattr(trainer, "peak_memory", lambda: peak)
     monkeypatch.setattr(statistics, "median", lambda _: 20.0)  # seconds of a step
-    corrections = [line for line in lines("--lr", 1e-3, "--steps", steps) if line.startswith("measured")]
+    corrections = [
+        line for line in lines("--lr", 1e-3, "--steps", steps) if line.startswith("measured")
+    ]
     assert corrections == ([] if expected is None else [f"measured in 3 steps: {expected}"])
 
 
 def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here: Path) -> None:
     written = []
-    options = TrainOptions(**NAMED, steps=4, optimization=Optimization(lr=1e-3), batching=Batching(batch_size=3))
+    options = TrainOptions(
+        **NAMED, steps=4, optimization=Optimization(lr=1e-3), batching=Batching(batch_size=3)
+    )
     for turn in (3, 6):
         method = FirstOrder(method="badam", stream_blocks=True, switch_every=turn)
         inputs = RunInputs.read(replace(options, first_order=method))
@@ -482,14 +659,25 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
     assert written[0] == pytest.approx(2 * written[1], abs=1)
 
 
-def test_a_step_that_measures_gradients_first_sweeps_twice(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_measures_gradients_first_sweeps_twice(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = TrainOptions(**NAMED, steps=4, batching=Batching(batch_size=2))
-    monkeypatch.setattr("zo2adapters.trainers.probes.measured_forward_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr(
+        "zo2adapters.trainers.probes.measured_forward_seconds", lambda *_, **__: 1.0
+    )
     monkeypatch.setattr("zo2adapters.trainers.probes.measured_backward", lambda *_: 3.0)
     seconds = []
-    cases: list[tuple[OptimizerName, float | None]] = [("adamw", None), ("adamw", 1.0), ("badam", None), ("badam", 1.0)]
+    cases: list[tuple[OptimizerName, float | None]] = [
+        ("adamw", None),
+        ("adamw", 1.0),
+        ("badam", None),
+        ("badam", 1.0),
+    ]
     for method, norm in cases:
-        inputs = RunInputs.read(replace(given, first_order=FirstOrder(method=method, max_grad_norm=norm)))
+        inputs = RunInputs.read(
+            replace(given, first_order=FirstOrder(method=method, max_grad_norm=norm))
+        )
         seconds.append(plan_of(inputs).forward_seconds)
         inputs.model.weights.close()
     assert seconds[1] == 2 * seconds[0]

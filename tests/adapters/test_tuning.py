@@ -32,12 +32,16 @@ RATES = (1e-7, 1e-3, 0.9)
 
 @pytest.fixture
 def options(tmp_path: Path) -> TrainOptions:
-    return small_run(tmp_path, layers=2, output=tmp_path / "tuned", steps=1000, optimization=Optimization())
+    return small_run(
+        tmp_path, layers=2, output=tmp_path / "tuned", steps=1000, optimization=Optimization()
+    )
 
 
 @pytest.mark.parametrize("trials", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("evaluations", [2, 5])
-def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_round(trials: int, evaluations: int) -> None:
+def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_round(
+    trials: int, evaluations: int
+) -> None:
     budget = 1000
     rounds = Schedule.of(trials, budget, evaluations).rounds
     left, taken, forwards = trials, 0, 0
@@ -55,7 +59,8 @@ def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_ro
 def test_what_all_trials_take_is_told_before_the_first_one_and_holds(options: TrainOptions) -> None:
     schedules: list[Schedule] = []
     options.output.mkdir()
-    (options.output / ".tune.json.partial").write_text('{"forwards"')  # of a process that was killed before its first trial
+    # of a process that was killed before its first trial
+    (options.output / ".tune.json.partial").write_text('{"forwards"')
 
     def before(schedule: Schedule) -> None:
         assert not list(options.output.glob("lr-*"))
@@ -65,21 +70,38 @@ def test_what_all_trials_take_is_told_before_the_first_one_and_holds(options: Tr
     [schedule] = schedules
     journals = [Journal(run / "journal.jsonl") for run in options.output.glob("lr-*")]
     assert schedule.steps == sum(len(journal.updates) for journal in journals)
-    assert schedule.forwards == sum(len(update.losses) for journal in journals for update in journal.updates) <= 200
+    assert (
+        schedule.forwards
+        == sum(len(update.losses) for journal in journals for update in journal.updates)
+        <= 200
+    )
     assert not (options.output / ".tune.json.partial").exists()
     firsts = [journal.updates[0] for journal in journals]
-    assert len({first.seeds for first in firsts}) == 1, "all trials take the same rows and directions"
+    assert len({first.seeds for first in firsts}) == 1, (
+        "all trials take the same rows and directions"
+    )
     assert len({first.losses for first in firsts}) == 1
     for journal in journals:
         journal.close()
 
 
 @pytest.mark.filterwarnings("ignore:step")  # that are not applied
-def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_run(options: TrainOptions) -> None:
+def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_run(
+    options: TrainOptions,
+) -> None:
     with pytest.raises(DivergenceError, match="every learning rate"):
-        tune(replace(options, output=options.output.parent / "hot"), forwards=200, learning_rates=(0.9, 1.0))
+        tune(
+            replace(options, output=options.output.parent / "hot"),
+            forwards=200,
+            learning_rates=(0.9, 1.0),
+        )
     told: list[list[Trial]] = []
-    best = tune(options, forwards=240, learning_rates=RATES, after_round=lambda trials: told.append(list(trials)))
+    best = tune(
+        options,
+        forwards=240,
+        learning_rates=RATES,
+        after_round=lambda trials: told.append(list(trials)),
+    )
     assert best.lr != 0.9
     assert not math.isfinite(told[0][-1].loss), "a trial that diverges is last"
     taken = [{trial.lr: trial.steps for trial in trials} for trials in told]
@@ -89,7 +111,10 @@ def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_ru
     assert best.loss == min(losses)
     done("train", "--resume", best.directory, "--steps", best.steps + 3)
     alone = replace(
-        options, output=options.output.parent / "alone", steps=best.steps + 3, optimization=Optimization(lr=best.lr)
+        options,
+        output=options.output.parent / "alone",
+        steps=best.steps + 3,
+        optimization=Optimization(lr=best.lr),
     )
     with Trainer(alone, quiet=True) as trainer:
         trainer.run()
@@ -99,7 +124,11 @@ def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_ru
 
 @pytest.mark.long_profile
 def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOptions) -> None:
-    whole = tune(replace(options, output=options.output.parent / "whole"), forwards=240, learning_rates=RATES[:2])
+    whole = tune(
+        replace(options, output=options.output.parent / "whole"),
+        forwards=240,
+        learning_rates=RATES[:2],
+    )
 
     def interrupted(trials: object) -> None:
         raise KeyboardInterrupt
@@ -111,7 +140,11 @@ def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOpt
     with pytest.raises(OutputError, match="other trials"):
         tune(options, forwards=300, learning_rates=RATES[:2])
     with pytest.raises(OutputError, match="other trials"):
-        tune(replace(options, batching=Batching(batch_size=2)), forwards=240, learning_rates=RATES[:2])
+        tune(
+            replace(options, batching=Batching(batch_size=2)),
+            forwards=240,
+            learning_rates=RATES[:2],
+        )
     (options.output / TABLE).unlink()
     with pytest.raises(OutputError, match="something"):
         tune(options, forwards=240, learning_rates=RATES[:2])
@@ -119,20 +152,47 @@ def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOpt
 
 def test_trials_that_are_refused_leave_nothing(options: TrainOptions) -> None:
     with pytest.raises(CheckpointError):
-        tune(replace(options, model=str(options.data.parent / "nowhere")), forwards=400, learning_rates=RATES[:2])
+        tune(
+            replace(options, model=str(options.data.parent / "nowhere")),
+            forwards=400,
+            learning_rates=RATES[:2],
+        )
     with pytest.raises(OptionError, match="decay"):  # a schedule that ends
         tune(replace(options, optimization=Optimization(decay=Decay.LINEAR)), forwards=400)
     assert not options.output.exists()
 
 
 def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions) -> None:
-    where = ["--model", options.model, "--data", str(options.data), "--output", str(options.output), "--batch-size", "3"]
-    printed = done("tune", *where, "--forwards", "200", "--learning-rates", "1e-6", "1e-3", "--zo-eps-to-try", "1e-3")
+    where = [
+        "--model",
+        options.model,
+        "--data",
+        str(options.data),
+        "--output",
+        str(options.output),
+        "--batch-size",
+        "3",
+    ]
+    printed = done(
+        "tune",
+        *where,
+        "--forwards",
+        "200",
+        "--learning-rates",
+        "1e-6",
+        "1e-3",
+        "--zo-eps-to-try",
+        "1e-3",
+    )
     assert "zo2 train --resume" in printed.out
-    cost = "2 trials in 2 rounds, of up to 75 steps: 100 steps, 200 forward passes of 3 rows, about "
+    cost = (
+        "2 trials in 2 rounds, of up to 75 steps: 100 steps, 200 forward passes of 3 rows, about "
+    )
     assert printed.err.startswith(cost)
     assert "round 1 of 2, trial 2 of 2, lr 0.001:" in printed.err
-    assert printed.err.index("round 1 of 2, trial 1 of 2, lr 1e-06") < printed.err.index("round 2 of 2, trial 1 of 1")
+    assert printed.err.index("round 1 of 2, trial 1 of 2, lr 1e-06") < printed.err.index(
+        "round 2 of 2, trial 1 of 1"
+    )
     assert printed.err.count("lr   zo_eps") == 2
     results = json.loads((options.output / TABLE).read_text())["results"]
     assert [set(result) for result in results] == [{"lr", "zo_eps", "steps", "loss", "run"}] * 2
@@ -149,7 +209,10 @@ def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions) -> 
     ],
 )
 def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
-    optimization: Optimization, says: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]
+    optimization: Optimization,
+    says: bool,
+    options: TrainOptions,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Trainer(replace(options, steps=100, optimization=optimization), quiet=True) as trainer:
         trainer.run()
@@ -161,7 +224,11 @@ def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
 
 pytest.importorskip("peft")
 
-METHODS = {"zeroth-order": [], "adamw": ["--method", "adamw", "--lora-rank", 2], "all parameters": ["--method", "lomo"]}
+METHODS = {
+    "zeroth-order": [],
+    "adamw": ["--method", "adamw", "--lora-rank", 2],
+    "all parameters": ["--method", "lomo"],
+}
 DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--evaluation", 0.3, "--keep-best"]
 STEPS = 12
 
@@ -169,13 +236,28 @@ each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def train(output: str, *more: object, lr: object = "auto") -> list[object]:
-    where = ["train", "--model", "base", "--data", "rows.jsonl", "--output", output, "--steps", STEPS, "--batch-size", 3]
+    where = [
+        "train",
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--output",
+        output,
+        "--steps",
+        STEPS,
+        "--batch-size",
+        3,
+    ]
     return [*where, "--lr", lr, *more]
 
 
 @pytest.fixture(scope="module")
 def finished(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
-    """Puts a run with some options into the present directory, and returns what its command said. Each is run once."""
+    """Puts a run with some options into the present directory, and returns what its command said.
+
+    Each is run once.
+    """
     runs: dict[tuple[object, ...], tuple[Path, Ended]] = {}
 
     def copied(output: str, *more: object) -> Ended:
@@ -199,7 +281,11 @@ def outcome(run: str) -> dict[str, Any]:
     return {
         "journal": Path(run, "journal.jsonl").read_bytes(),
         "weights": weights.read_bytes(),
-        "recipe": {**recipe, "output": None, **{key: Path(recipe[key]).name for key in ("model", "data")}},
+        "recipe": {
+            **recipe,
+            "output": None,
+            **{key: Path(recipe[key]).name for key in ("model", "data")},
+        },
     }
 
 
@@ -210,7 +296,9 @@ def trials(run: str) -> list[dict[str, Any]]:
 @pytest.mark.few(1)
 @each_method
 @pytest.mark.usefixtures("here")
-def test_the_run_is_that_of_the_rate_that_was_chosen(finished: Callable[..., Ended], method: list[object]) -> None:
+def test_the_run_is_that_of_the_rate_that_was_chosen(
+    finished: Callable[..., Ended], method: list[object]
+) -> None:
     finished("run", *method, *DECAYED)
     [best, *_] = trials("run")
     done(*train("given", *method, *DECAYED, lr=best["lr"]))
@@ -233,16 +321,25 @@ def test_the_best_of_the_trials_is_chosen_the_same_each_time_and_what_they_cost_
     assert others
     assert all(best["loss"] <= other["loss"] for other in others if other["steps"] == best["steps"])
     assert len({other["losses"][0] for other in [best, *others]}) == 1, "all start from the base"
-    told = re.search(r"Learning rate: (\d+) rates are tried first, .*: (\d+) steps, (\d+) forward passes of 3 rows", said)
+    told = re.search(
+        r"Learning rate: (\d+) rates are tried first, "
+        r".*: (\d+) steps, (\d+) forward passes of 3 rows",
+        said,
+    )
     assert told is not None
     assert said.index("rates are tried first") < said.index("round 1 of 2")
     assert said.count("Memory: ") == 1
     assert "precision: " in said, "the other lines are printed"
-    assert ("share the model and run together" in said) is ("--lora-rank" in method), "runs of all parameters cannot"
+    assert ("share the model and run together" in said) is ("--lora-rank" in method), (
+        "runs of all parameters cannot"
+    )
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     of_trials = [row for row in rows if "trial_lr" in row]
     assert rows[: len(of_trials)] == of_trials
-    sums = [len(of_trials), *(sum(row[key] for row in of_trials) for key in ("trial_steps", "trial_forwards"))]
+    sums = [
+        len(of_trials),
+        *(sum(row[key] for row in of_trials) for key in ("trial_steps", "trial_forwards")),
+    ]
     assert [int(number) for number in told.groups()] == sums
     run = read_run(Path("run"))
     per_step = 2 if not method else 3 if "--lora-rank" in method else 4
@@ -253,7 +350,9 @@ def test_the_best_of_the_trials_is_chosen_the_same_each_time_and_what_they_cost_
 
 @pytest.mark.long_profile
 def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:
-    before, _, _ = done(*train("run", "--method", "lomo:stream_blocks")).err.partition("round 1 of 2")
+    before, _, _ = done(*train("run", "--method", "lomo:stream_blocks")).err.partition(
+        "round 1 of 2"
+    )
     assert "Disk writes: changed blocks with their states, a commit every step, " in before
 
 
@@ -272,10 +371,14 @@ def test_the_report_shows_the_choice_and_its_curves(finished: Callable[..., Ende
 
 @pytest.mark.few(1)
 @each_method
-@pytest.mark.parametrize("trial", short_first([3], [0, 1, 4]))  # the second round's first trial, and others
+# the second round's first trial, and others
+@pytest.mark.parametrize("trial", short_first([3], [0, 1, 4]))
 @pytest.mark.usefixtures("here")
 def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, finished: Callable[..., Ended], method: list[object], trial: int
+    monkeypatch: pytest.MonkeyPatch,
+    finished: Callable[..., Ended],
+    method: list[object],
+    trial: int,
 ) -> None:
     finished("whole", *method, *DECAYED)
     begun = 0
@@ -310,21 +413,30 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
     assert not list(Path("run").glob("tune-*"))
 
 
-def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_that_a_killed_process_left_after_its_choice_are_removed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run_directory.RunDirectory, "remove_trials", lambda run: None)
         done(*train("run", "--evaluation", 0.3))
     [left] = Path("run").glob("tune-*")
     for trial in left.glob("lr-*"):
-        assert "evaluation" not in (trial / "metrics.jsonl").read_text(), "trials are compared by their training losses"
+        assert "evaluation" not in (trial / "metrics.jsonl").read_text(), (
+            "trials are compared by their training losses"
+        )
         assert json.loads((trial / "options.json").read_text())["options"]["eval_split"] == 0.3
     done("train", "--resume", "run")
     assert not left.exists()
 
 
 @pytest.mark.filterwarnings("ignore:step")
-def test_a_longer_run_tries_more_rates_and_one_line_says_if_all_diverge(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for steps, rates in ((STEPS, ZerothOrderRun.few_learning_rates), (2000, ZerothOrderRun.learning_rates)):
+def test_a_longer_run_tries_more_rates_and_one_line_says_if_all_diverge(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for steps, rates in (
+        (STEPS, ZerothOrderRun.few_learning_rates),
+        (2000, ZerothOrderRun.learning_rates),
+    ):
         said = refused_by_stopping(*train("run", "--steps", steps))
         assert f"Learning rate: {len(rates)} rates are tried first" in said
     done(*train("plain", lr=1e-3))

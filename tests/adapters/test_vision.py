@@ -1,4 +1,6 @@
-"""Models that read images, too: MeZO bit for bit, with images and without, and images that are not the rows' refused."""
+"""Models that read images, too: MeZO bit for bit, with images and without, and images that are not
+the rows' refused.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -53,13 +55,22 @@ TOWER: dict[str, Any] = {
     "patch_size": 4,
 }
 QWEN: dict[str, Any] = {
-    "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}},
+    "text_config": {
+        **TEXT,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4},
+    },
     "image_token_id": IMAGE,
     "vision_start_token_id": BEFORE,
     "vision_end_token_id": BEHIND,
     "video_token_id": 36,
 }
-QWEN_TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llava": LlavaConfig(
         text_config={"model_type": "llama", **TEXT},
@@ -105,21 +116,32 @@ def whole_model(base: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def batch_of(family: str, seed: int, dtype: torch.dtype = torch.float32, *, images: int = 3) -> dict[str, torch.Tensor]:
+def batch_of(
+    family: str, seed: int, dtype: torch.dtype = torch.float32, *, images: int = 3
+) -> dict[str, torch.Tensor]:
     """Three rows; the first ones have an image each, of four tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 36, (3, 11), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     ids[:images, 1], ids[:images, 2:6], ids[:images, 6] = BEFORE, IMAGE, BEHIND
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | (ids >= 36), -100)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | (ids >= 36), -100),
+    }
     if not images:
         return batch
     kinds = (ids == IMAGE).long()
     if family in WHOLE:
         patches = torch.randn(16 * images, 96, generator=generator).to(dtype)
         grid = torch.tensor([[1, 4, 4]] * images)
-        return {**batch, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+        return {
+            **batch,
+            "pixel_values": patches,
+            "image_grid_thw": grid,
+            "mm_token_type_ids": kinds,
+        }
     batch["pixel_values"] = torch.randn(images, 3, 8, 8, generator=generator).to(dtype)
     if family == "gemma3":
         batch["token_type_ids"] = kinds
@@ -136,10 +158,16 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) 
     whole = whole_model(base, dtype)
     literal = MonolithicMeZO(whole, **NUMBERS)
     with zeroth_order(open_checkpoint(base, precision="exact"), MeZOSGD(**NUMBERS)) as engine:
-        steps = [batch_of(family, seed, dtype, images=images) for seed, images in enumerate([3, 0, 1])]
+        steps = [
+            batch_of(family, seed, dtype, images=images) for seed, images in enumerate([3, 0, 1])
+        ]
         assert_steps_alike(engine, literal, steps)
-        batches = [batch_of(family, seed, dtype, images=images) for seed, images in [(3, 3), (4, 0)]]
-        assert engine.evaluate(batches).losses == tuple(literal.loss(batch).item() for batch in batches)
+        batches = [
+            batch_of(family, seed, dtype, images=images) for seed, images in [(3, 3), (4, 0)]
+        ]
+        assert engine.evaluate(batches).losses == tuple(
+            literal.loss(batch).item() for batch in batches
+        )
         assert any("vision" in name or "visual" in name for name, _ in engine.parameters_now())
         engine.export(tmp_path / "out")
     again = whole_model(tmp_path / "out", dtype)
@@ -150,10 +178,14 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_mixed_precision_it_is_monolithic_mezo_under_autocast(tmp_path: Path, family: str) -> None:
+def test_in_mixed_precision_it_is_monolithic_mezo_under_autocast(
+    tmp_path: Path, family: str
+) -> None:
     base = saved(tmp_path / "base", CONFIGS[family], torch.bfloat16)
     literal = MonolithicMeZO(whole_model(base), autocast=torch.bfloat16, **NUMBERS)
-    with zeroth_order(open_checkpoint(base, precision="mixed", loss_chunk=None), MeZOSGD(**NUMBERS)) as engine:
+    with zeroth_order(
+        open_checkpoint(base, precision="mixed", loss_chunk=None), MeZOSGD(**NUMBERS)
+    ) as engine:
         assert_steps_alike(engine, literal, [batch_of(family, seed) for seed in range(2)])
 
 
@@ -180,8 +212,18 @@ def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: 
     base = saved(tmp_path / "base", CONFIGS[family])
     prompts = [[7, 3, 11, 20], [5, 9]]
     stock = whole_model(base)
-    ids, mask = torch.tensor([[7, 3, 11, 20], [0, 0, 5, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    wanted = stock.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=True)
+    ids, mask = (
+        torch.tensor([[7, 3, 11, 20], [0, 0, 5, 9]]),
+        torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]]),
+    )
+    wanted = stock.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=None,
+        use_cache=True,
+    )
     model = open_checkpoint(base)
     with Engine(model) as replayer:
         replayer.evaluate([batch_of(family, 0)])
@@ -191,9 +233,15 @@ def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(tmp_path: Path, family: str) -> None:
+def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(
+    tmp_path: Path, family: str
+) -> None:
     model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]), precision="exact")
-    [tower] = [module for name, module in model.skeleton.named_modules() if name in ("model.vision_tower", "model.visual")]
+    [tower] = [
+        module
+        for name, module in model.skeleton.named_modules()
+        if name in ("model.vision_tower", "model.visual")
+    ]
     with Engine(model) as replayer:
         with patch.object(tower, "forward", wraps=tower.forward) as forward:
             replayer.evaluate([batch_of(family, seed) for seed in range(3)])
@@ -205,27 +253,40 @@ def test_what_a_batch_holds_is_known_ahead_and_the_tower_runs_once_a_forward(tmp
             assert held <= model.held_bytes(batch) <= 2 * held
             if images:
                 pixels, patches = batch["pixel_values"], images * (16 if family in WHOLE else 4)
-                assert vision_bytes(model.config, pixels) == pixels.nbytes + patches * 4 * (8 * 16 + 3 * 24)
+                assert vision_bytes(model.config, pixels) == pixels.nbytes + patches * 4 * (
+                    8 * 16 + 3 * 24
+                )
                 assert model.forward_bytes(batch) >= vision_bytes(model.config, pixels)
 
 
-def test_what_is_of_no_use_beside_images_or_was_never_held_against_the_whole_model_is_refused(tmp_path: Path) -> None:
+def test_what_is_of_no_use_beside_images_or_was_never_held_against_the_whole_model_is_refused(
+    tmp_path: Path,
+) -> None:
     config = Qwen2VLConfig(**QWEN, vision_config={**QWEN_TOWER, "embed_dim": 16, "mlp_ratio": 2})
     with pytest.raises(UnsupportedModelError, match="visual"):
         open_checkpoint(saved(tmp_path / "qwen2", config))
     base = saved(tmp_path / "base", CONFIGS["llava"])
     with pytest.raises(UnsupportedModelError, match="a prefix on a model that reads images"):
-        open_checkpoint(base, adapter=Adapter(config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
+        open_checkpoint(
+            base,
+            adapter=Adapter(config=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+        )
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     with pytest.raises(UnsupportedModelError, match="matrices and vectors"):
-        Engine(open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2)))
+        Engine(
+            open_checkpoint(base), ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2))
+        )
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_an_adapter_are_those_of_the_whole_model(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family])
-    targets = r".*language_model.*\.(q_proj|up_proj)" if family == "gemma3" else r".*\.(q_proj|up_proj|qkv|fc1)"
+    targets = (
+        r".*language_model.*\.(q_proj|up_proj)"
+        if family == "gemma3"
+        else r".*\.(q_proj|up_proj|qkv|fc1)"
+    )
     config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-2))) as engine:
@@ -247,7 +308,9 @@ def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> No
     save_tokenizer(base)
     write_rows(tmp_path / "rows.jsonl", ROWS)
     on_rows = ("--data", tmp_path / "rows.jsonl")
-    done("train", "--model", base, *on_rows, "--output", tmp_path / "run", "--steps", 2, "--lr", 1e-3)
+    done(
+        "train", "--model", base, *on_rows, "--output", tmp_path / "run", "--steps", 2, "--lr", 1e-3
+    )
     done("verify", "--model", base)
     done("plan", "--model", base)
     done("evaluate", "--model", tmp_path / "run" / "model", *on_rows)

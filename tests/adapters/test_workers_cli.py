@@ -1,4 +1,6 @@
-"""The commands as several workers run them: the bits of one process, one speaker, a directory for each worker."""
+"""The commands as several workers run them: the bits of one process, one speaker, a directory for
+each worker.
+"""
 
 import contextlib
 import json
@@ -15,7 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
-from command_lines import ROWS, SECONDS, Ended, environment, make_place, run_here, torchrun_command, write_rows
+from command_lines import (
+    ROWS,
+    SECONDS,
+    Ended,
+    environment,
+    make_place,
+    run_here,
+    torchrun_command,
+    write_rows,
+)
 from crews import Crew, attempted, worked
 from runs import small_run
 from safetensors.torch import load_file
@@ -23,7 +34,12 @@ from strikes import JOURNAL, strike
 
 from zo2adapters.trainers.metrics import LiveMetrics
 from zo2adapters.trainers.options import Storage, TrackerName, TrainOptions
-from zo2adapters.trainers.process import device_kinds, require_same_steps, storage_of_one, worker_trace
+from zo2adapters.trainers.process import (
+    device_kinds,
+    require_same_steps,
+    storage_of_one,
+    worker_trace,
+)
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
 from zo2core import Journal, Workers
@@ -39,9 +55,17 @@ def told_by(crew: Crew, *arguments: object, succeeds: bool = True) -> str:
 
 def asked(options: TrainOptions, **changes: Any) -> list[object]:
     rows = options.data
-    given: dict[str, Any] = {"model": options.model, "data": rows, "evaluation": rows, "output": options.output}
+    given: dict[str, Any] = {
+        "model": options.model,
+        "data": rows,
+        "evaluation": rows,
+        "output": options.output,
+    }
     given |= {"steps": 4, "lr": 1e-3, "batch_size": 4, "evaluate_every": 2, **changes}
-    return ["train", *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))]
+    return [
+        "train",
+        *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)),
+    ]
 
 
 @pytest.mark.few(1)
@@ -55,15 +79,21 @@ def test_train_makes_the_model_of_one_process(tmp_path: Path, crew: Crew, *, kep
     said = told_by(crew, *asked(options))
     assert said.count("step 4: evaluation loss") == 1
     assert said.count("journal: ") == 1
-    journals = [(path / "journal.jsonl").read_bytes() for path in (output, tmp_path / "run.worker-1")]
+    journals = [
+        (path / "journal.jsonl").read_bytes() for path in (output, tmp_path / "run.worker-1")
+    ]
     assert journals[0] == journals[1]
-    assert (output / "model" / "model.safetensors").read_bytes() == (alone / "model" / "model.safetensors").read_bytes()
+    assert (output / "model" / "model.safetensors").read_bytes() == (
+        alone / "model" / "model.safetensors"
+    ).read_bytes()
     assert not (tmp_path / "run.worker-1" / "model").exists()
     assert said.count("Disk writes: ") == 1
 
 
 @pytest.mark.long_profile
-def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path, crew: Crew) -> None:
+def test_workers_find_their_journals_again_and_the_longest_counts(
+    tmp_path: Path, crew: Crew
+) -> None:
     options = small_run(tmp_path)
     told_by(crew, *asked(options, steps=2, trace=tmp_path / "first.json"))
     assert {path.name for path in tmp_path.glob("first*")} == {"first.json", "first.worker-1.json"}
@@ -78,15 +108,41 @@ def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path
 @pytest.mark.long_profile
 def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
-    candidates = [{"prompt": row["prompt"], "candidates": [" on", " mat"], "answer": 1} for row in ROWS]
-    (tmp_path / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in candidates))
-    tuning = ["--model", options.model, "--data", options.data, "--forwards", 100, "--learning-rates", 1e-4, 1e-3, 1e-2]
+    candidates = [
+        {"prompt": row["prompt"], "candidates": [" on", " mat"], "answer": 1} for row in ROWS
+    ]
+    (tmp_path / "candidates.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in candidates)
+    )
+    tuning = [
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--forwards",
+        100,
+        "--learning-rates",
+        1e-4,
+        1e-3,
+        1e-2,
+    ]
     told_by(crew, "tune", *tuning, "--output", tmp_path / "together")
     assert run_here("tune", *tuning, "--output", tmp_path / "alone").status == 0
-    results = [json.loads((tmp_path / name / "tune.json").read_text())["results"] for name in ("together", "alone")]
+    results = [
+        json.loads((tmp_path / name / "tune.json").read_text())["results"]
+        for name in ("together", "alone")
+    ]
     assert results[0] == results[1]
     best = tmp_path / "together" / results[0][0]["run"]
-    evaluating = ["--run-directory", best, "--data", tmp_path / "candidates.jsonl", "--batch-size", 2, "--no-base"]
+    evaluating = [
+        "--run-directory",
+        best,
+        "--data",
+        tmp_path / "candidates.jsonl",
+        "--batch-size",
+        2,
+        "--no-base",
+    ]
     said = told_by(crew, "evaluate", *evaluating)
     [line] = [line for line in said.splitlines() if line.startswith("accuracy")]
     alone = run_here("evaluate", *evaluating).out.strip()
@@ -94,7 +150,9 @@ def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path, crew: Crew)
     assert said.count("accuracy") == 1
 
 
-def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: Path, crew: Crew) -> None:
+def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(
+    tmp_path: Path, crew: Crew
+) -> None:
     options = small_run(tmp_path)
     said = told_by(crew, *asked(options, split="2x2"), succeeds=False)
     for speaker in ("zo2: ", "zo2, worker 1: "):
@@ -103,7 +161,9 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
 
 
 def test_workers_agree_on_kinds_of_devices_steps_and_files_of_traces() -> None:
-    kinds = worked(3, lambda workers: device_kinds(["cpu", "cuda:1", "cuda"][workers.rank], workers))
+    kinds = worked(
+        3, lambda workers: device_kinds(["cpu", "cuda:1", "cuda"][workers.rank], workers)
+    )
     assert kinds == ["cpu+cuda"] * 3
     assert device_kinds("cuda:1", None) == "cuda"
     outcomes = attempted(3, lambda workers: require_same_steps([4, 4, 5][workers.rank], workers))
@@ -119,7 +179,9 @@ def test_workers_agree_on_kinds_of_devices_steps_and_files_of_traces() -> None:
     assert worked(2, lambda workers: worker_trace(None, workers)) == [None, None]
 
 
-def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     auto, given = Storage(memory="auto", device="cuda"), Storage(memory="2GiB")
     assert storage_of_one(auto, None) == auto
@@ -133,21 +195,31 @@ def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pyte
 
 def test_a_preference_is_learned_together(tmp_path: Path) -> None:
     options = small_run(tmp_path)
-    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " the"} for row in ROWS]
+    rows = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " the"} for row in ROWS
+    ]
     options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(workers: Workers | None) -> bytes:
         output = tmp_path / ("alone" if workers is None else str(workers.rank))
         with Trainer(replace(options, output=output), quiet=True, workers=workers) as trainer:
             trainer.train()
-        return b"".join(line for line in (output / "journal.jsonl").read_bytes().splitlines() if b'"step"' in line)
+        return b"".join(
+            line
+            for line in (output / "journal.jsonl").read_bytes().splitlines()
+            if b'"step"' in line
+        )
 
     together = worked(2, run, split="directions")
     assert together[0] == together[1]
-    assert re.sub(rb',"crc32":"\w+"', b"", together[0]) == re.sub(rb',"crc32":"\w+"', b"", run(None))
+    assert re.sub(rb',"crc32":"\w+"', b"", together[0]) == re.sub(
+        rb',"crc32":"\w+"', b"", run(None)
+    )
 
 
-def test_the_first_worker_alone_reports_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_worker_alone_reports_to_a_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = replace(small_run(tmp_path), report_to="tensorboard")
     opened: list[tuple[str, Path]] = []
 
@@ -179,7 +251,10 @@ def test_a_trial_stays_on_the_disk_of_one_worker(tmp_path: Path) -> None:
     best = worked(2, run)
     assert best[0].lr == best[1].lr
     assert best[0].loss == best[1].loss
-    disks = [{path.name for path in (tmp_path / str(rank)).iterdir() if path.is_dir()} for rank in range(2)]
+    disks = [
+        {path.name for path in (tmp_path / str(rank)).iterdir() if path.is_dir()}
+        for rank in range(2)
+    ]
     assert not disks[0] & disks[1]
     assert len(disks[0] | disks[1]) == len(learning_rates)
 
@@ -207,19 +282,48 @@ TAKEN = 6
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_place(tmp_path_factory.mktemp("workers"))
-    peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"]).save_pretrained(folder / "lora")
+    peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"]).save_pretrained(
+        folder / "lora"
+    )
     return folder
 
 
 def train(place: Path, output: Path, *more: object, steps: int = TAKEN) -> list[object]:
     """The command of a run; each of two workers has two rows of a batch."""
-    named = ["train", "--method", "adamw", "--model", place / "base", "--adapter", place / "lora" / "adapter_config.json"]
-    named += ["--data", place / "rows.jsonl", "--output", output, "--steps", steps, "--lr", 1e-2, "--batch-size", 4]
+    named = [
+        "train",
+        "--method",
+        "adamw",
+        "--model",
+        place / "base",
+        "--adapter",
+        place / "lora" / "adapter_config.json",
+    ]
+    named += [
+        "--data",
+        place / "rows.jsonl",
+        "--output",
+        output,
+        "--steps",
+        steps,
+        "--lr",
+        1e-2,
+        "--batch-size",
+        4,
+    ]
     return [*named, "--clip", "norm=0.5", *more]
 
 
 def evaluated(place: Path) -> list[object]:
-    return ["--evaluation", place / "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2]
+    return [
+        "--evaluation",
+        place / "rows.jsonl",
+        "--evaluate-every",
+        2,
+        "--keep-best",
+        "--snapshot-every",
+        2,
+    ]
 
 
 def refused(ended: Sequence[Ended]) -> list[str]:
@@ -240,7 +344,9 @@ def directories(output: Path) -> list[Path]:
 
 
 def assert_same_run(output: Path, whole: Path) -> None:
-    """Both workers have the steps and snapshots of one process, and the first one has its adapter."""
+    """Both workers have the steps and snapshots of one process, and the first one has its
+    adapter.
+    """
     journals = [(path / "journal.jsonl").read_bytes() for path in directories(output)]
     assert journals[0] == journals[1]
     ours, theirs = Journal(output / "journal.jsonl"), Journal(whole / "journal.jsonl")
@@ -248,24 +354,36 @@ def assert_same_run(output: Path, whole: Path) -> None:
     assert ours.evaluations.keys() == theirs.evaluations.keys()
     for step, results in ours.evaluations.items():  # one process evaluates in micro-batches, too
         assert results == pytest.approx(theirs.evaluations[step], rel=1e-6)
-    [adapter, expected] = [load_file(path / "model" / "adapter_model.safetensors") for path in (output, whole)]
+    [adapter, expected] = [
+        load_file(path / "model" / "adapter_model.safetensors") for path in (output, whole)
+    ]
     assert adapter.keys() == expected.keys()
     assert all(adapter[name].equal(value) for name, value in expected.items())
     assert not (directories(output)[1] / "model").exists()
-    snapshots = [{path.name: path.read_bytes() for path in folder.glob("snapshot*")} for folder in directories(output)]
+    snapshots = [
+        {path.name: path.read_bytes() for path in folder.glob("snapshot*")}
+        for folder in directories(output)
+    ]
     assert snapshots[0] == snapshots[1] != {}
 
 
 def test_two_workers_make_the_run_of_one_process(place: Path, crew: Crew, tmp_path: Path) -> None:
     output = tmp_path / "run"
     said = told_by(crew, *train(place, output, *evaluated(place)))
-    assert said.count(f"step {TAKEN}: evaluation loss") == said.count("journal: ") == said.count("precision: ") == 1
+    assert (
+        said.count(f"step {TAKEN}: evaluation loss")
+        == said.count("journal: ")
+        == said.count("precision: ")
+        == 1
+    )
     assert_same_run(output, alone(place, tmp_path / "whole", *evaluated(place)))
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.worker-1", "whole"}
 
 
 @pytest.mark.long_profile
-def test_a_run_is_lengthened_by_workers_one_of_which_lost_its_disk(place: Path, crew: Crew, tmp_path: Path) -> None:
+def test_a_run_is_lengthened_by_workers_one_of_which_lost_its_disk(
+    place: Path, crew: Crew, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     told_by(crew, *train(place, output, "--snapshot-every", 2))
     for path in directories(output)[1].iterdir():
@@ -278,12 +396,16 @@ def test_a_run_is_lengthened_by_workers_one_of_which_lost_its_disk(place: Path, 
 @pytest.mark.long_profile
 def test_preferences_are_learned_together(place: Path, crew: Crew, tmp_path: Path) -> None:
     prompts = ["the cat", "the dog", "the cat is", "the dog is"]
-    write_rows(tmp_path / "pairs.jsonl", [{"prompt": prompt, "chosen": " ran", "rejected": " sat"} for prompt in prompts])
+    write_rows(
+        tmp_path / "pairs.jsonl",
+        [{"prompt": prompt, "chosen": " ran", "rejected": " sat"} for prompt in prompts],
+    )
     chosen = ["--data", tmp_path / "pairs.jsonl"]
     output = tmp_path / "run"
     told_by(crew, *train(place, output, *chosen))
     whole = tmp_path / "whole"
-    ended = run_here(*train(place, whole, "--micro-batch-size", 4, *chosen))  # two prompts, of two rows each
+    # two prompts, of two rows each
+    ended = run_here(*train(place, whole, "--micro-batch-size", 4, *chosen))
     assert ended.status == 0, ended.err
     assert_same_run(output, whole)
 
@@ -295,7 +417,9 @@ def test_preferences_are_learned_together(place: Path, crew: Crew, tmp_path: Pat
         (("--pack",), "batch: found 1 rows that can be separated, and 2 workers"),
     ],
 )
-def test_unsplittable_work_is_refused(more: Sequence[object], told: str, place: Path, crew: Crew, tmp_path: Path) -> None:
+def test_unsplittable_work_is_refused(
+    more: Sequence[object], told: str, place: Path, crew: Crew, tmp_path: Path
+) -> None:
     for line in refused(crew.run(*train(place, tmp_path / "run", *more))):
         assert told in line
     assert not list(tmp_path.iterdir())
@@ -322,7 +446,9 @@ def assert_not_torn(output: Path, steps: int) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_workers_one_of_whom_was_killed_go_on_as_before(rank: int, place: Path, crew: Crew, tmp_path: Path) -> None:
+def test_workers_one_of_whom_was_killed_go_on_as_before(
+    rank: int, place: Path, crew: Crew, tmp_path: Path
+) -> None:
     output, command = tmp_path / "run", train(place, tmp_path / "run", "--snapshot-every", 2)
     ended = crew.killed(rank, strike(JOURNAL, "Journal", "append", 5, "after"), *command)
     assert ended[rank].status == -signal.SIGKILL
@@ -342,7 +468,8 @@ def test_torchrun_starts_killed_workers_again_and_they_end_with_the_same_bits(
     output, steps = tmp_path / "run", 60
     journal = directories(output)[rank] / "journal.jsonl"
     command = train(place, output, "--snapshot-every", 7, steps=steps)
-    launcher = torchrun_command(SIZE, "--max-restarts", 9, "-m", "zo2adapters", *command)  # it starts workers again
+    # it starts workers again
+    launcher = torchrun_command(SIZE, "--max-restarts", 9, "-m", "zo2adapters", *command)
     with (tmp_path / "output").open("ab") as file:
         process = subprocess.Popen(launcher, stdout=file, stderr=file, env=environment())
     kills = 0

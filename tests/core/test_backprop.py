@@ -1,4 +1,6 @@
-"""First-order steps over the stream: the bits of the whole model under autograd, wherever inputs of blocks are kept."""
+"""First-order steps over the stream: the bits of the whole model under autograd, wherever inputs of
+blocks are kept.
+"""
 
 import errno
 import json
@@ -20,7 +22,13 @@ from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from peft_models import TARGETS, lora, monolithic, values_of
 from profiles import each_choice, examples
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, DogeConfig, Gemma3nTextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DogeConfig,
+    Gemma3nTextConfig,
+)
 from whole_loops import WholeModel
 
 from zo2adapters import Adapter, open_checkpoint
@@ -71,10 +79,14 @@ class Resident(WholeModel):
     ) -> None:
         values = values_of(model)
         super().__init__(monolithic(base, config, values, auto_class=auto_class), autocast=autocast)
-        self.trained = {name: parameter for name, parameter in self.parameters.items() if name in values}
+        self.trained = {
+            name: parameter for name, parameter in self.parameters.items() if name in values
+        }
         self.optimizer = make(list(self.trained.values()))
 
-    def step(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], clip: float | None) -> float:
+    def step(
+        self, micro_batches: Sequence[Mapping[str, torch.Tensor]], clip: float | None
+    ) -> float:
         loss = self.backward(micro_batches)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(list(self.trained.values()), clip)
@@ -82,15 +94,21 @@ class Resident(WholeModel):
         return loss
 
     def assert_equals(self, engine: Engine) -> None:
-        ours = {name: value.clone() for name, value in engine.parameters_now() if name in self.trained}
+        ours = {
+            name: value.clone() for name, value in engine.parameters_now() if name in self.trained
+        }
         assert_equal(ours, {name: value.detach() for name, value in self.trained.items()})
 
 
-def assert_equal_steps(engine: Engine, resident: Resident, micro_batches: Any, clip: float | None = None) -> None:
+def assert_equal_steps(
+    engine: Engine, resident: Resident, micro_batches: Any, clip: float | None = None
+) -> None:
     """Three steps on both sides have the same losses and parameters."""
     for _ in range(3):
         expected = resident.step(micro_batches, clip)
-        assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6 if len(micro_batches) > 1 else 0)
+        assert engine.step(micro_batches).loss == pytest.approx(
+            expected, rel=1e-6 if len(micro_batches) > 1 else 0
+        )
         resident.assert_equals(engine)
 
 
@@ -98,18 +116,31 @@ def assert_equal_steps(engine: Engine, resident: Resident, micro_batches: Any, c
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=3, long=33)
 @given(data=st.data())
-def test_steps_are_the_whole_models(model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_steps_are_the_whole_models(
+    model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     tmp, draw = tmp_path_factory.mktemp("backprop"), data.draw
     config = draw(CONFIGS[model_type])
     micro_batches = [draw(batches(config.vocab_size)) for _ in range(draw(st.integers(1, 3)))]
     base = save_model(tmp / "base", config, draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    options = draw(st.sampled_from([{}, {"use_rslora": True}, {"init_lora_weights": False}, {"use_dora": True}]))
+    options = draw(
+        st.sampled_from(
+            [{}, {"use_rslora": True}, {"init_lora_weights": False}, {"use_dora": True}]
+        )
+    )
     config = lora(target_modules=TARGETS[model_type], **options)
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
-    make, clip = draw(st.sampled_from(list(OPTIMIZERS.values()))), draw(st.sampled_from([None, 0.05]))
+    make, clip = (
+        draw(st.sampled_from(list(OPTIMIZERS.values()))),
+        draw(st.sampled_from([None, 0.05])),
+    )
     resident = Resident(base, config, model, make)
-    policy = memory(draw(st.sampled_from([None, 1, 2])), draw(st.sampled_from([1, 30_000, 100_000, 1 << 28])))
-    with Engine(model, FirstOrder(make, clip=clip), memory=policy, overlap=draw(st.booleans())) as engine:
+    policy = memory(
+        draw(st.sampled_from([None, 1, 2])), draw(st.sampled_from([1, 30_000, 100_000, 1 << 28]))
+    )
+    with Engine(
+        model, FirstOrder(make, clip=clip), memory=policy, overlap=draw(st.booleans())
+    ) as engine:
         assert_equal_steps(engine, resident, micro_batches, clip)
 
 
@@ -117,12 +148,20 @@ KINDS: Mapping[str, Any] = {
     "lora": lambda targets: lora(target_modules=targets, init_lora_weights=False),
     "lora and modules": lambda targets: lora(
         target_modules=targets,
-        modules_to_save=["final_layer_norm", "fc2"] if "fc1" in targets else ["input_layernorm", "norm", "v_proj"],
+        modules_to_save=["final_layer_norm", "fc2"]
+        if "fc1" in targets
+        else ["input_layernorm", "norm", "v_proj"],
     ),
     "dora": lambda targets: lora(use_dora=True, target_modules=targets),
-    "ia3": lambda targets: peft.IA3Config(target_modules=targets, feedforward_modules=targets[1:], init_ia3_weights=False),
-    "loha": lambda targets: peft.LoHaConfig(r=3, alpha=16, target_modules=targets, init_weights=False),
-    "lokr": lambda targets: peft.LoKrConfig(r=3, alpha=16, target_modules=targets, init_weights=False),
+    "ia3": lambda targets: peft.IA3Config(
+        target_modules=targets, feedforward_modules=targets[1:], init_ia3_weights=False
+    ),
+    "loha": lambda targets: peft.LoHaConfig(
+        r=3, alpha=16, target_modules=targets, init_weights=False
+    ),
+    "lokr": lambda targets: peft.LoKrConfig(
+        r=3, alpha=16, target_modules=targets, init_weights=False
+    ),
     "hra": lambda targets: peft.HRAConfig(r=4, target_modules=targets, init_weights=False),
     "miss": lambda targets: peft.MissConfig(r=4, target_modules=targets, init_weights=False),
 }
@@ -138,12 +177,20 @@ def test_every_kind_of_adapter_is_that_of_peft_and_of_autocast(
 ) -> None:
     is_mixed = precision == "mixed" and kind not in ("dora", "loha")  # whose bits differ
     for model_type in ("opt", "llama"):
-        base = save_model(tmp_path / model_type, small_config(model_type, tie_word_embeddings=is_mixed), dtype)
+        base = save_model(
+            tmp_path / model_type, small_config(model_type, tie_word_embeddings=is_mixed), dtype
+        )
         config = KINDS[kind](TARGETS[model_type])
-        options: Any = {"precision": "mixed", "dtype": "bfloat16", "loss_chunk": None} if is_mixed else {}
+        options: Any = (
+            {"precision": "mixed", "dtype": "bfloat16", "loss_chunk": None} if is_mixed else {}
+        )
         model = open_checkpoint(base, adapter=Adapter(config=config, seed=1), **options)
-        frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters if spec.frozen]
-        assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
+        frozen = [
+            spec for layout in model.layouts[1:-1] for spec in layout.parameters if spec.frozen
+        ]
+        assert {spec.dtype for spec in frozen} == {dtype}, (
+            "what is only read is stored as the checkpoint has it"
+        )
         resident = Resident(base, config, model, autocast=torch.bfloat16 if is_mixed else None)
         if is_mixed:
             cast("Any", resident.model).float()
@@ -154,7 +201,9 @@ def test_every_kind_of_adapter_is_that_of_peft_and_of_autocast(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn", "mlp.c_proj"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str | list[str], tmp_path: Path) -> None:
+def test_lora_of_conv1d_layers_is_that_of_peft(
+    dtype: torch.dtype, targets: str | list[str], tmp_path: Path
+) -> None:
     base = save_model(tmp_path / "base", small_config("gpt2"), dtype)
     corrected = lora(target_modules=targets, fan_in_fan_out=True)  # without which peft warns
     model = open_checkpoint(base, adapter=Adapter(config=lora(target_modules=targets), seed=1))
@@ -164,11 +213,21 @@ def test_lora_of_conv1d_layers_is_that_of_peft(dtype: torch.dtype, targets: str 
         engine.export(tmp_path / "adapter")
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert saved["fan_in_fan_out"], "peft loads it without a warning"
-    with pytest.raises(OptionError, match=r"^adapter.target_modules: found transformer.h.0.attn.c_attn, Conv1D"):
-        open_checkpoint(base, adapter=Adapter(config=lora(target_modules=["c_attn"], use_dora=True)))
+    with pytest.raises(
+        OptionError, match=r"^adapter.target_modules: found transformer.h.0.attn.c_attn, Conv1D"
+    ):
+        open_checkpoint(
+            base, adapter=Adapter(config=lora(target_modules=["c_attn"], use_dora=True))
+        )
 
 
-def make(base: Path, buckets: int | None = None, room: int = 1 << 28, optimizer: Any = ADAMW, **options: Any) -> Engine:
+def make(
+    base: Path,
+    buckets: int | None = None,
+    room: int = 1 << 28,
+    optimizer: Any = ADAMW,
+    **options: Any,
+) -> Engine:
     model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
     return first_order(model, optimizer, **{"memory": memory(buckets, room), **options})
 
@@ -183,15 +242,20 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("overlap", "rows", "buckets"), each_choice([False, True], [None, 1], [1, 2, 3, 5]))
-def test_blocks_without_a_bucket_are_read_at_most_twice(base: Path, overlap: bool, rows: int | None, buckets: int) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "rows", "buckets"), each_choice([False, True], [None, 1], [1, 2, 3, 5])
+)
+def test_blocks_without_a_bucket_are_read_at_most_twice(
+    base: Path, overlap: bool, rows: int | None, buckets: int
+) -> None:
     batch, steps = make_batch(40, [7, 5, 6, 4]), 4
     with make(base, buckets, overlap=overlap, micro_batch_size=rows) as engine:
         block = engine._runner.model.layouts[1].nbytes
         blocks = sum(not layout.resident for layout in engine._runner.model.layouts)
         engine.step(batch)
         reads = sum(engine.step(batch).lanes[Lane.READ].nbytes for _ in range(steps))
-    begun_before, read_for_the_next = 1, 1  # blocks: what a step has read may be noted in the one after it
+    # blocks: what a step has read may be noted in the one after it
+    begun_before, read_for_the_next = 1, 1
     assert reads <= (steps * 2 * (blocks - buckets) + begun_before + read_for_the_next) * block
 
 
@@ -207,19 +271,27 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("buckets", [None, 1, 2])
-def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, buckets: int | None) -> None:
+def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(
+    base: Path, buckets: int | None
+) -> None:
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
     for room in (1, 40_000, 80_000, 1 << 28):
         forwards = [0] * 6
 
-        def counted(block: Any, index: int, activations: Any, forwards: list[int] = forwards) -> Any:
+        def counted(
+            block: Any, index: int, activations: Any, forwards: list[int] = forwards
+        ) -> Any:
             forwards[index] += 1
             return block(index, activations)
 
         with make(base, buckets, room=room, micro_batch_size=2) as engine:
             engine._runner.model = cast("Any", Proxy(engine._runner.model, block=counted))
             losses = [engine.step(batch).loss for _ in range(3)]
-            outcomes[room] = (forwards, losses, [value.tolist() for value in trained(engine).values()])
+            outcomes[room] = (
+                forwards,
+                losses,
+                [value.tolist() for value in trained(engine).values()],
+            )
     assert outcomes[1][0] == [12] * 6, "three steps, two micro-batches, forward and backward"
     assert outcomes[1 << 28][0] == [6] * 6
     fewer, more = outcomes[40_000][0], outcomes[80_000][0]
@@ -230,8 +302,12 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "down_proj"]])
-def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, targets: list[str]) -> None:
-    """As in torch's checkpointing: behind the last tensor that a backward reads, a frozen projection is not repeated."""
+def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(
+    base: Path, targets: list[str]
+) -> None:
+    """As in torch's checkpointing: behind the last tensor that a backward reads, a frozen
+    projection is not repeated.
+    """
     config = lora(target_modules=targets, init_lora_weights=False)
     model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     projection, calls = model._layers[0].mlp.down_proj, []
@@ -256,7 +332,9 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
 
         model: Any = engine._runner.model
         model._layers[0].input_layernorm.register_forward_hook(changed)
-        with pytest.raises(OptionError, match="saves other tensors for its backward when it runs again"):
+        with pytest.raises(
+            OptionError, match="saves other tensors for its backward when it runs again"
+        ):
             engine.step(BATCH)
         assert engine.version == 0
 
@@ -265,14 +343,25 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
 @pytest.mark.parametrize("buckets", [None, 1])
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | None, tmp_path: Path) -> None:
-    plain = small_config("llama", pad_token_id=0, num_hidden_layers=3) if family == "llama" else BertConfig(**SIZES)
+def test_an_adapter_beside_a_classifier_is_trained(
+    family: str, buckets: int | None, tmp_path: Path
+) -> None:
+    plain = (
+        small_config("llama", pad_token_id=0, num_hidden_layers=3)
+        if family == "llama"
+        else BertConfig(**SIZES)
+    )
     plain.num_labels = 3
     torch.manual_seed(0)
     auto_class: Any = AutoModelForSequenceClassification
     auto_class.from_config(plain).save_pretrained(tmp_path / "base")
-    config = lora(target_modules=["q_proj"] if family == "llama" else ["query", "dense"], init_lora_weights=False)
-    model = open_checkpoint(tmp_path / "base", adapter=Adapter(config=config, seed=1), head="sequence-classification")
+    config = lora(
+        target_modules=["q_proj"] if family == "llama" else ["query", "dense"],
+        init_lora_weights=False,
+    )
+    model = open_checkpoint(
+        tmp_path / "base", adapter=Adapter(config=config, seed=1), head="sequence-classification"
+    )
     resident = Resident(tmp_path / "base", config, model, auto_class=auto_class)
     cast("Any", resident.model).eval()
     batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
@@ -292,10 +381,17 @@ def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | N
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("data_begins_at", [0, 8])  # modulo 16: where products of float32 vectors round otherwise
+# modulo 16: where products of float32 vectors round otherwise
+@pytest.mark.parametrize("data_begins_at", [0, 8])
 @pytest.mark.parametrize("rank", [None, 2])
-def test_weights_read_where_they_lie_have_the_same_bits(data_begins_at: int, rank: int | None, tmp_path: Path) -> None:
-    directory = save_model(tmp_path / "base", small_config("llama", hidden_size=60, intermediate_size=96), torch.float32)
+def test_weights_read_where_they_lie_have_the_same_bits(
+    data_begins_at: int, rank: int | None, tmp_path: Path
+) -> None:
+    directory = save_model(
+        tmp_path / "base",
+        small_config("llama", hidden_size=60, intermediate_size=96),
+        torch.float32,
+    )
     begin_data_at(directory / "model.safetensors", data_begins_at)
     batch = {"input_ids": torch.tensor([[7]])}  # one token: matrices times a vector
     outcomes = []
@@ -304,15 +400,23 @@ def test_weights_read_where_they_lie_have_the_same_bits(data_begins_at: int, ran
         model = open_checkpoint(directory, adapter=adapter)
         method: Any = FirstOrder(ADAMW)
         if rank is not None:
-            method = ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), perturbation=LowRankPerturbation(rank=rank))
-        logits = TrainerLoss(model, lambda called, batch: called(**batch).logits[0, 0], adds_up=True)
+            method = ZerothOrder(
+                MeZOSGD(lr=1e-3, zo_eps=1e-3), perturbation=LowRankPerturbation(rank=rank)
+            )
+        logits = TrainerLoss(
+            model, lambda called, batch: called(**batch).logits[0, 0], adds_up=True
+        )
         with Engine(model, method, memory=memory(buckets)) as engine:
-            outcomes.append([output for outputs in engine.forwards([batch], logits) for output in outputs])
+            outcomes.append(
+                [output for outputs in engine.forwards([batch], logits) for output in outputs]
+            )
     assert torch.equal(torch.stack(outcomes[0]), torch.stack(outcomes[1]))
 
 
 def begin_data_at(path: Path, offset: int) -> None:
-    """Write a file of safetensors again, its data beginning so many bytes behind a multiple of 16."""
+    """Write a file of safetensors again, its data beginning so many bytes behind a multiple
+    of 16.
+    """
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length].rstrip(), content[8 + length :]
@@ -327,11 +431,18 @@ def test_a_prefix_is_trained(base: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_what_has_no_optimizer_no_gradient_or_other_bits_under_autocast_is_refused(base: Path) -> None:
+def test_what_has_no_optimizer_no_gradient_or_other_bits_under_autocast_is_refused(
+    base: Path,
+) -> None:
     with pytest.raises(OptionError, match="a factory that is called with the parameters"):
         make(base, optimizer=3)
     with make(base) as engine, pytest.raises(OptionError, match="a loss that has no gradient"):
-        engine.step(BATCH, forward=cast("Any", Proxy(engine._runner.model, head=lambda head, *given: head(*given).detach())))
+        engine.step(
+            BATCH,
+            forward=cast(
+                "Any", Proxy(engine._runner.model, head=lambda head, *given: head(*given).detach())
+            ),
+        )
     for name, config in (("LoHa", KINDS["loha"](["q_proj"])), ("DoRA", lora(use_dora=True))):
         with pytest.raises(OptionError, match=f"precision: found mixed with {name}"):
             open_checkpoint(base, adapter=Adapter(config=config), precision="mixed")
@@ -345,8 +456,12 @@ def smoothed(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def preferred(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """As DPO's: the log-probabilities of the first half of the rows against those of the second half."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    """As DPO's: the log-probabilities of the first half of the rows against those of the second
+    half.
+    """
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     taken = logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
     chosen, rejected = (taken * batch["attention_mask"][:, 1:]).sum(1).chunk(2)
     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
@@ -367,7 +482,9 @@ def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, lo
             for batch in batches:  # gradients add up over calls, as over calls of backward
                 expected.append(loss(resident.model, batch))
                 expected[-1].backward()
-            assert [engine.gradients(batch, forward) for batch in batches] == [value.item() for value in expected]
+            assert [engine.gradients(batch, forward) for batch in batches] == [
+                value.item() for value in expected
+            ]
             for name, parameter in engine.parameters.items():
                 assert torch.equal(parameter.grad, resident.trained[name].grad), name  # type: ignore[arg-type]
             resident.optimizer.step()
@@ -382,9 +499,15 @@ def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, lo
             engine.step(batches)
 
 
-def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(tmp_path: Path) -> None:
-    """Doge's masks depend on trained parameters: without a graph torch takes another attention, which rounds otherwise."""
-    directory = save_model(tmp_path / "doge", DogeConfig(**SIZES, keep_window_size=16), torch.float32)
+def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """Doge's masks depend on trained parameters: without a graph torch takes another attention,
+    which rounds otherwise.
+    """
+    directory = save_model(
+        tmp_path / "doge", DogeConfig(**SIZES, keep_window_size=16), torch.float32
+    )
     config = lora(target_modules=["dt_proj", "v_proj"], init_lora_weights=False)
     model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
     resident = Resident(directory, config, model, OPTIMIZERS["sgd"])
@@ -393,7 +516,9 @@ def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(tm
 
 
 def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
-    """Gemma 3n's last layers read what an earlier one computed: that path's gradient would be lost."""
+    """Gemma 3n's last layers read what an earlier one computed: that path's gradient would be
+    lost.
+    """
     directory = tmp_path / "gemma3n"
     sizes = {**SIZES, "num_hidden_layers": 3, "head_dim": 8, "intermediate_size": 32}
     types = ["sliding_attention", "full_attention", "full_attention"]
@@ -407,9 +532,13 @@ def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
         laurel_rank=4,
     )
     save_model(directory, config, torch.float32)
-    model = open_checkpoint(directory, adapter=Adapter(config=lora(target_modules=["q_proj"]), seed=1))
+    model = open_checkpoint(
+        directory, adapter=Adapter(config=lora(target_modules=["q_proj"]), seed=1)
+    )
     with Engine(model, FirstOrder(OPTIMIZERS["sgd"])) as engine:
-        with pytest.raises(OptionError, match=r"block \d, which passes tensors to later blocks besides its output"):
+        with pytest.raises(
+            OptionError, match=r"block \d, which passes tensors to later blocks besides its output"
+        ):
             engine.step(BATCH)
         assert engine.version == 0
 
@@ -470,8 +599,14 @@ def filled(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), blocks=st.integers(1, 6), room=st.integers(0, 400))
-def test_the_first_blocks_inputs_leave_and_are_there_for_their_backward(sizes: list[int], blocks: int, room: int) -> None:
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    blocks=st.integers(1, 6),
+    room=st.integers(0, 400),
+)
+def test_the_first_blocks_inputs_leave_and_are_there_for_their_backward(
+    sizes: list[int], blocks: int, room: int
+) -> None:
     store, tensors = Memory(), {}
     inputs = KeptActivations(store)
     for _ in range(2):
@@ -486,14 +621,18 @@ def test_the_first_blocks_inputs_leave_and_are_there_for_their_backward(sizes: l
                 assert sum(kept.untyped_storage().nbytes() for kept in tensors.values()) <= most
         order = [key for key in tensors if sizes[key.stream]]
         segments = [key.segment for key in order]
-        assert [key.segment for key in store.sent] == segments[: len(store.sent)], "the first blocks' inputs leave"
+        assert [key.segment for key in store.sent] == segments[: len(store.sent)], (
+            "the first blocks' inputs leave"
+        )
         if blocks * sum(sizes) + AHEAD * max(sizes) <= room:
             assert store.sent == []
         for block in range(blocks, 0, -1):
             for stream, size in enumerate(sizes):
                 inputs.take(Use(-block, stream))
                 present = sum(kept.untyped_storage().nbytes() for kept in tensors.values())
-                assert present <= max(room, AHEAD * max(sizes)) + max(sizes), "what is read ahead has room"
+                assert present <= max(room, AHEAD * max(sizes)) + max(sizes), (
+                    "what is read ahead has room"
+                )
                 assert tensors.pop(Use(-block, stream)).tolist() == [10 * block + stream] * size
         inputs.clear()
 
@@ -506,7 +645,9 @@ def file(tmp_path: Path) -> Iterator[ActivationFile]:
 
 def test_a_file_gives_back_what_it_was_sent(file: ActivationFile, tmp_path: Path) -> None:
     for _ in range(2):
-        tensors = [torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, (9 << 20) + 5, 77)]
+        tensors = [
+            torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, (9 << 20) + 5, 77)
+        ]
         expected = [tensor.clone() for tensor in tensors]
         storages = [tensor.untyped_storage() for tensor in tensors]
         file.send(FIRST, storages[:3]).result()
@@ -515,21 +656,27 @@ def test_a_file_gives_back_what_it_was_sent(file: ActivationFile, tmp_path: Path
         assert list(tmp_path.iterdir()) == [], "the file has no name"
         file.bring(SECOND).result()
         file.bring(FIRST).result()
-        assert all(torch.equal(tensor, values) for tensor, values in zip(tensors, expected, strict=True))
+        assert all(
+            torch.equal(tensor, values) for tensor, values in zip(tensors, expected, strict=True)
+        )
         file.clear()
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     storages = [torch.zeros(5).untyped_storage()]
     with closing(ActivationFile(tmp_path / "missing", Timeline())) as file:
-        with pytest.raises(ScratchError, match=r"missing: found No such file or directory.* inputs of blocks"):
+        with pytest.raises(
+            ScratchError, match=r"missing: found No such file or directory.* inputs of blocks"
+        ):
             file.send(FIRST, storages).result()
         file.clear()
         (tmp_path / "missing").mkdir()
         file.send(FIRST, storages).result()
 
 
-def test_a_failed_write_frees_the_space_of_all_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_frees_the_space_of_all_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(file: RangedFile, offset: int, data: memoryview) -> None:
         if offset == 0:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -538,26 +685,40 @@ def test_a_failed_write_frees_the_space_of_all_writes(tmp_path: Path, monkeypatc
     written = RangedFile.write
     monkeypatch.setattr(RangedFile, "write", write)
     with closing(ActivationFile(tmp_path, Timeline())) as file:
-        first, second = (file.send(use, [torch.zeros(5).untyped_storage()]) for use in (FIRST, SECOND))
+        first, second = (
+            file.send(use, [torch.zeros(5).untyped_storage()]) for use in (FIRST, SECOND)
+        )
         second.result()
         with pytest.raises(ScratchError, match="No space left"):
             first.result()
         file.clear()
         links = Path("/proc/self/fd").iterdir()
-        assert not [link for link in links if link.is_symlink() and os.readlink(link).startswith(str(tmp_path))]
+        assert not [
+            link
+            for link in links
+            if link.is_symlink() and os.readlink(link).startswith(str(tmp_path))
+        ]
 
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def spilling(base: Path, room: int, *, buckets: int | None = None, config: Any = None, **options: Any) -> Engine:
+def spilling(
+    base: Path, room: int, *, buckets: int | None = None, config: Any = None, **options: Any
+) -> Engine:
     chosen = peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    model = open_checkpoint(base, adapter=Adapter(config=chosen if config is None else config, seed=1))
-    return first_order(model, OPTIMIZER, **{"memory": memory(buckets, room), "micro_batch_size": 1, **options})
+    model = open_checkpoint(
+        base, adapter=Adapter(config=chosen if config is None else config, seed=1)
+    )
+    return first_order(
+        model, OPTIMIZER, **{"memory": memory(buckets, room), "micro_batch_size": 1, **options}
+    )
 
 
 def room_for(base: Path, blocks: int) -> int:
-    """Memory in which the micro-batches of one row pass together, and so many blocks have room for their inputs."""
+    """Memory in which the micro-batches of one row pass together, and so many blocks have room for
+    their inputs.
+    """
     model, rows = open_checkpoint(base), [make_batch(40, [length]) for length in LENGTHS]
     graph = GRAPH_FORWARDS * max(model.forward_bytes(row) for row in rows)
     return math.ceil(graph) + (PASSING + blocks) * sum(model.held_bytes(row) for row in rows)
@@ -565,7 +726,9 @@ def room_for(base: Path, blocks: int) -> int:
 
 def steps_and_values(engine: Engine, batch: Any, steps: int = 3) -> tuple[list[float], list[Any]]:
     losses = [engine.step(batch).loss for _ in range(steps)]
-    return losses, [value.tolist() for name, value in engine.parameters_now() if name in engine.parameters]
+    return losses, [
+        value.tolist() for name, value in engine.parameters_now() if name in engine.parameters
+    ]
 
 
 @pytest.mark.few(1)
@@ -590,7 +753,9 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
             of_blocks = 0 if buckets is None else (2 * (BLOCKS - buckets) + 2) * layout.nbytes
             assert written[-1] <= lanes[Lane.READ].nbytes <= written[-1] + of_blocks
             assert list(spill.iterdir()) == []
-    assert written[0] == (BLOCKS - 1) * hidden, "all but the embedding's output, which has no gradient"
+    assert written[0] == (BLOCKS - 1) * hidden, (
+        "all but the embedding's output, which has no gradient"
+    )
     assert written == sorted(written, reverse=True)
     assert 0 < written[2] < written[1]
     assert written[-1] == 0
@@ -598,12 +763,17 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
 
 def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path) -> None:
     for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
-        with patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as run, spilling(base, room) as engine:
+        with (
+            patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as run,
+            spilling(base, room) as engine,
+        ):
             engine.step(make_batch(40, LENGTHS))
         assert run.call_count == expected
 
 
-def assert_same_in_any_room(base: Path, prepare: Callable[[Any], object] = lambda model: None, **options: Any) -> None:
+def assert_same_in_any_room(
+    base: Path, prepare: Callable[[Any], object] = lambda model: None, **options: Any
+) -> None:
     outcomes = []
     for room in (1 << 28, 1, room_for(base, 0)):
         with spilling(base, room, **options) as engine:
@@ -625,7 +795,9 @@ def test_a_layer_that_hands_on_its_input_keeps_it_in_memory(view: bool, base: Pa
 
 
 def test_a_prefix_that_all_blocks_get_stays(base: Path) -> None:
-    assert_same_in_any_room(base, config=peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert_same_in_any_room(
+        base, config=peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
 
 
 def test_a_disk_that_refuses_ends_the_step_and_the_next_one_goes_on(base: Path) -> None:
@@ -659,7 +831,10 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
     for blocks in (0, 1, 3, BLOCKS + 1):
         room = room_for(base, blocks)
         policy = replace(memory(2), device=DevicePlan((), 0, kept=0, activation_bytes=room))
-        with behind_copies(1e-4) as device, spilling(base, room, memory=policy, device=device, spill=tmp_path) as engine:
+        with (
+            behind_copies(1e-4) as device,
+            spilling(base, room, memory=policy, device=device, spill=tmp_path) as engine,
+        ):
             assert steps_and_values(engine, batch) == expected
             lanes = engine.step(batch).lanes
         assert lanes[Lane.ACTIVATIONS_IN].nbytes == lanes[Lane.ACTIVATIONS_OUT].nbytes
@@ -671,14 +846,18 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
     assert (written[0] > 0) == (host_room is not None)
 
 
-def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(base: Path, process_memory: int) -> None:
+def test_a_plan_leaves_inputs_to_the_disk_if_host_memory_has_no_room_for_all(
+    base: Path, process_memory: int
+) -> None:
     model = open_checkpoint(base)
     free = 1 << 30  # of the device
     machine = Machine(on_host=False, in_place=False, device_free=lambda: free)
     layouts, least = model.layouts, 1 << 20
 
     def planned(host: int | str, activations: int, copies: int = 0) -> RunSpec:
-        memory = MemoryPolicy(host=host, device="8MB", activations=activations, least_activations=least)
+        memory = MemoryPolicy(
+            host=host, device="8MB", activations=activations, least_activations=least
+        )
         request = RunRequest(layouts=layouts, on_disk=layouts, memory=memory, trained_copies=copies)
         return plan(request, machine, MeasuredSpeeds(model.weights))
 

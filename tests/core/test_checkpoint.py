@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from zo2core import HostDevice, ParameterSpec
-from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, new_directory, parse_header, write_checkpoint
+from zo2core.checkpoint.shards import (
+    SafetensorsReader,
+    find_tensors,
+    new_directory,
+    parse_header,
+    write_checkpoint,
+)
 from zo2core.errors import CheckpointError, OutputError
 from zo2core.io import direct_file as ranged
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
@@ -49,9 +55,16 @@ MALFORMED: dict[str, tuple[Any, bytes]] = {
     "bytes left over": ({"a": F32}, b"\0" * 9),
     "overlap": ({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, b"\0" * 12),
     "hole": ({"a": F32, "b": {**F32, "data_offsets": [12, 20]}}, b"\0" * 20),
-    "a name twice": (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": {}}', b""),
+    "a name twice": (
+        b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": {}}',
+        b"",
+    ),
 }
-TRUNCATED = [b"", b"1234567", *(struct.pack("<Q", length) + b"{}" for length in (0, 1, 9, 2**31, 2**63, 2**64 - 1))]
+TRUNCATED = [
+    b"",
+    b"1234567",
+    *(struct.pack("<Q", length) + b"{}" for length in (0, 1, 9, 2**31, 2**63, 2**64 - 1)),
+]
 CONTENTS = {name: raw(*parts) for name, parts in MALFORMED.items()}
 CONTENTS |= {f"truncated to {content!r}": content for content in TRUNCATED}
 
@@ -108,7 +121,9 @@ def write_index(folder: Path, index: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("shard", ["../two.safetensors", "/etc/passwd", "sub/two.safetensors", "..", "", 3, None, "a\0b"])
+@pytest.mark.parametrize(
+    "shard", ["../two.safetensors", "/etc/passwd", "sub/two.safetensors", "..", "", 3, None, "a\0b"]
+)
 def test_an_index_that_leaves_its_directory_is_refused(shard: object, tmp_path: Path) -> None:
     write_index(tmp_path, {"weight_map": {**sharded(tmp_path), "b": shard}})
     with pytest.raises(CheckpointError, match="directory"):
@@ -149,7 +164,13 @@ def values() -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("max_shard", [10**9, 40, 1])
 def test_written_checkpoints_load(max_shard: int, tmp_path: Path) -> None:
     (tmp_path / "extra").write_bytes(b"copied")
-    write_checkpoint(tmp_path / "out", SPECS, values(), {"a.json": b"{}", "b.txt": tmp_path / "extra"}, max_shard=max_shard)
+    write_checkpoint(
+        tmp_path / "out",
+        SPECS,
+        values(),
+        {"a.json": b"{}", "b.txt": tmp_path / "extra"},
+        max_shard=max_shard,
+    )
     entries = find_tensors(tmp_path / "out")
     reader = SafetensorsReader(entries)
     for name, value in values():
@@ -171,7 +192,9 @@ def test_a_write_that_fails_leaves_nothing_and_what_is_there(tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError):
         write_checkpoint(out, SPECS, failing(), {})
     with pytest.raises(CheckpointError, match=r"base/tokenizer\.json: found No such file"):
-        write_checkpoint(out, SPECS, values(), {"tokenizer.json": tmp_path / "base" / "tokenizer.json"})
+        write_checkpoint(
+            out, SPECS, values(), {"tokenizer.json": tmp_path / "base" / "tokenizer.json"}
+        )
     assert list(tmp_path.iterdir()) == []
     out.mkdir()
     (out / "file").write_text("mine")
@@ -204,7 +227,9 @@ def test_what_stands_beside_an_output_is_neither_used_nor_removed(tmp_path: Path
     write_checkpoint(tmp_path / "out", SPECS, values(), {"config.json": b"{}"})
     assert not (tmp_path / "victim").exists()
     assert (planted / "config.json").is_symlink()
-    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE(planted.stat().st_mode), "the usual rights"
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE(
+        planted.stat().st_mode
+    ), "the usual rights"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
@@ -226,7 +251,9 @@ def test_the_later_one_of_two_that_write_a_directory_is_told_what_happened(tmp_p
             (later / "file").write_text("later")
             (earlier / "file").write_text("earlier")
 
-    with pytest.raises(OutputError, match=r"another process put there in the meantime.*use what is there now") as info:
+    with pytest.raises(
+        OutputError, match=r"another process put there in the meantime.*use what is there now"
+    ) as info:
         write_both()
     assert "space" not in str(info.value)
     assert (tmp_path / "out" / "file").read_text() == "earlier"
@@ -250,7 +277,9 @@ def path(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> Path:
 
 @given(data=st.data())
 @pytest.mark.parametrize("least", [PAGE, 1 << 20], ids=["in place", "by way of the buffer"])
-def test_ranges_arrive_whole_and_change_nothing_else(path: Path, content: bytes, least: int, data: st.DataObject) -> None:
+def test_ranges_arrive_whole_and_change_nothing_else(
+    path: Path, content: bytes, least: int, data: st.DataObject
+) -> None:
     offset = data.draw(st.integers(0, SIZE))
     length = data.draw(st.integers(0, SIZE - offset))
     askew = data.draw(st.sampled_from([0, 0, 1, 64]))  # of the address against the offset
@@ -281,7 +310,9 @@ def test_only_broken_pages_are_copied(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("offset", [0, 100, PAGE])
-def test_a_file_that_ends_early_is_told(path: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_ends_early_is_told(
+    path: Path, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranged, "IN_PLACE", PAGE)
     memory = HostDevice().host_memory(SIZE + 3 * PAGE)
     file = RangedFile(path)

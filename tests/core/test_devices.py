@@ -1,4 +1,7 @@
-"""What compute devices promise. The CUDA runtime is a recording stand-in: what is locked, what is queued in which order."""
+"""What compute devices promise.
+
+The CUDA runtime is a recording stand-in: what is locked, what is queued in which order.
+"""
 
 import contextlib
 import gc
@@ -70,7 +73,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names = cycle(["upload", "offload", "activations in", "activations out"])
 
     def stream(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, wait_event=lambda event: lines.append(f"{name} waits for {event.name}"))
+        return SimpleNamespace(
+            name=name, wait_event=lambda event: lines.append(f"{name} waits for {event.name}")
+        )
 
     monkeypatch.setattr(FakeEvent, "log", lines, raising=False)
     monkeypatch.setattr(FakeEvent, "numbers", count(1), raising=False)
@@ -106,7 +111,9 @@ def test_host_memory_is_page_aligned_and_of_exact_size() -> None:
         assert arena.data_ptr() % mmap.PAGESIZE == 0 or nbytes == 0
 
 
-def test_cuda_locks_exactly_the_arena_and_lets_go_of_it_once_all_work_is_done(runtime: FakeRuntime, log: list[str]) -> None:
+def test_cuda_locks_exactly_the_arena_and_lets_go_of_it_once_all_work_is_done(
+    runtime: FakeRuntime, log: list[str]
+) -> None:
     device = CudaDevice()
     first, second = device.host_memory(3 * 2**20 + 5), device.host_memory(64)
     assert runtime.locked == {first.data_ptr(): 3 * 2**20 + 5, second.data_ptr(): 64}
@@ -123,13 +130,21 @@ def test_cuda_locks_exactly_the_arena_and_lets_go_of_it_once_all_work_is_done(ru
     assert not runtime.locked
 
 
-def test_cuda_copies_in_a_lanes_stream_between_events_after_what_it_awaits(runtime: FakeRuntime, log: list[str]) -> None:
+def test_cuda_copies_in_a_lanes_stream_between_events_after_what_it_awaits(
+    runtime: FakeRuntime, log: list[str]
+) -> None:
     streams = CudaDevice().streams
     computed = streams.mark()
     del log[:]
     target, source = torch.zeros(4), torch.ones(4)
     transfer = streams.copy(Lane.UPLOAD, target, source, {Wait.EVALUATED: computed})
-    assert log == ["upload waits for compute 2", "record upload 3", "into upload", "out of upload", "record upload 4"]
+    assert log == [
+        "upload waits for compute 2",
+        "record upload 3",
+        "into upload",
+        "out of upload",
+        "record upload 4",
+    ]
     assert torch.equal(target, source)
     assert transfer.target is target, "what is in flight is kept alive"
     assert transfer.source is source
@@ -144,7 +159,9 @@ def test_cuda_copies_in_a_lanes_stream_between_events_after_what_it_awaits(runti
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("nbytes", [0, 2, 3, 7])
-def test_cuda_copies_all_of_what_is_issued_in_turns(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_copies_all_of_what_is_issued_in_turns(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zo2core.devices, "_COPY_BYTES", 3)
     target, source = torch.zeros(nbytes, dtype=torch.uint8), torch.arange(nbytes, dtype=torch.uint8)
     CudaDevice().streams.copy(Lane.OFFLOAD, target, source, {})

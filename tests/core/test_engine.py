@@ -1,4 +1,6 @@
-"""The engine: how it is built, what a step leaves, refuses and never touches, how batches are cut, and what is reported."""
+"""The engine: how it is built, what a step leaves, refuses and never touches, how batches are cut,
+and what is reported.
+"""
 
 import contextlib
 import gc
@@ -82,11 +84,18 @@ BATCH = make_batch(40, [9, 5])
 
 
 @pytest.mark.parametrize("noise", [None, PhiloxNoise(), PhiloxNoise(Distribution.RADEMACHER)])
-def test_global_random_state_is_untouched(base: Path, tmp_path: Path, noise: PhiloxNoise | None) -> None:
+def test_global_random_state_is_untouched(
+    base: Path, tmp_path: Path, noise: PhiloxNoise | None
+) -> None:
     def state() -> tuple[object, ...]:
         """Of torch, Python and numpy."""
         of_numpy = np.random.get_state(legacy=False)["state"]
-        return torch.random.get_rng_state().tolist(), random.getstate(), of_numpy["key"].tolist(), of_numpy["pos"]
+        return (
+            torch.random.get_rng_state().tolist(),
+            random.getstate(),
+            of_numpy["key"].tolist(),
+            of_numpy["pos"],
+        )
 
     before = state()
     with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise)) as engine:
@@ -132,7 +141,9 @@ def test_a_journal_of_another_base_seed_or_noise_is_refused(base: Path, tmp_path
             Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise), journal=path)
 
 
-def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zo2core.sweep.perturbers, "PARALLEL_FROM", 0)
     monkeypatch.setattr(zo2core.sweep.perturbers, "RANGE", 64)
     expected = []
@@ -185,14 +196,18 @@ BAD_BATCHES: dict[str, dict[str, Any]] = {
     "negative token": {"input_ids": torch.full((2, 9), -1)},
     "label outside the vocabulary": {"labels": torch.full((2, 9), 40)},
     "nothing to predict": {"labels": torch.full((2, 9), -100)},
-    "a label at the first token only": {"labels": torch.full((2, 9), -100).index_fill(1, torch.tensor([0]), 1)},
+    "a label at the first token only": {
+        "labels": torch.full((2, 9), -100).index_fill(1, torch.tensor([0]), 1)
+    },
     "longer than the model takes": dict(make_batch(40, [13, 2])),
 }
 
 
 @pytest.mark.parametrize("rows", [None, 1], ids=["whole", "cut"])
 @pytest.mark.parametrize("changes", BAD_BATCHES.values(), ids=BAD_BATCHES)
-def test_bad_batches_are_refused_and_nothing_changes(base: Path, changes: dict[str, Any], rows: int | None) -> None:
+def test_bad_batches_are_refused_and_nothing_changes(
+    base: Path, changes: dict[str, Any], rows: int | None
+) -> None:
     batch = {key: value for key, value in {**BATCH, **changes}.items() if value is not None}
     with Engine(open_checkpoint(base), ZerothOrder(MEZO), micro_batch_size=rows) as engine:
         engine.step(BATCH)
@@ -204,7 +219,9 @@ def test_bad_batches_are_refused_and_nothing_changes(base: Path, changes: dict[s
         assert_equal(weights(engine), before)
 
 
-def test_learning_rate_may_be_a_function_of_the_step_and_numbers_of_another_library(base: Path, tmp_path: Path) -> None:
+def test_learning_rate_may_be_a_function_of_the_step_and_numbers_of_another_library(
+    base: Path, tmp_path: Path
+) -> None:
     rates, path = [1e-2, 5e-3, -1e-3], tmp_path / "journal.jsonl"
     options = {"zo_eps": np.float64(1e-3), "weight_decay": np.float64(0.1)}
     estimator = MeZOSGD(lr=lambda step: np.float64(rates[step]), **options)  # type: ignore[arg-type]
@@ -219,15 +236,21 @@ def test_learning_rate_may_be_a_function_of_the_step_and_numbers_of_another_libr
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_warm_up_may_begin_at_zero(base: Path, tmp_path: Path, *, in_place: bool) -> None:
-    """Such a step is recorded like any other; of MeZO's walk there and back its rounding stays, as in MeZO."""
+    """Such a step is recorded like any other; of MeZO's walk there and back its rounding stays, as
+    in MeZO.
+    """
     rates = [0.0, 1e-2]
     estimator = MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3, perturb_in_place=in_place)
     whole = AutoModelForCausalLM.from_pretrained(base)
-    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl") as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(estimator), journal=tmp_path / "journal.jsonl"
+    ) as engine:
         before = weights(engine)
         first = engine.step(BATCH)
         assert first.share_applied is None
-        assert in_place or all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+        assert in_place or all(
+            torch.equal(value, before[name]) for name, value in weights(engine).items()
+        )
         engine.step(BATCH)
         for update in engine.journal.updates:
             literal = MonolithicMeZO(whole, lr=update.lr, zo_eps=1e-3, perturb_in_place=in_place)
@@ -252,14 +275,18 @@ def test_as_many_batches_share_a_sweep_as_the_activation_budget_holds(base: Path
 
 def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
     many = [make_batch(40, [3 + i, 2], seed=i) for i in range(7)]
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO), memory=MemoryPolicy(activations=15_000)) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(MEZO), memory=MemoryPolicy(activations=15_000)
+    ) as engine:
         engine.step(BATCH)
         together = engine.evaluate(iter(many))
         alone = [engine.evaluate([batch]) for batch in many]
     assert 1 < together.sweeps < 7
     assert together.losses == tuple(result.loss for result in alone)
     assert together.tokens == sum(result.tokens for result in alone)
-    assert together.loss == pytest.approx(sum(r.loss * r.tokens for r in alone) / together.tokens, rel=1e-12)
+    assert together.loss == pytest.approx(
+        sum(r.loss * r.tokens for r in alone) / together.tokens, rel=1e-12
+    )
 
 
 def test_an_interrupted_replay_loses_nothing(base: Path) -> None:
@@ -269,13 +296,18 @@ def test_an_interrupted_replay_loses_nothing(base: Path) -> None:
             for seed in range(3):
                 each.step(BATCH, seed=seed)
         interrupted = fails_at(zo2core.kernels.apply, 17, KeyboardInterrupt())
-        with patch.object(zo2core.sweep.perturbers, "apply", interrupted), pytest.raises(KeyboardInterrupt):
+        with (
+            patch.object(zo2core.sweep.perturbers, "apply", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
             engine.flush()
         assert_equal(weights(engine), weights(undisturbed))
         assert engine.step(BATCH, seed=9).losses == undisturbed.step(BATCH, seed=9).losses
 
 
-def test_a_closed_engine_leaves_nothing_open_and_use_of_it_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_closed_engine_leaves_nothing_open_and_use_of_it_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
     def open_files() -> set[str]:
         return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
 
@@ -285,7 +317,9 @@ def test_a_closed_engine_leaves_nothing_open_and_use_of_it_is_refused(base: Path
     views = {id(p): p.data_ptr() for p in model.skeleton.parameters()}
     for _ in range(3):
         engine.step(BATCH)
-    assert {id(p): p.data_ptr() for p in model.skeleton.parameters()} == views, "the work buffer is allocated once"
+    assert {id(p): p.data_ptr() for p in model.skeleton.parameters()} == views, (
+        "the work buffer is allocated once"
+    )
     assert any(str(base) in file for file in open_files())
     engine.close()
     engine.close()
@@ -303,9 +337,13 @@ def test_a_closed_engine_leaves_nothing_open_and_use_of_it_is_refused(base: Path
 
 
 @pytest.mark.parametrize("wrong", [MeZOSGD, 1e-6], ids=repr)
-def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, tmp_path: Path, wrong: Any) -> None:
+def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(
+    base: Path, tmp_path: Path, wrong: Any
+) -> None:
     model, journal = open_checkpoint(base), tmp_path / "journal.jsonl"
-    with pytest.raises(OptionError, match=r"estimator: found .*expected an estimator, such as MeZOSGD"):
+    with pytest.raises(
+        OptionError, match=r"estimator: found .*expected an estimator, such as MeZOSGD"
+    ):
         Engine(model, ZerothOrder(wrong), journal=journal)
     assert not journal.exists()
     with Engine(model, ZerothOrder(MEZO), journal=journal):
@@ -313,7 +351,9 @@ def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, t
 
 
 def test_a_batch_without_labels_does_not_count(base: Path, tmp_path: Path) -> None:
-    model = ToyBlockModel(9, 4, 2, tied=False, dtype=torch.float32, file=tmp_path / "toy.safetensors")
+    model = ToyBlockModel(
+        9, 4, 2, tied=False, dtype=torch.float32, file=tmp_path / "toy.safetensors"
+    )
     batch = {key: value for key, value in make_batch(9, [5]).items() if key != "attention_mask"}
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
     with Engine(model, ZerothOrder(MEZO)) as engine:
@@ -340,17 +380,24 @@ def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Pa
     (tmp_path / "mine").touch()
     with pytest.raises(OutputError):
         engine.export(tmp_path)
-    with patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")), pytest.raises(OutputError):
+    with (
+        patch.object(os, "fsync", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(OutputError),
+    ):
         engine.export(tmp_path / "out")
     assert_equal(weights(engine), before)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
-def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path: Path, kept: int) -> None:
+def test_a_source_that_was_passed_gets_all_blocks_to_write(
+    base: Path, tmp_path: Path, kept: int
+) -> None:
     model, run = open_checkpoint(base), tmp_path / "run"
     with behind_copies() as device, contextlib.closing(Journal(run / "journal.jsonl")) as journal:
         scratch = Scratch(run, model.layouts, journal.chain)
-        source = SegmentStore(model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2)
+        source = SegmentStore(
+            model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2
+        )
         parts: dict[str, Any] = {"source": source, "device": device, "journal": journal}
         parts["scheduler"] = OverlappedScheduler(source, device, kept=kept)
         method = ZerothOrder(MEZO, noise=SequentialNoise(model.layouts))
@@ -358,11 +405,15 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path:
             assert engine.write_back_every == 2
             for _ in range(7):
                 engine.step(BATCH)
-        assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, "also of what stays on the device"
+        assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, (
+            "also of what stays on the device"
+        )
 
 
 @pytest.mark.parametrize("second", ["replayer", "engine", "source", "shared base"])
-def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_on(base: Path, second: str) -> None:
+def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_on(
+    base: Path, second: str
+) -> None:
     batch, model = make_batch(40, [7]), open_checkpoint(base)
     with Engine(open_checkpoint(base), ZerothOrder(MEZO)) as alone:
         expected = [alone.step(batch).losses for _ in range(2)]
@@ -374,8 +425,12 @@ def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_o
     with Engine(model, ZerothOrder(MEZO)) as engine:
         losses = [engine.step(batch).losses]
         device = HostDevice()
-        with contextlib.closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source:
-            openings["source"] = lambda: Engine(model, ZerothOrder(MEZO), source=source, device=device)
+        with contextlib.closing(
+            SegmentStore(model.weights, model.layouts, device.host_memory)
+        ) as source:
+            openings["source"] = lambda: Engine(
+                model, ZerothOrder(MEZO), source=source, device=device
+            )
             with pytest.raises(BusyError, match="open on it"):
                 openings[second]()
         losses.append(engine.step(batch).losses)
@@ -384,7 +439,9 @@ def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_o
         replayer.evaluate([batch])
 
 
-def test_an_engine_that_is_dropped_without_being_closed_leaves_its_model_to_another_one(base: Path) -> None:
+def test_an_engine_that_is_dropped_without_being_closed_leaves_its_model_to_another_one(
+    base: Path,
+) -> None:
     model = open_checkpoint(base)
     engine = Engine(model, ZerothOrder(MEZO))
     engine.step(make_batch(40, [7]))
@@ -394,15 +451,27 @@ def test_an_engine_that_is_dropped_without_being_closed_leaves_its_model_to_anot
 
 
 def test_groups_at_one_evaluation_have_their_own_outputs(base: Path) -> None:
-    model, first, second = open_checkpoint(base), make_batch(40, [7]), make_batch(40, [5, 3], seed=1)
+    model, first, second = (
+        open_checkpoint(base),
+        make_batch(40, [7]),
+        make_batch(40, [5, 3], seed=1),
+    )
     with Engine(model, ZerothOrder(MEZO)) as engine:
         at, *_ = engine.ask()
-        apart = [engine.forwards_at([(one, [batch])], model)[0] for one in (at, None) for batch in (first, second)]
-        together = engine.forwards_at([(at, [first]), (None, [first]), (at, [second]), (None, [second])], model)
+        apart = [
+            engine.forwards_at([(one, [batch])], model)[0]
+            for one in (at, None)
+            for batch in (first, second)
+        ]
+        together = engine.forwards_at(
+            [(at, [first]), (None, [first]), (at, [second]), (None, [second])], model
+        )
     assert [together[0], together[2], together[1], together[3]] == apart
 
 
-def test_forwards_at_an_evaluation_pass_no_other_where_weights_are_not_perturbed_in_place(base: Path) -> None:
+def test_forwards_at_an_evaluation_pass_no_other_where_weights_are_not_perturbed_in_place(
+    base: Path,
+) -> None:
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-3, q=4, perturb_in_place=False)
     with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
         batch, asked = make_batch(40, [7]), engine.ask()
@@ -417,7 +486,9 @@ SEGMENTS = 4  # embedding, two blocks, head
 
 def of_forwards(base: Path, **options: Any) -> Engine:
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
-    return zeroth_order(open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), **options)
+    return zeroth_order(
+        open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), **options
+    )
 
 
 def of_gradients(base: Path, **options: Any) -> Engine:
@@ -440,12 +511,18 @@ def test_each_visit_of_a_sweep_is_reported_once(kind: str, base: Path) -> None:
     for is_watched in (True, False):
         seen: list[tuple[int, int]] = []
         with ENGINES[kind](base) as engine:
-            engine.watch((lambda done, total, seen=seen: seen.append((done, total))) if is_watched else None)
-            losses.append([engine.step(BATCH).loss, engine.step(BATCH).loss, engine.evaluate([BATCH]).loss])
+            engine.watch(
+                (lambda done, total, seen=seen: seen.append((done, total))) if is_watched else None
+            )
+            losses.append(
+                [engine.step(BATCH).loss, engine.step(BATCH).loss, engine.evaluate([BATCH]).loss]
+            )
         if is_watched:
             sweeps = [[visit] for visit in seen if visit[0] == 1]
             assert len(sweeps) == 3
-            assert seen == [(done, total) for [(_, total)] in sweeps for done in range(1, total + 1)]
+            assert seen == [
+                (done, total) for [(_, total)] in sweeps for done in range(1, total + 1)
+            ]
             assert {total for _, total in seen} >= {SEGMENTS}
         else:
             assert seen == []
@@ -474,7 +551,9 @@ def test_a_sweep_after_one_that_failed_counts_from_its_start(base: Path) -> None
     left=st.booleans(),
     unlabelled=st.sets(st.integers(0, 5)),
 )
-def test_pieces_hold_each_labelled_row_once(lengths: list[int], rows: int, left: bool, unlabelled: set[int]) -> None:
+def test_pieces_hold_each_labelled_row_once(
+    lengths: list[int], rows: int, left: bool, unlabelled: set[int]
+) -> None:
     batch = make_batch(40, lengths, left=left)
     for row in unlabelled & set(range(len(lengths))):
         batch["labels"][row] = -100
@@ -488,17 +567,27 @@ def test_pieces_hold_each_labelled_row_once(lengths: list[int], rows: int, left:
         assert len({value.shape for value in piece.values()}) == 1
         assert len(piece["labels"]) <= rows
         assert piece["attention_mask"][:, -1].any()
-    kept = [row[mask == 1].tolist() for p in pieces for row, mask in zip(p["input_ids"], p["attention_mask"], strict=True)]
-    whole = [row[mask == 1].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    kept = [
+        row[mask == 1].tolist()
+        for p in pieces
+        for row, mask in zip(p["input_ids"], p["attention_mask"], strict=True)
+    ]
+    whole = [
+        row[mask == 1].tolist()
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
     assert kept == [
         row
         for i, row in enumerate(whole)
-        if not set(range(i - i % rows, i - i % rows + rows)) <= (unlabelled | set(range(len(lengths), 99)))
+        if not set(range(i - i % rows, i - i % rows + rows))
+        <= (unlabelled | set(range(len(lengths), 99)))
     ]
 
 
 def test_columns_are_cut_where_all_rows_of_a_piece_are_padded() -> None:
-    """Not those of patches of images, of positions that all rows share, and of a label on padding."""
+    """Not those of patches of images, of positions that all rows share, and of a label on
+    padding.
+    """
     batch = {
         "input_ids": torch.ones(4, 5, dtype=torch.int64),
         "attention_mask": torch.tensor([[1, 1, 1, 0, 0]] * 4),
@@ -507,13 +596,27 @@ def test_columns_are_cut_where_all_rows_of_a_piece_are_padded() -> None:
         "position_ids": torch.arange(5)[None],
     }
     for piece in split_rows(batch, 2):
-        assert [tuple(piece[name].shape) for name in batch] == [(2, 3), (2, 3), (2, 3), (32, 5), (1, 3)]
+        assert [tuple(piece[name].shape) for name in batch] == [
+            (2, 3),
+            (2, 3),
+            (2, 3),
+            (32, 5),
+            (1, 3),
+        ]
     batch = {**make_batch(40, [5, 2, 2]), "position_ids": torch.arange(5)[None]}
     batch["labels"][2, 3] = 7
     for name in ("labels", "position_ids"):
-        assert [tuple(piece[name].shape) for piece in split_rows(batch, 1)] == [(1, 5), (1, 2), (1, 4)]
+        assert [tuple(piece[name].shape) for piece in split_rows(batch, 1)] == [
+            (1, 5),
+            (1, 2),
+            (1, 4),
+        ]
     batch = {**make_batch(40, [5, 5, 2]), "position_ids": torch.arange(5)[None]}
-    assert [tuple(piece["position_ids"].shape) for piece in split_rows(batch, 1)] == [(1, 5), (1, 5), (1, 2)]
+    assert [tuple(piece["position_ids"].shape) for piece in split_rows(batch, 1)] == [
+        (1, 5),
+        (1, 5),
+        (1, 2),
+    ]
 
 
 def test_losses_count_by_their_labelled_tokens() -> None:
@@ -526,14 +629,18 @@ def test_losses_count_by_their_labelled_tokens() -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("model_type", "left"), each_choice(list(CONFIGS), [False, True]))
-def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tmp_path: Path) -> None:
+def test_the_loss_does_not_depend_on_the_cutting(
+    model_type: str, left: bool, tmp_path: Path
+) -> None:
     precise_base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
     batch = make_batch(40, [9, 3, 12, 2, 7], left=left)
     batch["labels"][1] = -100
     found = []
     for rows in (None, 1, 2, 3, 4, 5, 99):
         with Engine(
-            open_checkpoint(precise_base), ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)), micro_batch_size=rows
+            open_checkpoint(precise_base),
+            ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2)),
+            micro_batch_size=rows,
         ) as engine:
             steps = [engine.step(batch, seed=seed) for seed in range(2)]
             result = engine.evaluate([batch, batch])
@@ -545,7 +652,10 @@ def test_the_loss_does_not_depend_on_the_cutting(model_type: str, left: bool, tm
 
 
 def test_the_trainers_own_way_of_counting_gives_the_same_loss(tmp_path: Path) -> None:
-    precise_base, batch = save_model(tmp_path / "base", small_config("opt"), torch.float64), make_batch(40, [9, 3, 12])
+    precise_base, batch = (
+        save_model(tmp_path / "base", small_config("opt"), torch.float64),
+        make_batch(40, [9, 3, 12]),
+    )
     whole = AutoModelForCausalLM.from_pretrained(precise_base, dtype="auto")
     count = labelled_tokens(batch)
     with torch.inference_mode():
@@ -557,7 +667,9 @@ def test_the_trainers_own_way_of_counting_gives_the_same_loss(tmp_path: Path) ->
 
 def test_every_segment_is_visited_once_a_step(base: Path) -> None:
     model = open_checkpoint(base)
-    with Engine(model, ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)), micro_batch_size=1) as engine:
+    with Engine(
+        model, ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)), micro_batch_size=1
+    ) as engine:
         engine.step(make_batch(40, [9, 3]))
         source: Any = engine._runner.source
         with patch.object(source, "acquire", wraps=source.acquire) as acquire:
@@ -594,8 +706,14 @@ NO_LIMITS: list[Any] = [0, -1, math.nan, math.inf, True, "1"]
         (lambda: MemoryPolicy(least_activations="much"), "memory.least_activations: found"),
         (lambda: WriteBackPolicy(directory="run", every=0), "write_back.every: found 0"),
         (lambda: WriteBackPolicy(directory="run", every=True), "write_back.every: found True"),
-        (lambda: WriteBackPolicy(directory="run", every="often"), "write_back.every: found 'often'"),  # type: ignore[arg-type]
-        (lambda: WriteBackPolicy(directory="run", snapshot_every=-3), "write_back.snapshot_every: found -3"),
+        (
+            lambda: WriteBackPolicy(directory="run", every="often"),
+            "write_back.every: found 'often'",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: WriteBackPolicy(directory="run", snapshot_every=-3),
+            "write_back.snapshot_every: found -3",
+        ),
         *(
             (
                 partial(WriteBackPolicy, directory="run", terabytes_per_1000_steps=limit),
@@ -620,7 +738,9 @@ def test_policies_check_themselves(make: Callable[[], object], message: str) -> 
         ({"device": "abacus"}, "device"),
     ],
 )
-def test_an_option_that_nothing_would_heed_is_refused(base: Path, options: dict[str, Any], message: str) -> None:
+def test_an_option_that_nothing_would_heed_is_refused(
+    base: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
         zeroth_order(open_checkpoint(base), MEZO, **options)
     with pytest.raises(OptionError, match=message):
@@ -628,15 +748,30 @@ def test_an_option_that_nothing_would_heed_is_refused(base: Path, options: dict[
 
 
 @pytest.mark.parametrize("noise", ["MeZO's", "Gaussian"])
-def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(base: Path, tmp_path: Path, noise: str) -> None:
-    model, estimator, path = open_checkpoint(base), FZOO(lr=1e-2, zo_eps=1e-3), tmp_path / "journal.jsonl"
+def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(
+    base: Path, tmp_path: Path, noise: str
+) -> None:
+    model, estimator, path = (
+        open_checkpoint(base),
+        FZOO(lr=1e-2, zo_eps=1e-3),
+        tmp_path / "journal.jsonl",
+    )
     given = SequentialNoise(model.layouts) if noise == "MeZO's" else PhiloxNoise()
-    with pytest.raises(OptionError, match=r"noise: found .*expected rademacher noise, which the estimator fzoo needs"):
+    with pytest.raises(
+        OptionError,
+        match=r"noise: found .*expected rademacher noise, which the estimator fzoo needs",
+    ):
         Engine(model, ZerothOrder(estimator, noise=given), journal=path)
     with contextlib.closing(HostDevice()) as device:
         source = SegmentStore(model.weights, model.layouts, device.host_memory)
         with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
-            Engine(model, ZerothOrder(estimator, noise=given), source=source, device=device, journal=path)
+            Engine(
+                model,
+                ZerothOrder(estimator, noise=given),
+                source=source,
+                device=device,
+                journal=path,
+            )
     assert not path.exists()
 
 
@@ -658,11 +793,16 @@ def test_a_run_has_the_noise_that_its_estimator_needs_and_goes_on_with_it(
         engine.step(BATCH)
         expected = weights(engine)
         assert engine.journal.header is not None
-        name = PhiloxNoise(Distribution.RADEMACHER).name if estimator is not MEZO else (noise or SequentialNoise([])).name
+        name = (
+            PhiloxNoise(Distribution.RADEMACHER).name
+            if estimator is not MEZO
+            else (noise or SequentialNoise([])).name
+        )
         assert engine.journal.header["noise"] == name
     with Engine(open_checkpoint(base), journal=path) as engine:
         assert_equal(weights(engine), expected)
-    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=path) as engine:  # the noise is the journal's
+    with Engine(open_checkpoint(base), ZerothOrder(estimator), journal=path) as engine:
+        # the noise is the journal's
         assert engine.step(BATCH).step == 1
 
 
@@ -693,20 +833,38 @@ def test_exact_mezo_is_its_noise_and_its_walk_whatever_else_is_said() -> None:
 
 def test_a_size_of_device_memory_without_overlap_is_refused(base: Path) -> None:
     with behind_copies() as device, pytest.raises(OptionError, match=r"memory\.device"):
-        Engine(open_checkpoint(base), ZerothOrder(MEZO), device=device, overlap=False, memory=MemoryPolicy(device="1GiB"))
+        Engine(
+            open_checkpoint(base),
+            ZerothOrder(MEZO),
+            device=device,
+            overlap=False,
+            memory=MemoryPolicy(device="1GiB"),
+        )
 
 
-def test_after_a_refusal_the_callers_parts_and_the_model_are_of_use(base: Path, tmp_path: Path) -> None:
+def test_after_a_refusal_the_callers_parts_and_the_model_are_of_use(
+    base: Path, tmp_path: Path
+) -> None:
     model, device = open_checkpoint(base), Watched(HostDevice())
     with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
         with pytest.raises(MemoryBudgetError):
-            Engine(model, ZerothOrder(MEZO), device=device, journal=journal, memory=MemoryPolicy(host="1KB"))
+            Engine(
+                model,
+                ZerothOrder(MEZO),
+                device=device,
+                journal=journal,
+                memory=MemoryPolicy(host="1KB"),
+            )
         assert not device.closed
         assert not (tmp_path / "journal.jsonl").exists()
         with Engine(model, ZerothOrder(MEZO), device=device, journal=journal) as engine:
             engine.step(BATCH)
         assert not device.closed
-        journal.append(MEZO.update(1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0, ()))
+        journal.append(
+            MEZO.update(
+                1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0, ()
+            )
+        )
 
 
 def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) -> None:
@@ -721,7 +879,9 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
                 write_back=WriteBackPolicy(directory=nowhere, every=1),
             )
         assert not path.exists()
-        with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=5e-3, zo_eps=1e-3)), journal=journal) as engine:
+        with Engine(
+            open_checkpoint(base), ZerothOrder(MeZOSGD(lr=5e-3, zo_eps=1e-3)), journal=journal
+        ) as engine:
             engine.step(BATCH)
         if isinstance(journal, Journal):
             journal.close()
@@ -729,7 +889,11 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
 
 
 def test_parts_stay_the_callers(base: Path, tmp_path: Path) -> None:
-    model, device, other = open_checkpoint(base), Watched(HostDevice()), save_model(tmp_path / "b", small_config("opt"))
+    model, device, other = (
+        open_checkpoint(base),
+        Watched(HostDevice()),
+        save_model(tmp_path / "b", small_config("opt")),
+    )
     source = Watched(SegmentStore(model.weights, model.layouts, device.host_memory))
     method = ZerothOrder(MEZO, noise=PhiloxNoise())
     parts: dict[str, Any] = {"source": source, "device": device}
@@ -757,9 +921,13 @@ def test_paths_are_opened_and_closed_objects_are_left_open(base: Path, tmp_path:
         engine.step(BATCH)
     assert file.read_text().rstrip().endswith("]"), "the trace is complete"
     with contextlib.closing(Journal(path)) as journal, Trace(tmp_path / "other.json") as trace:
-        with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace) as engine:
+        with Engine(
+            open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace
+        ) as engine:
             engine.step(BATCH)
-        with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace) as engine:
+        with Engine(
+            open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace
+        ) as engine:
             assert engine.step(BATCH).step == 2
     assert (tmp_path / "other.json").read_text().count('"step ') == 2
 
@@ -784,10 +952,16 @@ def test_a_batch_of_something_else_than_tensors_is_refused(base: Path) -> None:
 
 def test_what_an_iteration_or_a_failed_step_moved_is_not_the_next_steps(base: Path) -> None:
     model = open_checkpoint(base)
-    with behind_copies() as device, Engine(model, ZerothOrder(MEZO), device=device, overlap=False) as engine:
+    with (
+        behind_copies() as device,
+        Engine(model, ZerothOrder(MEZO), device=device, overlap=False) as engine,
+    ):
         moved = [engine.step(BATCH, seed=seed).bytes_moved for seed in range(3)]
         assert len(list(engine.parameters_now())) > 0
-        with patch.object(model, "head", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        with (
+            patch.object(model, "head", side_effect=ZeroDivisionError),
+            pytest.raises(ZeroDivisionError),
+        ):
             engine.step(BATCH)
         assert engine.step(BATCH).bytes_moved <= moved[2]
 
@@ -799,16 +973,26 @@ ALL = FirstOrder(LOMO(), lr=1e-2)
 
 def adapted(base: Path) -> Any:
     peft = pytest.importorskip("peft")
-    return open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
+    return open_checkpoint(
+        base, adapter=Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1)
+    )
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "blocks written back by gradients": (ALL, {"write_back": WriteBackPolicy(directory="x")}, "write_back"),
+    "blocks written back by gradients": (
+        ALL,
+        {"write_back": WriteBackPolicy(directory="x")},
+        "write_back",
+    ),
     "commits of forwards": (METHOD, {"commit_every": 1, "run": "x"}, "commit_every"),
     "commits of an adapter": (FirstOrder(SGD), {"commit_every": 1, "run": "x"}, "commit_every"),
     "commits without a directory": (ALL, {"commit_every": 1}, "run: found None"),
     **{
-        f"commits every {steps!r} steps": (ALL, {"commit_every": steps, "run": "x"}, f"commit_every: found {steps!r}")
+        f"commits every {steps!r} steps": (
+            ALL,
+            {"commit_every": steps, "run": "x"},
+            f"commit_every: found {steps!r}",
+        )
         for steps in (0, 1.5, "3")
     },
     "a journal without a directory": (ALL, {"journal": "x"}, "run: found None, and a journal"),
@@ -887,6 +1071,11 @@ def test_a_source_serves_one_engine_at_a_time_and_zeroth_order_alone(base: Path)
             with pytest.raises(BusyError, match="SegmentStore"):
                 Engine(other, METHOD, source=source, device=device)
             engine.step(BATCH)
-        for method in (ALL, ZerothOrder(METHOD.estimator, perturbation=LowRankPerturbation(rank=2))):
-            with pytest.raises(OptionError, match="source: found a run whose weights are not replayed"):
+        for method in (
+            ALL,
+            ZerothOrder(METHOD.estimator, perturbation=LowRankPerturbation(rank=2)),
+        ):
+            with pytest.raises(
+                OptionError, match="source: found a run whose weights are not replayed"
+            ):
                 Engine(other, method, source=source, device=device)

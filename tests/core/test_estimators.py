@@ -1,4 +1,7 @@
-"""What every estimator promises: scalars in, a replayable update out. And guards: nothing is done to a run that learns."""
+"""What every estimator promises: scalars in, a replayable update out.
+
+And guards: nothing is done to a run that learns.
+"""
 
 import itertools
 import math
@@ -41,14 +44,20 @@ ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
     "mezo, not in place": lambda: MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False),
     "one query": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=1),
     "four queries": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=4),
-    "four queries, not in place": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=4, perturb_in_place=False),
+    "four queries, not in place": lambda: MultiQueryRGE(
+        lr=1e-3, zo_eps=1e-3, q=4, perturb_in_place=False
+    ),
     "fzoo": lambda: FZOO(lr=1e-3, zo_eps=1e-3, q=4),
     "fzoo, eight directions": lambda: FZOO(lr=1e-3, zo_eps=1e-3),
     "evolution strategies": lambda: EvolutionStrategies(lr=1e-3, zo_eps=1e-3, q=4),
-    "evolution strategies, by ranks": lambda: EvolutionStrategies(lr=1e-3, zo_eps=1e-3, q=4, fitness=Fitness.RANKS),
+    "evolution strategies, by ranks": lambda: EvolutionStrategies(
+        lr=1e-3, zo_eps=1e-3, q=4, fitness=Fitness.RANKS
+    ),
     "clipped": lambda: Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3), medians=1.5),
     "guarded": lambda: Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0)),
-    "guarded and clipped": lambda: Guarded(estimator=Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0), value=0.2)),
+    "guarded and clipped": lambda: Guarded(
+        estimator=Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0), value=0.2)
+    ),
 }
 
 every_estimator = pytest.mark.parametrize("make", ESTIMATORS.values(), ids=ESTIMATORS)
@@ -59,13 +68,25 @@ def seeds() -> Iterator[int]:
 
 
 def take(
-    estimator: ZOEstimator, past: Sequence[Update], losses: Sequence[float] | None = None, *, phase: float = 0.0
+    estimator: ZOEstimator,
+    past: Sequence[Update],
+    losses: Sequence[float] | None = None,
+    *,
+    phase: float = 0.0,
 ) -> Update:
-    """The step that follows a run's updates; without losses, with some that differ from step to step and by a phase."""
+    """The step that follows a run's updates; without losses, with some that differ from step to
+    step and by a phase.
+    """
     step = len(past)
     evaluations = estimator.evaluations(step, itertools.count(1000 * step))
-    values = [math.sin(9 * step + place + phase) for place in range(len(evaluations))] if losses is None else losses
-    return estimator.update(step, evaluations, [torch.tensor(value) for value in values], 0.25, past)
+    values = (
+        [math.sin(9 * step + place + phase) for place in range(len(evaluations))]
+        if losses is None
+        else losses
+    )
+    return estimator.update(
+        step, evaluations, [torch.tensor(value) for value in values], 0.25, past
+    )
 
 
 def taken(estimator: ZOEstimator, steps: int, *, phase: float = 0.0) -> list[Update]:
@@ -87,7 +108,9 @@ def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimat
     assert (update.step, update.zo_eps) == (4, estimator.zo_eps)
     assert update.lr * len(update.seeds) == 0.25
     assert update.evaluations == evaluations
-    assert update.perturb_in_place is (estimator.perturb_in_place is not False), "None is left to the engine"
+    assert update.perturb_in_place is (estimator.perturb_in_place is not False), (
+        "None is left to the engine"
+    )
     assert set(update.seeds) <= {evaluation.seed for evaluation in evaluations}
     assert len(update.seeds) == len(update.projected_grads)
     assert update.losses == tuple(loss.item() for loss in losses)
@@ -97,7 +120,9 @@ def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimat
 
 @every_estimator
 def test_an_update_follows_from_the_past_alone(make: Callable[[], ZOEstimator]) -> None:
-    """What a resumed run begins with, what has seen other runs, and what has seen this one whole give equal updates."""
+    """What a resumed run begins with, what has seen other runs, and what has seen this one whole
+    give equal updates.
+    """
     estimator = make()
     whole = taken(estimator, 12)
     for step in (0, 1, 5, 11):
@@ -106,8 +131,10 @@ def test_an_update_follows_from_the_past_alone(make: Callable[[], ZOEstimator]) 
     taken(estimator, 11, phase=1.0)
     assert take(estimator, whole[:11]) == whole[11]
     evaluations = whole[3].evaluations
-    losses = [torch.tensor(9.0 * place) for place in range(len(evaluations))]  # which a longer past would clip
-    later = make().update(3, evaluations, losses, 0.25, whole)  # a list that grows: what comes after the step is not read
+    # which a longer past would clip
+    losses = [torch.tensor(9.0 * place) for place in range(len(evaluations))]
+    # a list that grows: what comes after the step is not read
+    later = make().update(3, evaluations, losses, 0.25, whole)
     assert later == make().update(3, evaluations, losses, 0.25, whole[:3])
 
 
@@ -175,13 +202,24 @@ def test_the_registry_counts_the_forwards_that_a_step_takes(queries: int) -> Non
     ("estimator", "seeds", "expected"),
     [
         (MeZOSGD(lr=1.0, zo_eps=0.5), [7], [(7, 1.0), (7, -1.0)]),
-        (MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2), [7, 8], [(7, 1.0), (7, -1.0), (8, 1.0), (8, -1.0)]),
-        (MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2), [5, 5, 6], [(5, 1.0), (5, -1.0), (6, 1.0), (6, -1.0)]),
-        (FZOO(lr=1.0, zo_eps=0.5, q=3), [5, 6, 5, 9], [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]),  # first the weights alone
+        (
+            MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2),
+            [7, 8],
+            [(7, 1.0), (7, -1.0), (8, 1.0), (8, -1.0)],
+        ),
+        (
+            MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2),
+            [5, 5, 6],
+            [(5, 1.0), (5, -1.0), (6, 1.0), (6, -1.0)],
+        ),
+        # first the weights alone
+        (FZOO(lr=1.0, zo_eps=0.5, q=3), [5, 6, 5, 9], [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]),
     ],
     ids=["mezo", "queries", "a seed that comes up twice is one direction", "fzoo"],
 )
-def test_evaluations_are_sides_in_turn(estimator: ZOEstimator, seeds: list[int], expected: list[tuple[int, float]]) -> None:
+def test_evaluations_are_sides_in_turn(
+    estimator: ZOEstimator, seeds: list[int], expected: list[tuple[int, float]]
+) -> None:
     assert [evaluation[:2] for evaluation in estimator.evaluations(0, iter(seeds))] == expected
 
 
@@ -192,26 +230,44 @@ def test_fzoo_divides_by_the_standard_deviation_of_the_perturbed_losses() -> Non
     update = take(estimator, (), losses)
     sides = torch.tensor(losses[1:], dtype=torch.float64)
     expected = (sides - 2.5) / sides.std(unbiased=False)
-    torch.testing.assert_close(torch.tensor(update.projected_grads, dtype=torch.float64), expected, rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(update.projected_grads, dtype=torch.float64), expected, rtol=1e-15, atol=0
+    )
     assert update.lr == 0.25 / 4
-    assert take(FZOO(lr=1.0, zo_eps=1e-2, q=4), (), losses).projected_grads == update.projected_grads, "zo_eps is left out"
-    flat, steep = ([2.0, *(2.0 + scale * change for change in (1.0, -0.5, 0.25, 0.0))] for scale in (2.0**-10, 2.0**10))
-    assert take(estimator, (), flat).projected_grads == take(estimator, (), steep).projected_grads, "however steep it is"
-    assert take(estimator, (), [2.0, 3.0, 3.0, 3.0, 3.0]).projected_grads == (0.0,) * 4, "equal losses give no step"
+    assert (
+        take(FZOO(lr=1.0, zo_eps=1e-2, q=4), (), losses).projected_grads == update.projected_grads
+    ), "zo_eps is left out"
+    flat, steep = (
+        [2.0, *(2.0 + scale * change for change in (1.0, -0.5, 0.25, 0.0))]
+        for scale in (2.0**-10, 2.0**10)
+    )
+    assert (
+        take(estimator, (), flat).projected_grads == take(estimator, (), steep).projected_grads
+    ), "however steep it is"
+    assert take(estimator, (), [2.0, 3.0, 3.0, 3.0, 3.0]).projected_grads == (0.0,) * 4, (
+        "equal losses give no step"
+    )
 
 
 def test_evolution_strategies_weight_each_member_by_its_fitness() -> None:
     losses = [2.5, 3.0, 1.0, 2.0, 6.0, 6.0]
-    made = {fitness: take(EvolutionStrategies(lr=1.0, zo_eps=0.1, q=3, fitness=fitness), (), losses) for fitness in Fitness}
+    made = {
+        fitness: take(EvolutionStrategies(lr=1.0, zo_eps=0.1, q=3, fitness=fitness), (), losses)
+        for fitness in Fitness
+    }
     members = torch.tensor(losses, dtype=torch.float64)
     fitness = (members.mean() - members) / members.std(unbiased=False)
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)
     # theta + lr / N sum_n F_n epsilon_n, of which each direction has two members
     expected = -(fitness.view(3, 2) * signs).sum(dim=1) / 2
     scaled, ranked = made[Fitness.SCALED], made[Fitness.RANKS]
-    torch.testing.assert_close(torch.tensor(scaled.projected_grads, dtype=torch.float64), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(scaled.projected_grads, dtype=torch.float64), expected, rtol=1e-14, atol=0
+    )
     ranks = [2 / 5, 3 / 5, 0.0, 1 / 5, 4.5 / 5, 4.5 / 5]
-    assert ranked.projected_grads == pytest.approx([(ranks[i] - ranks[i + 1]) / 2 for i in (0, 2, 4)], rel=1e-15)
+    assert ranked.projected_grads == pytest.approx(
+        [(ranks[i] - ranks[i + 1]) / 2 for i in (0, 2, 4)], rel=1e-15
+    )
     assert scaled.lr == ranked.lr == 0.25 / 3
     assert scaled.losses == ranked.losses == tuple(losses)
     assert len({evaluation.seed for evaluation in scaled.evaluations}) == 3
@@ -220,7 +276,10 @@ def test_evolution_strategies_weight_each_member_by_its_fitness() -> None:
 def test_evolution_strategies_take_steps_of_one_length() -> None:
     for fitness in Fitness:
         estimator = EvolutionStrategies(lr=1.0, zo_eps=1e-3, q=2, fitness=fitness)
-        near, far = (take(estimator, (), [scale * loss + 7 for loss in (1.0, 2.0, 4.0, 0.0)]) for scale in (0.25, 64.0))
+        near, far = (
+            take(estimator, (), [scale * loss + 7 for loss in (1.0, 2.0, 4.0, 0.0)])
+            for scale in (0.25, 64.0)
+        )
         assert near.projected_grads == far.projected_grads != (0.0, 0.0)
 
 
@@ -233,15 +292,20 @@ def test_fzoo_gives_no_infinity_that_is_not_refused() -> None:
         update.validated()
 
 
-Process = Callable[[random.Random, float], tuple[float, float]]  # from progress in [0, 1) to loss and projected gradient
+# from progress in [0, 1) to loss and projected gradient
+Process = Callable[[random.Random, float], tuple[float, float]]
 
 
 def rare_rows(share: float, rows: int) -> Process:
-    """Batches of rows that are easy but for a share of them, whose loss and gradient are hundreds of times larger."""
+    """Batches of rows that are easy but for a share of them, whose loss and gradient are hundreds
+    of times larger.
+    """
 
     def process(rng: random.Random, progress: float) -> tuple[float, float]:
         hard = sum(rng.random() < share for _ in range(rows)) / rows
-        return 0.05 + 4 * hard * rng.lognormvariate(0, 0.3) + 0.05 * rng.random(), rng.gauss(0, 0.3 + 100 * hard)
+        return 0.05 + 4 * hard * rng.lognormvariate(0, 0.3) + 0.05 * rng.random(), rng.gauss(
+            0, 0.3 + 100 * hard
+        )
 
     return process
 
@@ -252,14 +316,19 @@ def learning(rng: random.Random, progress: float) -> tuple[float, float]:
 
 
 def memorising(rng: random.Random, progress: float) -> tuple[float, float]:
-    return 4 * math.exp(-20 * progress) * rng.lognormvariate(0, 1), rng.gauss(0, 10) * math.exp(-15 * progress)
+    return 4 * math.exp(-20 * progress) * rng.lognormvariate(0, 1), rng.gauss(0, 10) * math.exp(
+        -15 * progress
+    )
 
 
 LEARNING: dict[str, Process] = {  # and the share of its steps that may be taken for outliers
     "noise": lambda rng, _: (2 + rng.gauss(0, 0.05), rng.gauss(0, 3)),
     "learning": learning,
     "memorising": memorising,
-    "wandering": lambda rng, progress: (3 + 0.3 * math.sin(20 * progress) + rng.gauss(0, 0.15), rng.gauss(0, 5)),
+    "wandering": lambda rng, progress: (
+        3 + 0.3 * math.sin(20 * progress) + rng.gauss(0, 0.15),
+        rng.gauss(0, 5),
+    ),
     "exponential": lambda rng, _: (rng.expovariate(1), rng.gauss(0, 1) * rng.expovariate(1)),
     "most rows hard": rare_rows(0.6, 1),
     "one row in three hard": rare_rows(0.3, 1),
@@ -268,8 +337,12 @@ LEARNING: dict[str, Process] = {  # and the share of its steps that may be taken
 }
 
 
-def step_of(estimator: ZOEstimator, past: list[Update], loss: float, grad: float = 1.0, *, lr: float = 1e-5) -> Update:
-    """One more step, whose losses are around a level, and whose two-point estimate comes to this."""
+def step_of(
+    estimator: ZOEstimator, past: list[Update], loss: float, grad: float = 1.0, *, lr: float = 1e-5
+) -> Update:
+    """One more step, whose losses are around a level, and whose two-point estimate comes to
+    this.
+    """
     step = len(past)
     evaluations = estimator.evaluations(step, iter(range(2 * step, 2 * step + 9)))
     pair = [torch.tensor(loss + side * grad * EPS, dtype=torch.float64) for side in (1, -1)]
@@ -289,9 +362,15 @@ def test_a_run_that_learns_is_the_unguarded_one_and_in_the_long_run_hardly_a_ste
     process: Process, request: pytest.FixtureRequest
 ) -> None:
     for seed in range(2):
-        assert run_of(Guarded(estimator=PLAIN), process, 600, seed) == run_of(PLAIN, process, 600, seed)
+        assert run_of(Guarded(estimator=PLAIN), process, 600, seed) == run_of(
+            PLAIN, process, 600, seed
+        )
     seeds, steps = (30, 3000) if request.config.getoption("--long") else (1, 1000)
-    updates = [update for seed in range(seeds) for update in run_of(Guarded(estimator=PLAIN), process, steps, seed)]
+    updates = [
+        update
+        for seed in range(seeds)
+        for update in run_of(Guarded(estimator=PLAIN), process, steps, seed)
+    ]
     assert sum(not any(update.projected_grads) for update in updates) <= len(updates) / 5000
 
 
@@ -306,14 +385,20 @@ def noisy(steps: int, loss: float = 2.0) -> list[Update]:
     return run_of(PLAIN, lambda rng, _: (loss + rng.gauss(0, 0.05), rng.gauss(0, 3)), steps)
 
 
-@pytest.mark.parametrize(("loss", "grad", "word"), [(9.0, 1.0, "loss 9"), (2.0, 500.0, "zo_eps apart")])
-def test_a_step_far_outside_the_range_is_not_applied_and_keeps_its_losses(loss: float, grad: float, word: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "grad", "word"), [(9.0, 1.0, "loss 9"), (2.0, 500.0, "zo_eps apart")]
+)
+def test_a_step_far_outside_the_range_is_not_applied_and_keeps_its_losses(
+    loss: float, grad: float, word: str
+) -> None:
     past = noisy(40)
     with pytest.warns(ZO2Warning, match=f"step 40 is not applied: .*{word}"):
         update = step_of(Guarded(estimator=PLAIN), past, loss, grad)
     plain = step_of(PLAIN, past, loss, grad)
     assert any(plain.projected_grads)
-    assert update == replace(plain, projected_grads=(0.0,), weight_decay=0.0, perturb_in_place=False)
+    assert update == replace(
+        plain, projected_grads=(0.0,), weight_decay=0.0, perturb_in_place=False
+    )
     assert update.losses == plain.losses
 
 
@@ -323,12 +408,16 @@ def test_a_run_that_stops_at_once_counts_the_steps_that_it_took() -> None:
     past: list[Update] = []
     for _ in range(4):
         past.append(step_of(Guarded(estimator=PLAIN), past, 2.0, lr=10.0))
-    with pytest.raises(DivergenceError, match=r"step 4: found 5 of the last 5 steps cannot .*expected fewer than 5"):
+    with pytest.raises(
+        DivergenceError, match=r"step 4: found 5 of the last 5 steps cannot .*expected fewer than 5"
+    ):
         step_of(Guarded(estimator=PLAIN), past, 2.0, lr=10.0)
 
 
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
-def test_what_is_far_outside_the_range_is_left_out_in_each_direction_once_there_is_a_range() -> None:
+def test_what_is_far_outside_the_range_is_left_out_in_each_direction_once_there_is_a_range() -> (
+    None
+):
     estimator = Guarded(estimator=PLAIN)
     assert any(step_of(estimator, noisy(19), 9.0).projected_grads)
     both = Guarded(estimator=MultiQueryRGE(lr=1e-5, zo_eps=EPS, q=2))
@@ -344,7 +433,9 @@ def test_a_jump_that_lasts_stops_the_run_at_its_fifth_step() -> None:
     for _ in range(4):
         with pytest.warns(ZO2Warning, match="not applied"):
             past.append(step_of(estimator, past, 9.0))
-    with pytest.raises(DivergenceError, match="step 47: found 5 of the last 10 steps cannot be applied") as info:
+    with pytest.raises(
+        DivergenceError, match="step 47: found 5 of the last 10 steps cannot be applied"
+    ) as info:
         step_of(estimator, past, 9.0)
     assert info.value.best_step == best_step(past) < 43
 
@@ -363,9 +454,18 @@ def test_a_run_that_lost_what_it_had_learned_stops_and_names_its_best_step() -> 
 
     def forget() -> None:
         for step in range(300):  # back to a coin, too slowly for a single step to be an outlier
-            past.append(step_of(estimator, past, 0.3 + 4 * min(step / 200, 1) + rng.gauss(0, 0.1), rng.gauss(0, 3)))
+            past.append(
+                step_of(
+                    estimator,
+                    past,
+                    0.3 + 4 * min(step / 200, 1) + rng.gauss(0, 0.1),
+                    rng.gauss(0, 3),
+                )
+            )
 
-    with pytest.raises(DivergenceError, match=r"median loss of .*the best ten steps had 0\.") as info:
+    with pytest.raises(
+        DivergenceError, match=r"median loss of .*the best ten steps had 0\."
+    ) as info:
         forget()
     assert 2.0 < past[-1].losses[0] < 3.5
     assert 300 < info.value.best_step < 410
@@ -393,19 +493,28 @@ def test_an_update_larger_than_weights_are_is_not_applied() -> None:
             update = step_of(estimator, [], 4.0, 60.0, lr=1e-2 * queries)
         assert any(update.projected_grads) == lands
         assert [str(each.message) for each in warned] == (
-            [] if lands else ["step 0 is not applied: an update that moves each weight by 1.2, and most weights are below 1"]
+            []
+            if lands
+            else [
+                "step 0 is not applied: an update that moves each weight by 1.2, and most weights "
+                "are below 1"
+            ]
         )
 
 
 def test_a_model_that_each_step_moved_a_little_too_far_is_ruined_whatever_its_loss() -> None:
-    """The loss of a coin can be lower than that of a model that is wrong: the best step is none of the coin's."""
+    """The loss of a coin can be lower than that of a model that is wrong: the best step is none of
+    the coin's.
+    """
     estimator, past = Guarded(estimator=PLAIN), list[Update]()
 
     def go_on() -> None:
         while len(past) < 50:
             past.append(step_of(estimator, past, 4.0 if len(past) < 5 else 2.4, 40.0, lr=1e-2))
 
-    with pytest.raises(DivergenceError, match=r"step 10: found each weight moved by 1\.3 in all") as info:
+    with pytest.raises(
+        DivergenceError, match=r"step 10: found each weight moved by 1\.3 in all"
+    ) as info:
         go_on()
     assert past[info.value.best_step].losses[0] > 3.9
 
@@ -446,15 +555,24 @@ def test_an_estimator_that_has_seen_another_run_judges_this_one_alone() -> None:
 
 def test_a_step_that_was_not_applied_leaves_every_bit_as_it_was(tmp_path: Path) -> None:
     """Whatever the wrapped estimator would have done: decay, or walk and round."""
-    model = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.bfloat16, file=tmp_path / "toy.safetensors")
+    model = ToyBlockModel(
+        20, 8, 2, tied=True, dtype=torch.bfloat16, file=tmp_path / "toy.safetensors"
+    )
     inner = MeZOSGD(lr=1e-4, zo_eps=1e-2, weight_decay=0.5, perturb_in_place=True)
-    usual, strange = ({"input_ids": ids, "labels": ids} for ids in (torch.tensor([[19, 10, 6]]), torch.tensor([[13, 5, 0]])))
-    with Engine(model, ZerothOrder(Guarded(estimator=inner, policy=GuardPolicy(factor=1.0)))) as engine:
+    usual, strange = (
+        {"input_ids": ids, "labels": ids}
+        for ids in (torch.tensor([[19, 10, 6]]), torch.tensor([[13, 5, 0]]))
+    )
+    with Engine(
+        model, ZerothOrder(Guarded(estimator=inner, policy=GuardPolicy(factor=1.0)))
+    ) as engine:
 
         def step_changes_weights(batch: dict[str, torch.Tensor]) -> bool:
             before = weights(engine)
             engine.step(batch)
-            return any(not torch.equal(before[name], tensor) for name, tensor in engine.parameters_now())
+            return any(
+                not torch.equal(before[name], tensor) for name, tensor in engine.parameters_now()
+            )
 
         assert all(step_changes_weights(usual) for _ in range(20))
         with pytest.warns(ZO2Warning, match="step 20 is not applied"):
@@ -463,20 +581,30 @@ def test_a_step_that_was_not_applied_leaves_every_bit_as_it_was(tmp_path: Path) 
 
 def test_projected_gradients_are_cut_by_value_and_by_their_running_median() -> None:
     by_value = Clipped(estimator=PLAIN, value=2.0)
-    assert [step_of(by_value, [], 3.0, grad).projected_grads for grad in (9.0, -9.0)] == [(2.0,), (-2.0,)]
+    assert [step_of(by_value, [], 3.0, grad).projected_grads for grad in (9.0, -9.0)] == [
+        (2.0,),
+        (-2.0,),
+    ]
     assert step_of(by_value, [], 3.0, 1.0) == step_of(PLAIN, [], 3.0, 1.0)
     clipped, past = Clipped(estimator=PLAIN, medians=3.0), list[Update]()
     for step in range(60):
         past.append(step_of(PLAIN, past, 3.0, 100.0 if step < 10 else 2.0))
-    assert step_of(clipped, past[:9], 3.0, 1e6) == step_of(PLAIN, past[:9], 3.0, 1e6)  # no median yet
+    # no median yet
+    assert step_of(clipped, past[:9], 3.0, 1e6) == step_of(PLAIN, past[:9], 3.0, 1e6)
     assert step_of(clipped, past, 3.0, -90.0).projected_grads == pytest.approx((-6.0,))
     assert step_of(clipped, past, 3.0, 5.0) == step_of(PLAIN, past, 3.0, 5.0)
     both = Clipped(estimator=PLAIN, medians=3.0, value=4.0)
     assert step_of(both, past, 3.0, -90.0).projected_grads == (-4.0,)
-    past = [replace(update, projected_grads=(0.0,)) if update.step % 2 else update for update in noisy(20)]
-    applied = sorted(abs(update.projected_grads[0]) for update in past[::2])  # those that were not have no part in it
+    past = [
+        replace(update, projected_grads=(0.0,)) if update.step % 2 else update
+        for update in noisy(20)
+    ]
+    # those that were not have no part in it
+    applied = sorted(abs(update.projected_grads[0]) for update in past[::2])
     median = (applied[4] + applied[5]) / 2
-    assert step_of(Clipped(estimator=PLAIN, medians=1.0), past, 2.0, 1e3).projected_grads == pytest.approx((median,))
+    assert step_of(
+        Clipped(estimator=PLAIN, medians=1.0), past, 2.0, 1e3
+    ).projected_grads == pytest.approx((median,))
 
 
 def test_options_say_what_wraps_an_estimator() -> None:
@@ -487,5 +615,9 @@ def test_options_say_what_wraps_an_estimator() -> None:
         "clip_median": 3.0,
         "guard": {"window": 50, "factor": 5.0, "refusals": 5},
     }
-    assert (wrapped.lr, wrapped.zo_eps, wrapped.perturb_in_place) == (PLAIN.lr, PLAIN.zo_eps, PLAIN.perturb_in_place)
+    assert (wrapped.lr, wrapped.zo_eps, wrapped.perturb_in_place) == (
+        PLAIN.lr,
+        PLAIN.zo_eps,
+        PLAIN.perturb_in_place,
+    )
     assert wrapped.evaluations(0, iter([7])) == (Evaluation(7, 1.0), Evaluation(7, -1.0))

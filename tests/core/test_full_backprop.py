@@ -1,4 +1,6 @@
-"""First-order steps of all parameters: losses, norms and weights equal those of loops over the whole model, bit for bit."""
+"""First-order steps of all parameters: losses, norms and weights equal those of loops over the
+whole model, bit for bit.
+"""
 
 import threading
 import time
@@ -11,7 +13,17 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from engines import Proxy, assert_equal, assert_same_outcome, behind_copies, first_order, inner, memory, outcome, weights
+from engines import (
+    Proxy,
+    assert_equal,
+    assert_same_outcome,
+    behind_copies,
+    first_order,
+    inner,
+    memory,
+    outcome,
+    weights,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -22,8 +34,26 @@ from whole_loops import BlockCoordinateLoop, WholeModel, adalomo_loop, lomo_loop
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.architecture import Precision
-from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, Delayed, Engine, FirstOrder, LossScaling, MemoryPolicy, TorchOptimizer
-from zo2core.errors import BatchError, CheckpointError, ClosedError, MemoryBudgetError, NonFiniteLossError, OptionError
+from zo2core import (
+    LOMO,
+    AdaLOMO,
+    BAdam,
+    BlockUpdate,
+    Delayed,
+    Engine,
+    FirstOrder,
+    LossScaling,
+    MemoryPolicy,
+    TorchOptimizer,
+)
+from zo2core.errors import (
+    BatchError,
+    CheckpointError,
+    ClosedError,
+    MemoryBudgetError,
+    NonFiniteLossError,
+    OptionError,
+)
 from zo2core.methods.first_order import LossScale, _FusedStep, segment_gradient_bytes, trained_bytes
 from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
 from zo2core.protocols import UpdateInputs
@@ -38,11 +68,15 @@ STEPS = 5
 
 
 def delayed_loop(whole: WholeModel, make: Any, *clips: float | None) -> Callable[[float], None]:
-    """ZeRO-Offload's delayed step: the gradients of a step are applied after those of the next are computed."""
+    """ZeRO-Offload's delayed step: the gradients of a step are applied after those of the next are
+    computed.
+    """
     prompt, waiting = torch_loop(whole, make, *clips), list[tuple[float, dict[str, torch.Tensor]]]()
 
     def step(lr: float) -> None:
-        waiting.append((lr, {name: gradient.clone() for name, gradient in whole.gradients().items()}))
+        waiting.append(
+            (lr, {name: gradient.clone() for name, gradient in whole.gradients().items()})
+        )
         if len(waiting) == 2:
             rate, gradients = waiting.pop(0)
             for name, parameter in whole.parameters.items():
@@ -54,7 +88,8 @@ def delayed_loop(whole: WholeModel, make: Any, *clips: float | None) -> Callable
 
 class Case(NamedTuple):
     update: Callable[[], BlockUpdate]
-    loop: Callable[..., Any]  # of the whole model, the names of each turn, and the two limits of gradients
+    # of the whole model, the names of each turn, and the two limits of gradients
+    loop: Callable[..., Any]
     lr: float = 1e-2
 
 
@@ -64,12 +99,22 @@ def eight_bits(parameters: Any, lr: float) -> Any:
 
 def of_torch(kind: Any, **options: Any) -> Case:
     make = partial(kind, lr=1.0, **options)
-    return Case(lambda: TorchOptimizer(make), lambda whole, turns, *clips: torch_loop(whole, make, *clips))
+    return Case(
+        lambda: TorchOptimizer(make), lambda whole, turns, *clips: torch_loop(whole, make, *clips)
+    )
 
 
 CASES = {
-    "lomo": Case(lambda: LOMO(weight_decay=0.1), lambda whole, turns, *clips: lomo_loop(whole, 0.1, *clips), 3e-2),
-    "adalomo": Case(lambda: AdaLOMO(weight_decay=0.1), lambda whole, turns, *clips: adalomo_loop(whole, 0.1, *clips), 3e-2),
+    "lomo": Case(
+        lambda: LOMO(weight_decay=0.1),
+        lambda whole, turns, *clips: lomo_loop(whole, 0.1, *clips),
+        3e-2,
+    ),
+    "adalomo": Case(
+        lambda: AdaLOMO(weight_decay=0.1),
+        lambda whole, turns, *clips: adalomo_loop(whole, 0.1, *clips),
+        3e-2,
+    ),
     "badam": Case(
         lambda: BAdam(ADAMW, every=EVERY, seed=SEED),
         lambda whole, turns, *clips: BlockCoordinateLoop(whole, ADAMW, turns, EVERY, *clips),
@@ -77,7 +122,10 @@ CASES = {
     "adamw": of_torch(torch.optim.AdamW, weight_decay=0.1),
     "fused adamw": of_torch(torch.optim.AdamW, weight_decay=0.1, fused=True),
     "sgd": of_torch(torch.optim.SGD, momentum=0.9)._replace(lr=3e-2),
-    "delayed": Case(lambda: Delayed(TorchOptimizer(FUSED)), lambda whole, turns, *clips: delayed_loop(whole, FUSED, *clips)),
+    "delayed": Case(
+        lambda: Delayed(TorchOptimizer(FUSED)),
+        lambda whole, turns, *clips: delayed_loop(whole, FUSED, *clips),
+    ),
     "adagrad": of_torch(torch.optim.Adagrad, initial_accumulator_value=0.5),
     "adafactor": of_torch(torch.optim.Adafactor),
     "nadam": of_torch(torch.optim.NAdam),
@@ -91,7 +139,9 @@ ON_DEVICES = list(CASES)[:6]
 
 
 def cases(*short: str, among: Iterable[str] = CASES) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", short_first(short, [name for name in among if name not in short]))
+    return pytest.mark.parametrize(
+        "case", short_first(short, [name for name in among if name not in short])
+    )
 
 
 def rate(case: str) -> Callable[[int], float]:
@@ -102,11 +152,15 @@ def turns_of(model: Any, update: BlockUpdate, steps: int = STEPS) -> Sequence[Se
     """Names of the parameters that each of BAdam's turns trains."""
     trained = [index for index, layout in enumerate(model.layouts) if layout.parameters]
     turns = [update.segments(step, trained) for step in range(0, steps, EVERY)]
-    return [[spec.name for index in turn for spec in model.layouts[index].parameters] for turn in turns]
+    return [
+        [spec.name for index in turn for spec in model.layouts[index].parameters] for turn in turns
+    ]
 
 
 def assert_has(engine: Engine, whole: WholeModel) -> None:
-    assert_equal(weights(engine), {name: value.detach() for name, value in whole.parameters.items()})
+    assert_equal(
+        weights(engine), {name: value.detach() for name, value in whole.parameters.items()}
+    )
 
 
 def assert_equal_runs(
@@ -125,7 +179,9 @@ def assert_equal_runs(
 @cases("adalomo", "delayed", "nadam")
 @examples(short=3, long=33)
 @given(data=st.data())
-def test_steps_are_those_of_a_whole_loop(case: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_steps_are_those_of_a_whole_loop(
+    case: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     draw = data.draw
     config = draw(CONFIGS[draw(st.sampled_from(sorted(CONFIGS)))])
     micro_batches = [draw(batches(config.vocab_size)) for _ in range(draw(st.integers(1, 3)))]
@@ -135,26 +191,41 @@ def test_steps_are_those_of_a_whole_loop(case: str, data: st.DataObject, tmp_pat
     clips = draw(st.sampled_from([(None, None), (0.01, None), (None, 0.05), (0.01, 0.05)]))
     loop = CASES[case].loop(whole, turns_of(model, update), *clips)
     policy = memory(None, draw(st.sampled_from([1, 30_000, 1 << 28])))
-    options: Any = {"clip_value": clips[0], "clip": clips[1], "memory": policy, "overlap": draw(st.booleans())}
+    options: Any = {
+        "clip_value": clips[0],
+        "clip": clips[1],
+        "memory": policy,
+        "overlap": draw(st.booleans()),
+    }
     with first_order(model, update, lr=rate(case), **options) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("tied", "clip_norm", "case"), each_choice([False, True], [None, 0.05], ON_DEVICES))
-def test_mixed_precision_is_that_of_autocast(case: str, clip_norm: float | None, tied: bool, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("tied", "clip_norm", "case"), each_choice([False, True], [None, 0.05], ON_DEVICES)
+)
+def test_mixed_precision_is_that_of_autocast(
+    case: str, clip_norm: float | None, tied: bool, tmp_path: Path
+) -> None:
+    base = save_model(
+        tmp_path / "base", small_config("llama", tie_word_embeddings=tied), torch.bfloat16
+    )
     model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
     update, whole = CASES[case].update(), WholeModel(base, torch.float32, torch.bfloat16)
     loop = CASES[case].loop(whole, turns_of(model, update), None, clip_norm)
     micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6], seed=1)]
-    with Engine(model, FirstOrder(update, lr=rate(case), clip=clip_norm), memory=memory()) as engine:
+    with Engine(
+        model, FirstOrder(update, lr=rate(case), clip=clip_norm), memory=memory()
+    ) as engine:
         assert_equal_runs(engine, whole, loop, case, micro_batches)
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4, tie_word_embeddings=True))
+    return save_model(
+        tmp_path / "base", small_config("llama", num_hidden_layers=4, tie_word_embeddings=True)
+    )
 
 
 BATCH = make_batch(40, [7, 5])
@@ -178,10 +249,16 @@ def test_norms_are_those_of_all_gradients_together_and_those_within_the_limit_ch
     base = save_model(tmp_path / "base", small_config("llama"), dtype)
     whole, made = WholeModel(base), []
     whole.backward([BATCH])
-    gradients = [gradient.float() if case == "lomo" else gradient for gradient in whole.gradients().values()]
+    gradients = [
+        gradient.float() if case == "lomo" else gradient for gradient in whole.gradients().values()
+    ]
     for clip_norm in (None, 1e3):
         with engine_of(base, case, clip=clip_norm) as engine:
-            assert engine.step(BATCH).grad_norm == torch.nn.utils.get_total_norm(gradients).item() < 1e3
+            assert (
+                engine.step(BATCH).grad_norm
+                == torch.nn.utils.get_total_norm(gradients).item()
+                < 1e3
+            )
             made.append(weights(engine))
     assert_equal(*made)
 
@@ -189,18 +266,26 @@ def test_norms_are_those_of_all_gradients_together_and_those_within_the_limit_ch
 @cases("lora", "lomo", "badam", among=["lora", *ON_DEVICES])
 def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> None:
     expected = outcome(engine_of(base, case), [BATCH] * STEPS)
-    other = (1, True, 3) if case == "lora" else (0, False, None)  # trained blocks would need a directory to stream
+    # trained blocks would need a directory to stream
+    other = (1, True, 3) if case == "lora" else (0, False, None)
     for kept, overlap, buckets in ((0, True, None), (2, True, None), other):
         policy = memory(buckets, kept=kept if overlap else None, budget=1 << 40)
-        with behind_copies(1e-4) as device, engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine:
+        with (
+            behind_copies(1e-4) as device,
+            engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine,
+        ):
             results = [engine.step(BATCH) for _ in range(STEPS)]
             assert_same_outcome(([result.losses for result in results], weights(engine)), expected)
         block = engine._runner.model.layouts[1].nbytes
         offloaded = [result.lanes[Lane.OFFLOAD].nbytes for result in results]
         if case == "lora":
-            assert offloaded == [result.lanes[Lane.WRITE].nbytes for result in results] == [0] * STEPS, "it is only read"
+            assert (
+                offloaded == [result.lanes[Lane.WRITE].nbytes for result in results] == [0] * STEPS
+            ), "it is only read"
         elif kept == 0 and overlap:
-            assert max(offloaded) == (block if case == "badam" else 4 * block), "each changed block comes back once a step"
+            assert max(offloaded) == (block if case == "badam" else 4 * block), (
+                "each changed block comes back once a step"
+            )
 
 
 def test_a_tied_weight_is_updated_once(base: Path) -> None:
@@ -218,12 +303,19 @@ def test_a_tied_weight_is_updated_once(base: Path) -> None:
         names = [name for name, _ in engine.parameters_now()]
     assert sorted(counted) == sorted(names)
     assert held == [0] * 6, "the gradients of one segment are in memory at a time"
-    assert counted[-1] == "model.embed_tokens.weight", "its gradient is whole once the embedding's backward pass has ended"
+    assert counted[-1] == "model.embed_tokens.weight", (
+        "its gradient is whole once the embedding's backward pass has ended"
+    )
 
 
-def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_it(base: Path) -> None:
+def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_it(
+    base: Path,
+) -> None:
     update = BAdam(ADAMW, every=1, seed=5)
-    epochs = [[one for turn in range(5) for one in update.segments(5 * epoch + turn, range(5))] for epoch in range(3)]
+    epochs = [
+        [one for turn in range(5) for one in update.segments(5 * epoch + turn, range(5))]
+        for epoch in range(3)
+    ]
     assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert [update.segments(step, range(5)) for step in range(15)] == [
@@ -233,7 +325,11 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
         for step in range(6):
             before = weights(engine)
             engine.step(BATCH)
-            changed = {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
+            changed = {
+                name
+                for name, value in weights(engine).items()
+                if not torch.equal(value, before[name])
+            }
             [segment] = update.segments(step, inner(engine)._runner.trained.segments)
             assert changed == set(inner(engine)._runner.trained.names_of(segment))
             leaves = inner(engine)._steps._visits.leaves
@@ -243,8 +339,12 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
 def test_badam_begins_each_turn_with_a_new_optimizer_over_two_epochs(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=1), torch.bfloat16)
     model, whole, steps = open_checkpoint(base, precision="exact"), WholeModel(base), 13
-    loop = BlockCoordinateLoop(whole, ADAMW, turns_of(model, CASES["badam"].update(), steps), EVERY, None, None)
-    with Engine(model, FirstOrder(CASES["badam"].update(), lr=rate("badam")), memory=memory()) as engine:
+    loop = BlockCoordinateLoop(
+        whole, ADAMW, turns_of(model, CASES["badam"].update(), steps), EVERY, None, None
+    )
+    with Engine(
+        model, FirstOrder(CASES["badam"].update(), lr=rate("badam")), memory=memory()
+    ) as engine:
         assert_equal_runs(engine, whole, loop, "badam", [BATCH], steps)
 
 
@@ -255,13 +355,18 @@ def test_a_step_that_is_refused_before_an_update_changes_nothing(case: str, base
         before = weights(engine)
         with pytest.raises(BatchError):
             engine.step({key: value for key, value in BATCH.items() if key != "labels"})
-        infinite: Any = Proxy(engine._runner.model, head=lambda head, *given: head(*given) * float("inf"))
+        infinite: Any = Proxy(
+            engine._runner.model, head=lambda head, *given: head(*given) * float("inf")
+        )
         with pytest.raises(NonFiniteLossError, match=r"step 1: found loss inf.*no step was taken"):
             engine.step(BATCH, forward=infinite)
         assert_equal(weights(engine), before)
         assert engine.version == 1
         if case == "lora":
-            assert all(parameter.grad is None for parameter in inner(engine)._runner.trained.parameters.values())
+            assert all(
+                parameter.grad is None
+                for parameter in inner(engine)._runner.trained.parameters.values()
+            )
         expected = engine.step(BATCH).losses
     assert outcome(engine_of(base, case), [BATCH] * 2)[0][1] == expected
 
@@ -283,12 +388,17 @@ def poisoned(engine: Engine, factor: float) -> Any:
     [
         ({}, "nan", "2 segments had been changed"),
         ({"clip": 1.0}, "nan", "no step was taken"),
-        ({"scaling": LossScaling(initial=1.0)}, "inf", "no step was taken"),  # and the scale cannot be lowered
+        # and the scale cannot be lowered
+        ({"scaling": LossScaling(initial=1.0)}, "inf", "no step was taken"),
     ],
     ids=["between updates", "measured", "scaled"],
 )
-def test_a_gradient_that_is_not_finite_is_found(options: dict[str, Any], factor: str, told: str, base: Path) -> None:
-    """Found in the sweep that measures, it changes nothing; found between updates, it closes the engine."""
+def test_a_gradient_that_is_not_finite_is_found(
+    options: dict[str, Any], factor: str, told: str, base: Path
+) -> None:
+    """Found in the sweep that measures, it changes nothing; found between updates, it closes the
+    engine.
+    """
     with engine_of(base, "lomo", **options) as engine:
         with pytest.raises(NonFiniteLossError, match=told):
             engine.step(BATCH, forward=poisoned(engine, float(factor)))
@@ -301,7 +411,9 @@ def test_a_gradient_that_is_not_finite_is_found(options: dict[str, Any], factor:
 
 
 @cases("adamw", "badam", "delayed", "rmsprop", "lora", among=["lora", *CASES])
-def test_a_state_goes_on_with_the_same_bits_and_its_engine_does_not_change_it(case: str, base: Path, tmp_path: Path) -> None:
+def test_a_state_goes_on_with_the_same_bits_and_its_engine_does_not_change_it(
+    case: str, base: Path, tmp_path: Path
+) -> None:
     with engine_of(base, case) as engine, engine_of(base, case) as loaded:
         for batch in ROWS[:3]:
             engine.step(batch)
@@ -309,16 +421,22 @@ def test_a_state_goes_on_with_the_same_bits_and_its_engine_does_not_change_it(ca
         loaded.load_state_dict(engine.state_dict())
         expected = [engine.step(batch).losses for batch in ROWS[3:]], weights(engine)
         evaluated = engine.evaluate(ROWS).losses
-        assert_same_outcome(([loaded.step(batch).losses for batch in ROWS[3:]], weights(loaded)), expected)
+        assert_same_outcome(
+            ([loaded.step(batch).losses for batch in ROWS[3:]], weights(loaded)), expected
+        )
     with engine_of(base, case) as other:
         other.step(ROWS[2])  # another run, which is left
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert other.version == 3
-        assert_same_outcome(([other.step(batch).losses for batch in ROWS[3:]], weights(other)), expected)
+        assert_same_outcome(
+            ([other.step(batch).losses for batch in ROWS[3:]], weights(other)), expected
+        )
         assert other.evaluate(ROWS).losses == evaluated
 
 
-def test_weights_dropped_by_an_interrupted_load_are_not_the_bases(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_dropped_by_an_interrupted_load_are_not_the_bases(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = StoredParameters.set_values
 
     def interrupted(self: StoredParameters, index: int, *given: Any) -> None:
@@ -332,7 +450,9 @@ def test_weights_dropped_by_an_interrupted_load_are_not_the_bases(base: Path, mo
         monkeypatch.setattr(StoredParameters, "set_values", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.load_state_dict(state)
-        with pytest.raises(ClosedError, match=r"found weights of version 0: .*; expected version 1"):
+        with pytest.raises(
+            ClosedError, match=r"found weights of version 0: .*; expected version 1"
+        ):
             engine.step(BATCH)
 
 
@@ -353,14 +473,17 @@ class Odd(torch.optim.SGD):
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a block's frozen parameters": (
         lambda base: Engine(
-            open_checkpoint(base, adapter=Adapter(config=pytest.importorskip("peft").LoraConfig(r=2), seed=1)),
+            open_checkpoint(
+                base, adapter=Adapter(config=pytest.importorskip("peft").LoraConfig(r=2), seed=1)
+            ),
             FirstOrder(LOMO(), lr=1e-3),
         ),
         "which is frozen; expected a model all of whose parameters are trained",
     ),
     "weights in 8 bits": (
         lambda base: Engine(
-            open_checkpoint(base, precision="mixed", dtype="bfloat16", transfer_dtype="float8"), FirstOrder(LOMO(), lr=1.0)
+            open_checkpoint(base, precision="mixed", dtype="bfloat16", transfer_dtype="float8"),
+            FirstOrder(LOMO(), lr=1.0),
         ),
         r"transfer_dtype: found torch.float8_e4m3fn for ",
     ),
@@ -376,21 +499,35 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         r"the smallest plan.*4 of 4 blocks",
     ),
     "a snapshot without a run": (lambda base: engine_of(base, "lomo").take_snapshot(), "run="),
-    "growth by backing off": (lambda base: LossScaling(backoff=1.5), r"loss_scaling.backoff: found 1\.5"),
+    "growth by backing off": (
+        lambda base: LossScaling(backoff=1.5),
+        r"loss_scaling.backoff: found 1\.5",
+    ),
     "weight decay": (lambda base: LOMO(weight_decay=-1), "weight_decay: found -1"),
     "turns of no step": (lambda base: BAdam(ADAMW, every=0), "every: found 0"),
-    "turns that are delayed": (lambda base: Delayed(BAdam(ADAMW)), "update: found badam, which trains segments in turns"),
-    "a closure": (lambda base: TorchOptimizer(torch.optim.LBFGS), "LBFGS, whose step evaluates the loss again by a closure"),
+    "turns that are delayed": (
+        lambda base: Delayed(BAdam(ADAMW)),
+        "update: found badam, which trains segments in turns",
+    ),
+    "a closure": (
+        lambda base: TorchOptimizer(torch.optim.LBFGS),
+        "LBFGS, whose step evaluates the loss again by a closure",
+    ),
     "a state of all parameters": (
         lambda base: TorchOptimizer(partial(Counting, lr=1.0)),
         "Counting, which keeps a state of all parameters together",
     ),
-    "an odd state": (lambda base: TorchOptimizer(partial(Odd, lr=1.0)), "Odd, which keeps a list as history"),
+    "an odd state": (
+        lambda base: TorchOptimizer(partial(Odd, lr=1.0)),
+        "Odd, which keeps a list as history",
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_done_is_refused(make: Callable[[Path], object], told: str, base: Path) -> None:
+def test_what_cannot_be_done_is_refused(
+    make: Callable[[Path], object], told: str, base: Path
+) -> None:
     kind = MemoryBudgetError if "smallest plan" in told else OptionError
     with pytest.raises(kind, match=told):
         make(base)
@@ -405,7 +542,9 @@ def test_late_weights_wait_for_a_slow_update(base: Path) -> None:
     losses: list[list[float]] = []
     kept: list[Any] = []
     for update in (LOMO(weight_decay=0.1), Slow(weight_decay=0.1)):
-        with Engine(open_checkpoint(base), FirstOrder(Delayed(update), lr=rate("lomo")), memory=memory()) as engine:
+        with Engine(
+            open_checkpoint(base), FirstOrder(Delayed(update), lr=rate("lomo")), memory=memory()
+        ) as engine:
             losses.append([engine.step(batch).loss for batch in ROWS])
             kept.append(engine.state_dict()["optimizer"])
     assert losses[0] == losses[1]
@@ -423,7 +562,11 @@ def test_a_late_update_has_the_gradients_of_its_own_step() -> None:
             super().apply(inputs)
 
     update, weight, gradient = Delayed(Waiting()), torch.ones(3), torch.full((3,), 2.0)
-    states = {"delayed.begun": torch.zeros((), dtype=torch.uint8), "w.next": torch.zeros(3), "w.gradient": torch.zeros(3)}
+    states = {
+        "delayed.begun": torch.zeros((), dtype=torch.uint8),
+        "w.next": torch.zeros(3),
+        "w.gradient": torch.zeros(3),
+    }
     inputs = UpdateInputs(0, {"w": weight}, {"w": gradient}, states, step=0, lr=0.25)
     update.apply(inputs)
     gradient.zero_()
@@ -434,7 +577,9 @@ def test_a_late_update_has_the_gradients_of_its_own_step() -> None:
     assert weight.tolist() == [0.5] * 3
 
 
-def scaled_loop(whole: WholeModel, make: Any, scaler: torch.amp.GradScaler, clip: float | None) -> Callable[..., float]:
+def scaled_loop(
+    whole: WholeModel, make: Any, scaler: torch.amp.GradScaler, clip: float | None
+) -> Callable[..., float]:
     """A step with torch's own scaler of the loss."""
     trained = list(whole.parameters.values())
     optimizer = make(trained)
@@ -473,17 +618,25 @@ class PlainLOMO(torch.optim.Optimizer):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize(("case", "make"), [("lomo", PlainLOMO), ("adamw", ADAMW), ("fused adamw", FUSED)])
-def test_the_loss_is_scaled_as_by_torchs_scaler(case: str, make: Any, clip: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "make"), [("lomo", PlainLOMO), ("adamw", ADAMW), ("fused adamw", FUSED)]
+)
+def test_the_loss_is_scaled_as_by_torchs_scaler(
+    case: str, make: Any, clip: float | None, tmp_path: Path
+) -> None:
     base = save_model(tmp_path / "base", small_config("llama"), torch.float16)
     precision = Precision(stored=torch.float32, computed=torch.float16)
     whole = WholeModel(base, torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**28, backoff_factor=1 / 8, growth_interval=2)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**28, backoff_factor=1 / 8, growth_interval=2
+    )
     loop = scaled_loop(whole, make, scaler, clip)
     scaling = LossScaling(initial=2.0**28, backoff=1 / 8, interval=2)
     model, skipped = open_checkpoint(base, precision=precision, loss_chunk=None), 0
     with Engine(
-        model, FirstOrder(CASES[case].update(), lr=rate(case), clip=clip, scaling=scaling), memory=memory()
+        model,
+        FirstOrder(CASES[case].update(), lr=rate(case), clip=clip, scaling=scaling),
+        memory=memory(),
     ) as engine:
         for step in range(12):
             batch = make_batch(40, [7, 5], seed=step)
@@ -506,7 +659,9 @@ def test_the_loss_of_several_outputs_is_scaled_as_well(base: Path) -> None:
     results = []
     for scaling in (None, LossScaling(initial=8.0)):
         with engine_of(base, "lomo", scaling=scaling) as engine:
-            joint: Any = Proxy(engine._runner.model, split=lambda _, batch, rows: [batch], loss=loss)
+            joint: Any = Proxy(
+                engine._runner.model, split=lambda _, batch, rows: [batch], loss=loss
+            )
             engine.step([BATCH, make_batch(40, [6], seed=1)], forward=joint)
             results.append(weights(engine))
     assert_equal(*results)  # powers of two change no bit
@@ -514,8 +669,13 @@ def test_the_loss_of_several_outputs_is_scaled_as_well(base: Path) -> None:
 
 @given(overflows=st.lists(st.booleans(), max_size=60), interval=st.integers(1, 4))
 def test_the_scale_changes_as_torch_changes_it(overflows: list[bool], interval: int) -> None:
-    scaling = LossScaling(initial=2.0**90, growth=4.0, backoff=0.25, interval=interval)  # never at the least scale of 1
-    ours, scale, tracker = LossScale(scaling), torch.tensor(2.0**90), torch.zeros((), dtype=torch.int32)
+    # never at the least scale of 1
+    scaling = LossScaling(initial=2.0**90, growth=4.0, backoff=0.25, interval=interval)
+    ours, scale, tracker = (
+        LossScale(scaling),
+        torch.tensor(2.0**90),
+        torch.zeros((), dtype=torch.int32),
+    )
     for overflowed in overflows:
         ours.update(overflowed=overflowed)
         found = torch.tensor(float(overflowed))
@@ -530,7 +690,9 @@ def test_a_state_has_the_scale_of_the_loss(tmp_path: Path) -> None:
     precision = Precision(stored=torch.float32, computed=torch.float16)
 
     def scaled() -> Engine:
-        return first_order(open_checkpoint(base, precision=precision), LOMO(), lr=rate("lomo"), **told)
+        return first_order(
+            open_checkpoint(base, precision=precision), LOMO(), lr=rate("lomo"), **told
+        )
 
     with scaled() as engine, scaled() as other:
         for _ in range(2):
@@ -544,24 +706,42 @@ FORGED: Mapping[str, Forge] = {
     "no optimizer": lambda state: state.pop("optimizer"),
     "steps that are a text": lambda state: state.update(steps="3"),
     "parameters that are a number": lambda state: state.update(parameters=3),
-    "a parameter that is a number": lambda state: state["parameters"].update({next(iter(state["parameters"])): 1.0}),
-    "NaN in a parameter": lambda state: next(iter(state["parameters"].values())).view(-1)[:1].fill_(float("nan")),
+    "a parameter that is a number": lambda state: state["parameters"].update(
+        {next(iter(state["parameters"])): 1.0}
+    ),
+    "NaN in a parameter": lambda state: (
+        next(iter(state["parameters"].values())).view(-1)[:1].fill_(float("nan"))
+    ),
     "infinity in a state": lambda state: state["optimizer"][1].update(
-        {name: value + float("inf") for name, value in state["optimizer"][1].items() if value.is_floating_point()}
+        {
+            name: value + float("inf")
+            for name, value in state["optimizer"][1].items()
+            if value.is_floating_point()
+        }
     ),
     "a segment that is not there": lambda state: state["optimizer"].update({99: {}}),
-    "a state that is a number": lambda state: state["optimizer"][1].update(dict.fromkeys(state["optimizer"][1], 1)),
+    "a state that is a number": lambda state: state["optimizer"][1].update(
+        dict.fromkeys(state["optimizer"][1], 1)
+    ),
     "a scale that is a text": lambda state: state.update(values={"loss_scale": "2"}),
     "no method": lambda state: state.pop("method"),
 }
-FORGED_OPTIONS = (("eps", float("nan")), ("betas", [0.9, float("inf")]), ("weight_decay", "0"), ("maximize", 1))
+FORGED_OPTIONS = (
+    ("eps", float("nan")),
+    ("betas", [0.9, float("inf")]),
+    ("weight_decay", "0"),
+    ("maximize", 1),
+)
 FORGED_OF_LORA: Sequence[tuple[Forge, str]] = [
     (lambda state: state["parameters"].popitem(), "15 parameters that are not all of the 16"),
     (
         lambda state: state["optimizer"]["state"][3]["exp_avg"].view(-1)[:1].fill_(float("nan")),
         "exp_avg of parameter 3 with values that are not finite",
     ),
-    (lambda state: state["optimizer"]["state"][3].update(exp_avg=torch.zeros(1)), "exp_avg, a state of parameter 3"),
+    (
+        lambda state: state["optimizer"]["state"][3].update(exp_avg=torch.zeros(1)),
+        "exp_avg, a state of parameter 3",
+    ),
     *(
         (
             lambda state, changed=changed: state["optimizer"]["param_groups"][0].update([changed]),
@@ -574,7 +754,9 @@ FORGED_OF_LORA: Sequence[tuple[Forge, str]] = [
 
 @pytest.mark.parametrize("case", ["adamw", "lora"])
 def test_a_forged_state_is_refused_and_changes_nothing(case: str, base: Path) -> None:
-    """Those of another run are, and that of another optimizer, so that nothing of them may be taken over."""
+    """Those of another run are, and that of another optimizer, so that nothing of them may be taken
+    over.
+    """
     with engine_of(base, case) as other:
         other.step(ROWS[2])
         theirs = other.state_dict()
@@ -584,12 +766,16 @@ def test_a_forged_state_is_refused_and_changes_nothing(case: str, base: Path) ->
             makes = (torch.optim.SGD, momentum, torch.optim.Adam, torch.optim.Adagrad)
             others = [{"case": case, "optimizer": make} for make in makes]
         for options in others:
-            told = "an optimizer with other options" if case == "lora" else "a state of the optimizer"
+            told = (
+                "an optimizer with other options" if case == "lora" else "a state of the optimizer"
+            )
             with engine_of(base, **options) as another, pytest.raises(CheckpointError, match=told):
                 another.load_state_dict(theirs)
         with engine_of(base, case) as engine:
             losses = [engine.step(ROWS[0]).losses]
-            for forge, told in FORGED_OF_LORA if case == "lora" else [(forge, "") for forge in FORGED.values()]:
+            for forge, told in (
+                FORGED_OF_LORA if case == "lora" else [(forge, "") for forge in FORGED.values()]
+            ):
                 state = copied_state(theirs)
                 forge(state)
                 with pytest.raises(CheckpointError, match=rf"^state: .*{told}"):
@@ -599,7 +785,9 @@ def test_a_forged_state_is_refused_and_changes_nothing(case: str, base: Path) ->
 
 
 @pytest.mark.parametrize("case", ["fused adamw", "badam"])
-def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_states_are_taken_over_and_not_copied(
+    case: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Copies would take the memory of the largest segment's states twice."""
     made: list[str] = []
     real = _Zeros.__missing__
@@ -617,7 +805,9 @@ def test_first_states_are_taken_over_and_not_copied(case: str, base: Path, monke
 
 
 def test_adalomo_has_the_options_that_it_was_given() -> None:
-    """A second step by hand: the moment is (6 + (1 + 1)) / 2, the update 1 / 2, which is halved, and its rate 1 / 4."""
+    """A second step by hand: the moment is (6 + (1 + 1)) / 2, the update 1 / 2, which is halved,
+    and its rate 1 / 4.
+    """
     update = AdaLOMO(eps=(1.0, 0.25), clip_threshold=0.25, decay_rate=-1.0)
     weight, states = torch.zeros(2), {"w.squares": torch.full((2,), 6.0)}
     update.apply(UpdateInputs(0, {"w": weight}, {"w": torch.ones(2)}, states, step=1, lr=1.0))
@@ -633,7 +823,9 @@ def test_adalomo_has_the_options_that_it_was_given() -> None:
         ("sgd", {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
     ],
 )
-def test_an_optimizer_that_is_named_has_the_options_that_it_was_given(name: Any, options: Any, make: Any) -> None:
+def test_an_optimizer_that_is_named_has_the_options_that_it_was_given(
+    name: Any, options: Any, make: Any
+) -> None:
     update = make_block_update(name, weight_decay=0.1, options=options)
     specs = (ParameterSpec("w", (4, 3), torch.float32, 0, decays=True),)
     states = _Zeros(update.states(BlockLayout("block", SegmentKind.BLOCK, specs)))
@@ -659,7 +851,11 @@ class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = {tensor.data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
-        if isinstance(made, torch.Tensor) and made.nbytes >= self._nbytes and made.data_ptr() not in given:
+        if (
+            isinstance(made, torch.Tensor)
+            and made.nbytes >= self._nbytes
+            and made.data_ptr() not in given
+        ):
             storage = made.untyped_storage()
             self._alive.add(storage.data_ptr())
             weakref.finalize(storage, self._alive.discard, storage.data_ptr())
@@ -668,7 +864,10 @@ class _LargestTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
-    given = {name: torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16() for name in ("a", "b")}
+    given = {
+        name: torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+        for name in ("a", "b")
+    }
     gradients, scale = dict(given), LossScale(LossScaling())
     method, unused = FirstOrder(BAdam(ADAMW), lr=0.1, clip_value=0.5, clip=1.0), cast("Any", None)
     steps: Any = SimpleNamespace(update=method.update, scale=scale)
@@ -679,7 +878,9 @@ def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
     assert made.most == 2
     for name, gradient in given.items():
         unscaled = gradient.float() * torch.tensor(1.0 / scale.scale, dtype=torch.float32)
-        expected = unscaled.clamp(-0.5, 0.5) * torch.clamp(1.0 / (torch.tensor(8.0) + 1e-6), max=1.0)
+        expected = unscaled.clamp(-0.5, 0.5) * torch.clamp(
+            1.0 / (torch.tensor(8.0) + 1e-6), max=1.0
+        )
         assert torch.equal(gradients[name], expected)
         assert gradient.dtype is torch.bfloat16
 
@@ -687,33 +888,47 @@ def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
 def test_a_turn_takes_the_memory_of_its_one_segment() -> None:
     def layout(name: str, *sizes: int) -> BlockLayout:
         specs = tuple(
-            ParameterSpec(f"{name}.{n}", (64, size), torch.bfloat16, n, decays=True) for n, size in enumerate(sizes)
+            ParameterSpec(f"{name}.{n}", (64, size), torch.bfloat16, n, decays=True)
+            for n, size in enumerate(sizes)
         )
         return BlockLayout(name, SegmentKind.BLOCK, specs)
 
-    wide, deep = layout("wide", 100), layout("deep", 40, 40, 40)  # one with more gradients at a time, one with more states
+    # one with more gradients at a time, one with more states
+    wide, deep = layout("wide", 100), layout("deep", 40, 40, 40)
     update = BAdam(ADAMW)
     for one, numel, largest in ((wide, 6400, 6400), (deep, 7680, 2560)):
         # In float32, and beside them one parameter's in bfloat16 while it is converted.
         assert segment_gradient_bytes(update, [one]) == 4 * numel + 2 * largest
     apart = [sum(trained_bytes(update, [one])) for one in (wide, deep)]
     assert sum(trained_bytes(update, [wide, deep])) == max(apart)
-    assert max(apart) < segment_gradient_bytes(update, [wide, deep]) + state_bytes(update, [wide, deep])
+    assert max(apart) < segment_gradient_bytes(update, [wide, deep]) + state_bytes(
+        update, [wide, deep]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("update", [LOMO(weight_decay=0.1), AdaLOMO(weight_decay=0.1)], ids=["lomo", "adalomo"])
+@pytest.mark.parametrize(
+    "update", [LOMO(weight_decay=0.1), AdaLOMO(weight_decay=0.1)], ids=["lomo", "adalomo"]
+)
 def test_an_optimizer_makes_no_more_copies_than_it_says(update: Any, dtype: torch.dtype) -> None:
     spec = ParameterSpec("weight", (64, 128), dtype, 0, decays=True)
     layout = BlockLayout("block", SegmentKind.BLOCK, (spec,))
-    states = {state.name: torch.zeros(state.shape, dtype=state.stored_dtype) for state in update.states(layout)}
-    weights, gradients = {"weight": torch.randn(64, 128).to(dtype)}, {"weight": torch.randn(64, 128)}
+    states = {
+        state.name: torch.zeros(state.shape, dtype=state.stored_dtype)
+        for state in update.states(layout)
+    }
+    weights, gradients = (
+        {"weight": torch.randn(64, 128).to(dtype)},
+        {"weight": torch.randn(64, 128)},
+    )
     with _LargestTensors(4 * spec.numel) as made:
         update.apply(UpdateInputs(0, weights, gradients, states, step=0, lr=0.1))
     widened = dtype is torch.bfloat16
     assert made.most == (update.copies if widened else update.copies - 1)
     given = spec.nbytes
-    assert segment_gradient_bytes(update, [layout]) == 4 * spec.numel + max(given, update.copies * 4 * spec.numel)
+    assert segment_gradient_bytes(update, [layout]) == 4 * spec.numel + max(
+        given, update.copies * 4 * spec.numel
+    )
 
 
 @pytest.mark.parametrize("delays", [True, False])

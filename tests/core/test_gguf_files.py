@@ -1,4 +1,6 @@
-"""GGUF files: headers and blocks are read as the gguf package reads them; damaged ones are refused by name."""
+"""GGUF files: headers and blocks are read as the gguf package reads them; damaged ones are refused
+by name.
+"""
 
 import random
 import struct
@@ -37,7 +39,9 @@ METADATA: dict[str, Any] = {
 
 def tensor(name: str, shape: tuple[int, ...], kind: str = "F32", **options: Any) -> Tensor:
     block = GGUF_BLOCKS[kind]
-    return Tensor(name, shape, kind, bytes(int(np.prod(shape)) // block.weights * block.nbytes), **options)
+    return Tensor(
+        name, shape, kind, bytes(int(np.prod(shape)) // block.weights * block.nbytes), **options
+    )
 
 
 TENSORS = [
@@ -68,7 +72,9 @@ def test_a_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
     writer.add_array("scores", [0.5, -1.0])
     rng = np.random.default_rng(0)
     writer.add_tensor("a", rng.standard_normal((3, 64), dtype=np.float32))
-    packed = gguf.quantize(rng.standard_normal((5, 64), dtype=np.float32), gguf.GGMLQuantizationType.Q5_1)
+    packed = gguf.quantize(
+        rng.standard_normal((5, 64), dtype=np.float32), gguf.GGMLQuantizationType.Q5_1
+    )
     writer.add_tensor("b", packed, raw_dtype=gguf.GGMLQuantizationType.Q5_1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -91,7 +97,11 @@ def test_a_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 
 def split(tmp_path: Path, count: int, *, numbers: list[int] | None = None) -> Path:
     for number in range(count):
-        metadata = {"split.no": numbers[number] if numbers else number, "split.count": count, "split.tensors.count": count}
+        metadata = {
+            "split.no": numbers[number] if numbers else number,
+            "split.count": count,
+            "split.tensors.count": count,
+        }
         metadata |= METADATA if number == 0 else {}
         path = tmp_path / f"model-{number + 1:05}-of-{count:05}.gguf"
         path.write_bytes(gguf_bytes(metadata, [tensor(f"blk.{number}.ffn_up.weight", (2, 32))]))
@@ -100,7 +110,9 @@ def split(tmp_path: Path, count: int, *, numbers: list[int] | None = None) -> Pa
 
 def test_the_files_of_a_split_model_are_one(tmp_path: Path) -> None:
     model = read_gguf(split(tmp_path, 3))
-    assert [entry.path.name for entry in model.tensors.values()] == [f"model-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
+    assert [entry.path.name for entry in model.tensors.values()] == [
+        f"model-{n:05}-of-00003.gguf" for n in (1, 2, 3)
+    ]
     assert not any(key.startswith("split.") for key in model.metadata)
 
 
@@ -129,21 +141,47 @@ def test_other_files_of_a_split_model_are_refused(tmp_path: Path) -> None:
         (b"PK" + bytes(40), CheckpointError, "another beginning"),
         (gguf_bytes(METADATA, TENSORS, version=1), UnsupportedModelError, "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(16), UnsupportedModelError, "big-endian"),
-        (gguf_bytes(METADATA | {"general.alignment": 24}, TENSORS), CheckpointError, "a power of 2"),
+        (
+            gguf_bytes(METADATA | {"general.alignment": 24}, TENSORS),
+            CheckpointError,
+            "a power of 2",
+        ),
         (gguf_bytes(METADATA, [Tensor("a", (256,), 28, b"")]), UnsupportedModelError, "F64"),
         (gguf_bytes(METADATA, [Tensor("a", (256,), 99, b"")]), UnsupportedModelError, "type 99"),
-        (gguf_bytes(METADATA, [Tensor("a", (2, 48), "Q4_0", bytes(54))]), CheckpointError, "whole blocks of 32"),
-        (gguf_bytes(METADATA, [Tensor("a", (0,), "F32", b"")]), CheckpointError, "sizes of at least 1"),
+        (
+            gguf_bytes(METADATA, [Tensor("a", (2, 48), "Q4_0", bytes(54))]),
+            CheckpointError,
+            "whole blocks of 32",
+        ),
+        (
+            gguf_bytes(METADATA, [Tensor("a", (0,), "F32", b"")]),
+            CheckpointError,
+            "sizes of at least 1",
+        ),
         (gguf_bytes(METADATA, [Tensor("a", (1,) * 5, "F32", bytes(4))]), CheckpointError, "5 axes"),
-        (gguf_bytes(METADATA, [tensor("a", (8,)), tensor("a", (8,))]), CheckpointError, "a name that occurs twice"),
-        (gguf_bytes(METADATA, [LONG, tensor("b", (8,), offset=32)]), CheckpointError, "where the tensor before"),
+        (
+            gguf_bytes(METADATA, [tensor("a", (8,)), tensor("a", (8,))]),
+            CheckpointError,
+            "a name that occurs twice",
+        ),
+        (
+            gguf_bytes(METADATA, [LONG, tensor("b", (8,), offset=32)]),
+            CheckpointError,
+            "where the tensor before",
+        ),
         (gguf_bytes(METADATA, [tensor("a", (8,), offset=16)]), CheckpointError, "a multiple of 32"),
-        (gguf_bytes(METADATA, [tensor("a", (8,), offset=2**40)]), CheckpointError, "data that lie in the file"),
+        (
+            gguf_bytes(METADATA, [tensor("a", (8,), offset=2**40)]),
+            CheckpointError,
+            "data that lie in the file",
+        ),
         (gguf_bytes(METADATA, TENSORS)[:-40], CheckpointError, "data that lie in the file"),
         (gguf_bytes(METADATA, TENSORS)[:900], CheckpointError, "a header that lies in the file"),
     ],
 )
-def test_a_wrong_file_is_refused(raw: bytes, error: type[ZO2Error], message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused(
+    raw: bytes, error: type[ZO2Error], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=message):
         read(tmp_path, raw)
 
@@ -156,20 +194,29 @@ def test_a_wrong_file_is_refused(raw: bytes, error: type[ZO2Error], message: str
         (struct.pack("<II", 9, 5), struct.pack("<II", 9, 9), "an array of type 9"),
     ],
 )
-def test_wrong_metadata_are_refused(there: bytes, instead: bytes, message: str, tmp_path: Path) -> None:
+def test_wrong_metadata_are_refused(
+    there: bytes, instead: bytes, message: str, tmp_path: Path
+) -> None:
     raw = gguf_bytes({"aaaa": 1, "bbbb": [1, 2]}, [])
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path, raw.replace(there, instead))
 
 
-def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_any_damaged_file_is_read_inside_its_bounds_or_refused(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     whole = gguf_bytes(METADATA, TENSORS)
-    tables = whole.index(b"token_embd.weight") - 60  # the tensors' part of the header lies behind the long metadata
+    # the tensors' part of the header lies behind the long metadata
+    tables = whole.index(b"token_embd.weight") - 60
     front = gguf_bytes({"general.architecture": "llama"}, TENSORS)
     rng, refused, used, peak = random.Random(0), 0, 0, 0
     path = tmp_path / "model.gguf"
     for number in range(10_000 if pytestconfig.getoption("--long") else 2_000):
-        raw = whole[:tables] + damaged(whole[tables:], rng) if number % 4 == 0 else damaged((whole, front)[number % 2], rng)
+        raw = (
+            whole[:tables] + damaged(whole[tables:], rng)
+            if number % 4 == 0
+            else damaged((whole, front)[number % 2], rng)
+        )
         path.write_bytes(raw)
         try:
             tracemalloc.start() if number % 50 == 0 else None
@@ -197,8 +244,23 @@ def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, p
     assert 0 < peak < len(whole)
 
 
-# As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with payloads
-EDGES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01)
+# As float16: zeros, denormals, the smallest normal number, the largest one, infinities, NaNs with
+# payloads
+EDGES = (
+    0x0000,
+    0x8000,
+    0x0001,
+    0x83FF,
+    0x0400,
+    0x3C00,
+    0x7BFF,
+    0xFBFF,
+    0x7C00,
+    0xFC00,
+    0x7E00,
+    0xFE01,
+    0x7C01,
+)
 
 
 def oracle(codes: np.ndarray, name: str) -> torch.Tensor:
@@ -214,7 +276,9 @@ def edge_blocks(name: str, rng: np.random.Generator) -> np.ndarray:
     codes[:256] = np.arange(256, dtype=np.uint8)[:, None] + np.arange(block.nbytes, dtype=np.uint8)
     for at, edges in zip(SCALES.get(name, ()), zip(*pairs, strict=True), strict=False):
         codes[: len(pairs), at : at + 2] = np.array(edges, dtype="<u2")[:, None].view(np.uint8)
-        codes[256 : 256 + len(pairs), at : at + 2] = np.array(edges, dtype="<u2")[:, None].view(np.uint8)
+        codes[256 : 256 + len(pairs), at : at + 2] = np.array(edges, dtype="<u2")[:, None].view(
+            np.uint8
+        )
     return codes
 
 
@@ -227,7 +291,13 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def decoded(
-    name: str, codes: np.ndarray, dtype: torch.dtype, *, heads: int = 0, offset: int = 0, workers: int = 0
+    name: str,
+    codes: np.ndarray,
+    dtype: torch.dtype,
+    *,
+    heads: int = 0,
+    offset: int = 0,
+    workers: int = 0,
 ) -> torch.Tensor:
     block = GGUF_BLOCKS[name]
     shape = (len(codes), codes.shape[1] // block.nbytes * block.weights)
@@ -253,7 +323,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", GGUF_BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_blocks_have_the_bits_of_the_gguf_package(name: str, dtype: torch.dtype, kernels: str) -> None:
+def test_blocks_have_the_bits_of_the_gguf_package(
+    name: str, dtype: torch.dtype, kernels: str
+) -> None:
     blocks = edge_blocks(name, np.random.default_rng(0))
     for across in (1, 4, 16):  # 16 blocks of 256 are more than the kernel decodes at once
         codes = blocks.reshape(len(blocks) // across, -1)
@@ -267,12 +339,15 @@ def test_rows_of_heads_are_put_back(name: str, kernels: str) -> None:
     heads, rows, block = 3, 24, GGUF_BLOCKS[name]
     codes = np.random.default_rng(1).integers(0, 60, (rows, block.nbytes * 2), dtype=np.uint8)
     weights = oracle(codes, name)
-    expected = weights.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(rows, -1)  # as transformers does
+    # as transformers does
+    expected = weights.view(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(rows, -1)
     assert not expected.equal(weights)
     assert same_bits(decoded(name, codes, torch.float32, heads=heads), expected)
 
 
-def test_types_whose_values_another_package_has_are_refused_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_whose_values_another_package_has_are_refused_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     grid_of.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf.quants", None)
     with pytest.raises(OptionError, match=r"IQ2_S; expected the package gguf.*pip install gguf"):
@@ -281,6 +356,8 @@ def test_types_whose_values_another_package_has_are_refused_without_it(monkeypat
 
 @pytest.mark.parametrize("heads", [0, 5])
 def test_two_threads_decode_the_same(heads: int) -> None:
-    codes = np.random.default_rng(2).integers(0, 60, (530, GGUF_BLOCKS["Q4_K"].nbytes * 4), dtype=np.uint8)
+    codes = np.random.default_rng(2).integers(
+        0, 60, (530, GGUF_BLOCKS["Q4_K"].nbytes * 4), dtype=np.uint8
+    )
     alone = decoded("Q4_K", codes, torch.bfloat16, heads=heads)
     assert same_bits(decoded("Q4_K", codes, torch.bfloat16, heads=heads, workers=1), alone)

@@ -56,7 +56,9 @@ class OnGPU(Storage):
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.float32)
+    return save_model(
+        tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.float32
+    )
 
 
 def whole_on_gpu(base: Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -69,7 +71,9 @@ def on_gpu(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def assert_parity_on_gpu(base: Path, plan: Plan, storage: OnGPU, run: Path) -> None:
-    options: dict[str, Any] = {"precision": "mixed", "dtype": plan.autocast, "loss_chunk": None} if plan.autocast else {}
+    options: dict[str, Any] = (
+        {"precision": "mixed", "dtype": plan.autocast, "loss_chunk": None} if plan.autocast else {}
+    )
 
     def make() -> Engine:
         return storage.engine(open_checkpoint(base, **options), plan, run)
@@ -82,7 +86,11 @@ def assert_parity_on_gpu(base: Path, plan: Plan, storage: OnGPU, run: Path) -> N
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("distribution", [None, *Distribution])
 def test_the_trajectory_is_the_monolithic_loops(
-    distribution: Distribution | None, in_place: bool, activations_wait: bool, base: Path, tmp_path: Path
+    distribution: Distribution | None,
+    in_place: bool,
+    activations_wait: bool,
+    base: Path,
+    tmp_path: Path,
 ) -> None:
     between = ["nothing", "evaluate", "flush", "reopen", "nothing"]
     plan = Plan(1e-2, 1e-3, 0.1, in_place, list(range(5)), between, 2, distribution)
@@ -104,17 +112,25 @@ STORAGES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_every_adapter_precision_and_storage(
-    model_type: str, dtype: torch.dtype, autocast: torch.dtype | None, storage: OnGPU, tmp_path: Path
+    model_type: str,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    storage: OnGPU,
+    tmp_path: Path,
 ) -> None:
     base = save_model(tmp_path / "base", small_config(model_type, num_hidden_layers=3), dtype)
     between = ["nothing", "evaluate", "look", "reopen", "flush"]
-    plan = Plan(1e-2, 1e-3, 0.1, True, list(range(5)), between, 0, Distribution.GAUSSIAN, autocast=autocast)
+    plan = Plan(
+        1e-2, 1e-3, 0.1, True, list(range(5)), between, 0, Distribution.GAUSSIAN, autocast=autocast
+    )
     assert_parity_on_gpu(base, plan, storage, tmp_path / "run")
 
 
 def test_fzoo_is_its_papers_loop(base: Path, tmp_path: Path) -> None:
     noise = Distribution.RADEMACHER
-    plan = Plan(1e-3, 1e-2, 0.0, False, list(range(4)), ["nothing", "look"] * 2, 3, noise, name="fzoo")
+    plan = Plan(
+        1e-3, 1e-2, 0.0, False, list(range(4)), ["nothing", "look"] * 2, 3, noise, name="fzoo"
+    )
     assert_parity_on_gpu(base, plan, OnGPU(3, 2, False, behind_copies=True), tmp_path / "run")
 
 
@@ -139,7 +155,8 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
             ),
             device="cuda",
             memory=MemoryPolicy(
-                host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, 1, 1 << 24)
+                host=HostPlan((), 1 << 40, buckets, keep_noise=False),
+                device=DevicePlan((), 1 << 40, 1, 1 << 24),
             ),
         ) as engine,
     ):
@@ -156,7 +173,9 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
 def test_carried_weights_are_those_of_the_monolithic_loop(
     transfer_dtype: torch.dtype | None, replay: Replay, kept: int, tmp_path: Path
 ) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
+    base = save_model(
+        tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16
+    )
     numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
     batch, distribution = on_gpu(make_batch(40, [7, 4])), Distribution.RADEMACHER
     whole = (MonolithicMeZO if transfer_dtype is None else LowBitMeZO)(
@@ -168,7 +187,9 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
     if transfer_dtype is not None:
         assert isinstance(whole, LowBitMeZO)
         whole.transfer_dtype = transfer_dtype
-    precision = Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype)
+    precision = Precision(
+        stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype
+    )
     memory = MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))
     with zeroth_order(
         open_checkpoint(base, precision=precision, loss_chunk=None),
@@ -186,47 +207,81 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
 
 
 @pytest.mark.parametrize("transfer_dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
-def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(transfer_dtype: torch.dtype, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
-    precision = Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype, transfer_back=True)
+def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(
+    transfer_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = save_model(
+        tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16
+    )
+    precision = Precision(
+        stored=torch.float32,
+        computed=torch.bfloat16,
+        transfer_dtype=transfer_dtype,
+        transfer_back=True,
+    )
     method = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER))
     policies = [MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24)) for kept in (0, 2)]
-    engines = (Engine(open_checkpoint(base, precision=precision), method, device="cuda", memory=own) for own in policies)
+    engines = (
+        Engine(open_checkpoint(base, precision=precision), method, device="cuda", memory=own)
+        for own in policies
+    )
     assert_same_outcome(*(outcome(engine, [make_batch(40, [7, 4])] * 3) for engine in engines))
 
 
 def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:
     prompt = torch.tensor([[3, 9, 4]])
     whole = whole_on_gpu(base)
-    theirs = whole.generate(prompt.to("cuda"), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    theirs = whole.generate(
+        prompt.to("cuda"), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     model = open_checkpoint(base)
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda") as engine:
         ours = [token for (token,) in generate(engine, model, prompt.tolist(), max_new_tokens=6)]
     assert ours == theirs[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("more", [[], ["--precision", "mixed:transfer=bfloat16", "--dtype", "bfloat16"]], ids=str)
-def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(more: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [[], ["--precision", "mixed:transfer=bfloat16", "--dtype", "bfloat16"]], ids=str
+)
+def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(
+    more: list[str], tmp_path: Path
+) -> None:
     options = small_run(tmp_path)
-    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--device", "cuda", *more]
+    train = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        str(options.data),
+        "--lr",
+        "1e-2",
+        "--device",
+        "cuda",
+        *more,
+    ]
     main([*train, "--output", str(tmp_path / "whole"), "--steps", "6"])
     main([*train, "--output", str(tmp_path / "cut"), "--steps", "3"])
     main(["train", "--resume", str(tmp_path / "cut"), "--steps", "6"])
     for run in ("whole", "cut"):
         main(["export", "--run", str(tmp_path / run), "--output", str(tmp_path / f"{run}-model")])
-    files = [(tmp_path / f"{run}-model" / "model.safetensors").read_bytes() for run in ("whole", "cut")]
+    files = [
+        (tmp_path / f"{run}-model" / "model.safetensors").read_bytes() for run in ("whole", "cut")
+    ]
     assert files[0] == files[1]
 
 
 @contextmanager
 def watched(engine: Engine, seen: list[int]) -> Iterator[None]:
-    """Let a sweep fail that makes the host wait; note what torch has reserved before and after each."""
+    """Let a sweep fail that makes the host wait; note what torch has reserved before and after
+    each.
+    """
     sweep = engine._runner.scheduler.sweep
 
     def strict(*arguments: Any) -> None:
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
         try:
-            with warnings.catch_warnings(action="ignore"):  # torch says that the mode does not yet see all waiting
+            with warnings.catch_warnings(action="ignore"):
+                # torch says that the mode does not yet see all waiting
                 torch.cuda.set_sync_debug_mode("error")
             sweep(*arguments)
         finally:
@@ -239,7 +294,9 @@ def watched(engine: Engine, seen: list[int]) -> Iterator[None]:
 
 @pytest.mark.parametrize("least", [None, 1], ids=["activations stay", "activations wait"])
 @pytest.mark.parametrize("lengths", [[7, 7], [7, 4]], ids=["full", "padded"])
-def test_a_sweep_neither_waits_nor_allocates(lengths: list[int], least: int | None, base: Path) -> None:
+def test_a_sweep_neither_waits_nor_allocates(
+    lengths: list[int], least: int | None, base: Path
+) -> None:
     seen: list[int] = []
     with zeroth_order(
         open_checkpoint(base),
@@ -259,9 +316,16 @@ def test_a_sweep_neither_waits_nor_allocates(lengths: list[int], least: int | No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("distribution", Distribution)
-def test_the_kernel_gives_the_references_bits(distribution: Distribution, dtype: torch.dtype) -> None:
+def test_the_kernel_gives_the_references_bits(
+    distribution: Distribution, dtype: torch.dtype
+) -> None:
     numel, start, seed = 100_003, 777, 2**40 + 3
-    moves = (Perturb(0, 1.0, 1e-3), Perturb(1, -2.0, 1e-3), Descend(0, 0.3, 1e-2, 0.1), Descend(1, -0.7, 1e-2, 0.0))
+    moves = (
+        Perturb(0, 1.0, 1e-3),
+        Perturb(1, -2.0, 1e-3),
+        Descend(0, 0.3, 1e-2, 0.1),
+        Descend(1, -0.7, 1e-2, 0.0),
+    )
     program = Program((seed, 5), moves, then=Perturb(1, 1.0, 1e-3))
     theta = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = []
@@ -279,7 +343,8 @@ def test_the_kernel_gives_the_references_bits(distribution: Distribution, dtype:
 
 def test_the_kernel_takes_any_number_as_a_parameters_place() -> None:
     theta = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    for number in (0, 1, 16, 2**31 + 1):  # Triton treats 1 and multiples of 16 by themselves unless told otherwise
+    for number in (0, 1, 16, 2**31 + 1):
+        # Triton treats 1 and multiples of 16 by themselves unless told otherwise
         program, results = Program((number,), (Perturb(0, 1.0, 1e-3),), then=None), []
         for device in ("cpu", "cuda"):
             weights, z = theta.to(device, copy=True), torch.empty(3000, device=device)
@@ -312,7 +377,9 @@ def test_memory_that_cannot_be_locked_is_refused_and_nothing_else_fails() -> Non
 
 def test_losses_are_finite_and_memory_is_given_back(base: Path) -> None:
     before = torch.cuda.memory_allocated()
-    engine = Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda")
+    engine = Engine(
+        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), device="cuda"
+    )
     mono = MonolithicMeZO(whole_on_gpu(base), lr=1e-3, zo_eps=1e-3)
     batch = make_batch(40, [5])
     ours = engine.step(batch, seed=3)
@@ -327,10 +394,16 @@ def test_losses_are_finite_and_memory_is_given_back(base: Path) -> None:
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"])
 def test_blocks_of_gguf_files_have_the_bits_of_the_gguf_package(name: str) -> None:
     gguf = pytest.importorskip("gguf")
-    codes = np.random.default_rng(0).integers(0, 256, (256, GGUF_BLOCKS[name].nbytes), dtype=np.uint8)
+    codes = np.random.default_rng(0).integers(
+        0, 256, (256, GGUF_BLOCKS[name].nbytes), dtype=np.uint8
+    )
     with np.errstate(all="ignore"):
-        expected = torch.from_numpy(np.array(gguf.dequantize(codes, gguf.GGMLQuantizationType[name]))).view(64, -1)
-    spec = ParameterSpec("weight", expected.shape, torch.float32, 0, decays=False, encoding=GGUFRows(name))
+        expected = torch.from_numpy(
+            np.array(gguf.dequantize(codes, gguf.GGMLQuantizationType[name]))
+        ).view(64, -1)
+    spec = ParameterSpec(
+        "weight", expected.shape, torch.float32, 0, decays=False, encoding=GGUFRows(name)
+    )
     out = torch.empty(expected.shape, dtype=torch.float32, device="cuda")
     decode(spec, torch.from_numpy(codes).view(-1).to("cuda"), out, None)
     nan = torch.isnan(expected)

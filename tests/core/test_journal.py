@@ -1,4 +1,6 @@
-"""The journal: what it gives back, what it refuses, what a failed write leaves, and what its header says of a run."""
+"""The journal: what it gives back, what it refuses, what a failed write leaves, and what its header
+says of a run.
+"""
 
 import contextlib
 import json
@@ -54,7 +56,9 @@ def updates(draw: st.DrawFn, step: int) -> Update:
     directions = tuple(draw(seeds) for _ in range(probes))
     return Update(
         step=step,
-        evaluations=tuple(Evaluation(seed, draw(st.floats(-9, 9))) for seed in directions for _ in range(2)),
+        evaluations=tuple(
+            Evaluation(seed, draw(st.floats(-9, 9))) for seed in directions for _ in range(2)
+        ),
         seeds=directions,
         projected_grads=tuple(draw(st.floats(-1e29, 1e29)) for _ in range(probes)),
         lr=draw(rates),
@@ -85,7 +89,9 @@ no_sync = partial(patch.object, os, "fsync", side_effect=OSError(5, "Input/outpu
 
 
 @given(data=st.data())
-def test_every_bit_comes_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_bit_comes_back(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
     expected = [data.draw(updates(step)) for step in range(data.draw(st.integers(0, 4)))]
     journal = Journal(path)
@@ -112,7 +118,8 @@ def test_a_torn_last_record_is_dropped_and_written_over(path: Path) -> None:
         assert journal.torn is (end > start)
     path.write_bytes(whole + b"\0" * 100)
     assert list(Journal(path).updates) == STEPS[:3]
-    for torn in (whole[start : start + 20], b"\0" * 4096):  # shorter and longer than the record in its place
+    for torn in (whole[start : start + 20], b"\0" * 4096):
+        # shorter and longer than the record in its place
         path.write_bytes(whole[:start] + torn)
         with contextlib.closing(Journal(path)) as journal:
             journal.append(update_of(2))
@@ -149,9 +156,15 @@ def test_another_header_is_refused_with_the_difference(path: Path) -> None:
     assert "noise" not in info.value.found
 
 
-def test_a_reopened_journal_is_durable_before_a_version_of_it_counts_elsewhere(path: Path, tmp_path: Path) -> None:
+def test_a_reopened_journal_is_durable_before_a_version_of_it_counts_elsewhere(
+    path: Path, tmp_path: Path
+) -> None:
     synced: list[str] = []
-    with patch.object(os, "fsync", side_effect=lambda opened: synced.append(os.readlink(f"/proc/self/fd/{opened}"))):
+    with patch.object(
+        os,
+        "fsync",
+        side_effect=lambda opened: synced.append(os.readlink(f"/proc/self/fd/{opened}")),
+    ):
         journal = Journal(path)  # whose last record nobody may have synced
         assert list(journal.updates) == STEPS[:3]
         assert synced == [], "reading changes nothing"
@@ -193,7 +206,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "g too large": ({"lr": 1e-300, "projected_grads": [1e300]}, "projected gradient 1e+300"),
     "zo_eps zero": ({"zo_eps": 0.0}, "zo_eps 0.0"),
     "zo_eps infinite": ({"zo_eps": math.inf}, "zo_eps inf"),
-    "shift * zo_eps too large": ({"zo_eps": 1e30, "evaluations": [[1, 1e30], [1, -1.0]]}, "shift * zo_eps 1e+60"),
+    "shift * zo_eps too large": (
+        {"zo_eps": 1e30, "evaluations": [[1, 1e30], [1, -1.0]]},
+        "shift * zo_eps 1e+60",
+    ),
     "weight_decay negative": ({"weight_decay": -0.1}, "weight_decay -0.1"),
     "lr * weight_decay too large": ({"lr": 1e30, "weight_decay": 1e30}, "lr * weight_decay 1e+60"),
     "no seeds": ({"seeds": [], "projected_grads": []}, "no seeds"),
@@ -204,7 +220,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "a projected gradient missing": ({"projected_grads": []}, "0 projected gradients; expected 1"),
     "a projected gradient NaN": ({"projected_grads": [math.nan]}, "projected gradient nan"),
     "a seed that was not evaluated": ({"seeds": [7]}, "an update along seed 7"),
-    "a seed out of range": ({"evaluations": [[2**63, 1.0], [2**63, -1.0]], "seeds": [2**63]}, f"seed {2**63}"),
+    "a seed out of range": (
+        {"evaluations": [[2**63, 1.0], [2**63, -1.0]], "seeds": [2**63]},
+        f"seed {2**63}",
+    ),
     "a seed of 400 digits": ({"evaluations": [[10**400, 1.0], [1, -1.0]]}, "a seed of 1329 bits"),
 }
 
@@ -213,7 +232,9 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_no_estimator_can_have_made_is_neither_read_nor_written(name: str, path: Path) -> None:
     before = path.read_bytes()
     changes, found = IMPOSSIBLE[name]
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()
+    }
     if "evaluations" in values:
         values["evaluations"] = tuple(Evaluation(*pair) for pair in values["evaluations"])
     evaluations = (Evaluation(1, 1.0), Evaluation(1, -1.0))
@@ -227,7 +248,9 @@ def test_what_no_estimator_can_have_made_is_neither_read_nor_written(name: str, 
     lines = before.splitlines(keepends=True)
     lines[2] = line_of(record_of(lines[2]) | changes)  # neither the last one nor the first
     path.write_bytes(b"".join(lines))
-    with pytest.raises(JournalError, match=re.escape(f"journal.jsonl, line 3: found {found}")) as info:
+    with pytest.raises(
+        JournalError, match=re.escape(f"journal.jsonl, line 3: found {found}")
+    ) as info:
         Journal(path)
     assert len(str(info.value)) < 400 + len(str(path))
 
@@ -260,10 +283,14 @@ def test_a_journal_that_is_shorter_than_others_know_is_told_from_a_torn_one(path
     path.write_bytes(whole[:-30] + b"#" + whole[-29:])
     damaged = Journal(path)
     assert damaged.torn
-    with pytest.raises(JournalError, match=r"2 steps and a damaged last record; .* 3, since metrics.jsonl knows of step 2"):
+    with pytest.raises(
+        JournalError,
+        match=r"2 steps and a damaged last record; .* 3, since metrics.jsonl knows of step 2",
+    ):
         damaged.require_version(3, "metrics.jsonl")
     damaged.require_version(2, "metrics.jsonl")
-    path.write_bytes(whole[: whole[:-1].rindex(b"\n") + 1])  # a record was cut off, and nothing is torn
+    # a record was cut off, and nothing is torn
+    path.write_bytes(whole[: whole[:-1].rindex(b"\n") + 1])
     cut = Journal(path)
     assert not cut.torn
     with pytest.raises(JournalError, match="its end was damaged or cut"):
@@ -273,7 +300,8 @@ def test_a_journal_that_is_shorter_than_others_know_is_told_from_a_torn_one(path
 DISTURBANCES: dict[str, Callable[[Path], object]] = {
     "removed": Path.unlink,
     "replaced by its copy": lambda path: (
-        (path.parent / "copy").write_bytes(path.read_bytes()) and (path.parent / "copy").replace(path)
+        (path.parent / "copy").write_bytes(path.read_bytes())
+        and (path.parent / "copy").replace(path)
     ),
     "its directory moved": lambda path: path.parent.rename(path.parent.with_name("moved")),
     "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
@@ -297,7 +325,9 @@ def test_a_journal_that_is_disturbed_under_a_running_process_is_an_error_at_the_
         with pytest.raises(JournalError, match="the step was not taken"):
             journal.append(update_of(len(taken)))
         assert list(journal.updates) == taken
-        assert there == (path.read_bytes() if path.exists() else None), "whatever is there is not touched"
+        assert there == (path.read_bytes() if path.exists() else None), (
+            "whatever is there is not touched"
+        )
 
 
 def test_a_journal_that_is_removed_during_a_step_is_an_error_of_that_step(path: Path) -> None:
@@ -323,7 +353,9 @@ def test_a_journal_put_back_goes_on_and_a_relative_path_stays(
     assert list(Journal(path).updates) == STEPS
 
 
-def test_what_was_begun_by_another_process_in_the_meantime_is_not_written_over(tmp_path: Path) -> None:
+def test_what_was_begun_by_another_process_in_the_meantime_is_not_written_over(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     written(path)
@@ -359,10 +391,18 @@ def test_another_digest_of_a_segment_is_refused(path: Path) -> None:
     with contextlib.closing(Journal(path)) as journal:
         journal.note_base(DIGESTS)
         before = path.read_bytes()
-        with pytest.raises(JournalError, match="a base whose block 0 has digest 'ffff'; expected digest '2c3d'"):
+        with pytest.raises(
+            JournalError, match="a base whose block 0 has digest 'ffff'; expected digest '2c3d'"
+        ):
             journal.note_base({"head": "4e5f", "block 0": "ffff"})
     assert path.read_bytes() == before
-    hostile: list[object] = [{"block 0": "ffff"}, {"block 0": "XYZ"}, {"block 0": 7}, [], {"block 0": ""}]
+    hostile: list[object] = [
+        {"block 0": "ffff"},
+        {"block 0": "XYZ"},
+        {"block 0": 7},
+        [],
+        {"block 0": ""},
+    ]
     for digests in hostile:
         path.write_bytes(before + line_of({"base_digests": digests}))
         with pytest.raises(JournalError, match="line 6"):
@@ -402,9 +442,12 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_a_journal_that_one_may_not_read_or_write_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_journal_that_one_may_not_read_or_write_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     directory = tmp_path_factory.mktemp("shared")
-    for parent in (directory, *directory.parents[:3]):  # also where several processes share the tests
+    for parent in (directory, *directory.parents[:3]):
+        # also where several processes share the tests
         parent.chmod(0o755)
     path = directory / "journal.jsonl"
     written(path)
@@ -413,7 +456,11 @@ def test_a_journal_that_one_may_not_read_or_write_is_refused(tmp_path_factory: p
         Journal(path)
     path.chmod(0o444)
     before = path.read_bytes()
-    with as_nobody(), contextlib.closing(Journal(path)) as journal, pytest.raises(JournalError, match="Permission denied"):
+    with (
+        as_nobody(),
+        contextlib.closing(Journal(path)) as journal,
+        pytest.raises(JournalError, match="Permission denied"),
+    ):
         journal.append(update_of(3))
     assert path.read_bytes() == before
     if os.geteuid() == 0:
@@ -424,11 +471,16 @@ def test_a_journal_that_one_may_not_read_or_write_is_refused(tmp_path_factory: p
 def test_a_journal_of_an_earlier_line_format_is_refused_by_name(path: Path) -> None:
     lines = [json.dumps(record_of(line)).encode() for line in path.read_bytes().splitlines()]
     path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines))
-    with pytest.raises(JournalError, match=r"line 1: found .*a line of an earlier version, which is not read"):
+    with pytest.raises(
+        JournalError, match=r"line 1: found .*a line of an earlier version, which is not read"
+    ):
         Journal(path)
 
 
-@pytest.mark.parametrize("content", [b"dear diary", b"\x89PNG", b"abc", b'{"weights": 1}', b"\0\0PK" * 200, b"12345678 {}"])
+@pytest.mark.parametrize(
+    "content",
+    [b"dear diary", b"\x89PNG", b"abc", b'{"weights": 1}', b"\0\0PK" * 200, b"12345678 {}"],
+)
 def test_a_file_that_is_no_journal_is_not_written_over(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "diary"
     for ending in (b"", b"\n"):
@@ -474,7 +526,9 @@ def test_damage_at_random_is_refused_or_leaves_a_prefix_that_says_so(
     assert journal.base_digests.items() <= {"block 1": "00000001", "block 3": "00000003"}.items()
     if length < len(expected):
         lines = whole.splitlines(keepends=True)
-        assert journal.torn or set(raw.splitlines(keepends=True)) < set(lines), "but for whole lines cut off its end"
+        assert journal.torn or set(raw.splitlines(keepends=True)) < set(lines), (
+            "but for whole lines cut off its end"
+        )
         with pytest.raises(JournalError, match="damaged or cut"):
             journal.require_version(len(expected), "metrics.jsonl")
 
@@ -489,7 +543,12 @@ def base(tmp_path: Path) -> Path:
 
 
 def engine_of(base: Path, journal: Path, provenance: Mapping[str, Any] | None = None) -> Engine:
-    return Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise()), journal=journal, provenance=provenance)
+    return Engine(
+        open_checkpoint(base),
+        ZerothOrder(MEZO, noise=PhiloxNoise()),
+        journal=journal,
+        provenance=provenance,
+    )
 
 
 def weights_after(engine: Engine, steps: int) -> dict[str, torch.Tensor]:
@@ -505,7 +564,11 @@ def change_config(base: Path, **changes: Any) -> None:
 
 
 DECISIVE: dict[str, tuple[dict[str, Any], str, str]] = {
-    "norm epsilon": ({"rms_norm_eps": 1e-5}, "model.rms_norm_eps 1e-06", "model.rms_norm_eps 1e-05"),
+    "norm epsilon": (
+        {"rms_norm_eps": 1e-5},
+        "model.rms_norm_eps 1e-06",
+        "model.rms_norm_eps 1e-05",
+    ),
     "rope": (
         {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
         "model.rope_parameters.rope_theta 10000.0",
@@ -521,7 +584,9 @@ DECISIVE: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", DECISIVE)
-def test_a_config_that_decides_another_forward_is_refused_leaf_by_leaf(name: str, base: Path, tmp_path: Path) -> None:
+def test_a_config_that_decides_another_forward_is_refused_leaf_by_leaf(
+    name: str, base: Path, tmp_path: Path
+) -> None:
     changes, theirs, ours = DECISIVE[name]
     path = tmp_path / "journal.jsonl"
     weights_after(engine_of(base, path), 1)
@@ -539,20 +604,33 @@ def test_what_decides_nothing_of_a_config_may_change(base: Path, tmp_path: Path)
     expected = weights_after(engine_of(base, tmp_path / "other.jsonl"), 2)
     weights_after(engine_of(base, path), 1)
     change_config(
-        base, transformers_version="4.0.0", _name_or_path="x", use_cache=False, architectures=None, rms_norm_eps=1e-6
+        base,
+        transformers_version="4.0.0",
+        _name_or_path="x",
+        use_cache=False,
+        architectures=None,
+        rms_norm_eps=1e-6,
     )
     weights = weights_after(engine_of(base, path), 2)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_description_is_json_names_the_attention_and_is_the_same_again(model_type: str, tmp_path: Path) -> None:
+def test_a_description_is_json_names_the_attention_and_is_the_same_again(
+    model_type: str, tmp_path: Path
+) -> None:
     base = save_model(tmp_path / "base", small_config(model_type))
     description = open_checkpoint(base).description
-    assert json.loads(json.dumps(description, allow_nan=False)) == description == open_checkpoint(base).description
+    assert (
+        json.loads(json.dumps(description, allow_nan=False))
+        == description
+        == open_checkpoint(base).description
+    )
     assert description["attention"] == "sdpa"
     assert description["num_attention_heads"] == 3
-    assert not {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures"} & {*description}
+    assert not {"transformers_version", "_name_or_path", "dtype", "use_cache", "architectures"} & {
+        *description
+    }
 
 
 @pytest.mark.parametrize("differs", ["torch", "crc32"])
@@ -569,34 +647,49 @@ def test_another_torch_may_go_on_only_if_it_draws_the_same_numbers(
             Engine(open_checkpoint(base), method, journal=path).close()
             continue
         with pytest.raises(
-            JournalError, match=r"noise that torch '[^']*' drew, of checksum '[0-9a-f]{8}'; expected that which"
+            JournalError,
+            match=r"noise that torch '[^']*' drew, of checksum '[0-9a-f]{8}'; expected that which",
         ):
             Engine(open_checkpoint(base), method, journal=path)
 
 
 def test_the_checksum_is_of_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = numbers_drawn.__wrapped__(torch.device("cpu"))
-    monkeypatch.setattr(TorchGenerator, "fill", lambda self, out: out.normal_(generator=self._generator).mul_(1 + 2**-7))
+    monkeypatch.setattr(
+        TorchGenerator,
+        "fill",
+        lambda self, out: out.normal_(generator=self._generator).mul_(1 + 2**-7),
+    )
     other = numbers_drawn.__wrapped__(torch.device("cpu"))
     assert (drawn["torch"], len(drawn["crc32"])) == (other["torch"], 8)
     assert drawn["crc32"] != other["crc32"]
 
 
-PROVENANCE = {"data": {"sha256": "aa", "rows": 7}, "tokenizer": "bb", "options": {"batch_size": 2, "sizes": [1, 2.0]}}
+PROVENANCE = {
+    "data": {"sha256": "aa", "rows": 7},
+    "tokenizer": "bb",
+    "options": {"batch_size": 2, "sizes": [1, 2.0]},
+}
 
 
 def test_other_provenance_is_refused_leaf_by_leaf(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     weights_after(engine_of(base, path, PROVENANCE), 1)
     assert Journal(path).header["provenance"] == PROVENANCE  # type: ignore[index]
-    other = {"data": {"sha256": "cc", "rows": 7.0}, "tokenizer": "bb", "options": {"batch_size": True, "sizes": [1, 3]}}
+    other = {
+        "data": {"sha256": "cc", "rows": 7.0},
+        "tokenizer": "bb",
+        "options": {"batch_size": True, "sizes": [1, 3]},
+    }
     with pytest.raises(JournalError) as refused:
         engine_of(base, path, {**other, "more": 1})
     assert refused.value.found == (
-        "provenance.data.sha256 'aa'; no provenance.more; provenance.options.batch_size 2; provenance.options.sizes.1 2.0"
+        "provenance.data.sha256 'aa'; no provenance.more; provenance.options.batch_size 2; "
+        "provenance.options.sizes.1 2.0"
     )
     assert refused.value.expected == (
-        "provenance.data.sha256 'cc'; provenance.more 1; provenance.options.batch_size True; provenance.options.sizes.1 3"
+        "provenance.data.sha256 'cc'; provenance.more 1; provenance.options.batch_size True; "
+        "provenance.options.sizes.1 3"
     )
     engine_of(base, path, PROVENANCE).close()
     engine_of(base, path).close()  # a caller that says nothing
@@ -607,9 +700,17 @@ ENDLESS: dict[str, Any] = {}
 ENDLESS["again"] = ENDLESS
 
 
-def test_provenance_that_is_no_json_is_refused_and_a_difference_of_all_stays_short(base: Path, tmp_path: Path) -> None:
+def test_provenance_that_is_no_json_is_refused_and_a_difference_of_all_stays_short(
+    base: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "journal.jsonl"
-    for wrong in ({"x": float("nan")}, {"x": {1, 2}}, {"x": object()}, {"x": [[]] * 2, "y": b"raw"}, ENDLESS):
+    for wrong in (
+        {"x": float("nan")},
+        {"x": {1, 2}},
+        {"x": object()},
+        {"x": [[]] * 2, "y": b"raw"},
+        ENDLESS,
+    ):
         with pytest.raises(OptionError, match="provenance: "):
             engine_of(base, path, wrong)
         assert not path.exists()
@@ -622,8 +723,14 @@ def test_provenance_that_is_no_json_is_refused_and_a_difference_of_all_stays_sho
 
 def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> None:
     model, device = open_checkpoint(base), HostDevice()
-    with contextlib.closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source:
-        parts: dict[str, Any] = {"source": source, "device": device, "journal": tmp_path / "journal.jsonl"}
+    with contextlib.closing(
+        SegmentStore(model.weights, model.layouts, device.host_memory)
+    ) as source:
+        parts: dict[str, Any] = {
+            "source": source,
+            "device": device,
+            "journal": tmp_path / "journal.jsonl",
+        }
         Engine(model, ZerothOrder(MEZO), provenance={"data": 1}, **parts).close()
         with pytest.raises(JournalError, match=r"provenance\.data 1"):
             Engine(model, ZerothOrder(MEZO), provenance={"data": 2}, **parts)
@@ -643,6 +750,10 @@ def test_a_header_that_lacks_a_key_is_refused(key: str, base: Path, tmp_path: Pa
 
 def test_what_is_frozen_or_encoded_identifies_the_parameters() -> None:
     spec = ParameterSpec("weight", (4, 8), torch.float32, 0, decays=True)
-    others = [replace(spec, frozen=True), replace(spec, encoding=Int8Rows()), replace(spec, encoding=NF4Blocks(block=64))]
+    others = [
+        replace(spec, frozen=True),
+        replace(spec, encoding=Int8Rows()),
+        replace(spec, encoding=NF4Blocks(block=64)),
+    ]
     digests = [digest([own]) for own in (spec, *others)]
     assert len(set(digests)) == len(digests)

@@ -1,4 +1,6 @@
-"""The kernels: compiled code, Triton and the reference give the same bits, and noise is what its notes say."""
+"""The kernels: compiled code, Triton and the reference give the same bits, and noise is what its
+notes say.
+"""
 
 import math
 import os
@@ -23,11 +25,39 @@ from zo2core.kernels.programs import table
 from zo2core.types import Descend, Distribution, Perturb, Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-compiled = pytest.mark.skipif(dispatch.library() is None, reason="the compiled kernels are not built")
+compiled = pytest.mark.skipif(
+    dispatch.library() is None, reason="the compiled kernels are not built"
+)
 
-# 0, -0, subnormal numbers, the largest, what overflows, what is not a number, ties of 16-bit roundings.
-SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 6e-8, 5.9e-8, -6.1e-5, 6.2e-5, 65504.0, 65519.9, 65520.0, -65536.0, 3.3e38, 3.4e38]
-SPECIAL += [math.inf, -math.inf, math.nan, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 1 + 3 * 2**-12, 2**-25, 3 * 2**-26]
+# 0, -0, subnormal numbers, the largest, what overflows, what is not a number, ties of 16-bit
+# roundings.
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    6e-8,
+    5.9e-8,
+    -6.1e-5,
+    6.2e-5,
+    65504.0,
+    65519.9,
+    65520.0,
+    -65536.0,
+    3.3e38,
+    3.4e38,
+]
+SPECIAL += [
+    math.inf,
+    -math.inf,
+    math.nan,
+    1 + 2**-9,
+    1 + 3 * 2**-9,
+    1 + 2**-12,
+    1 + 3 * 2**-12,
+    2**-25,
+    3 * 2**-26,
+]
 
 scalars = st.sampled_from([0.0, 1e-3, -0.7, 1.0, 3e-8, 1e30, -2e-39])
 seeds = st.sampled_from([0, 1, 999_999_999, 2**32, 2**63 - 1])
@@ -36,7 +66,9 @@ lengths = st.one_of(st.integers(1, 70), st.integers(1000, 1100), st.sampled_from
 
 
 def test_the_compiled_kernels_are_there_where_a_compiler_is() -> None:
-    """They are optional for users; here a build that fails must not pass as tests that are skipped."""
+    """They are optional for users; here a build that fails must not pass as tests that are
+    skipped.
+    """
     compiler = str(sysconfig.get_config_var("CC") or "cc").split()[0]
     assert dispatch.library() is not None or shutil.which(compiler) is None
 
@@ -51,7 +83,9 @@ def instructions(directions: int) -> st.SearchStrategy[list[Perturb | Descend]]:
 
 def weights(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(length, generator=generator) * 10 ** torch.randint(-9, 5, (length,), generator=generator)
+    values = torch.randn(length, generator=generator) * 10 ** torch.randint(
+        -9, 5, (length,), generator=generator
+    )
     special = torch.randint(len(SPECIAL), (length,), generator=generator)
     chosen = torch.rand(length, generator=generator) < 0.2
     return torch.where(chosen, torch.tensor(SPECIAL)[special], values).to(dtype)
@@ -72,8 +106,14 @@ def unaligned(values: torch.Tensor) -> torch.Tensor:
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-def test_compiled_arithmetic_gives_the_references_bits(dtype: torch.dtype, data: st.DataObject) -> None:
-    length, directions, seed = data.draw(lengths), data.draw(st.integers(1, 6)), data.draw(st.integers(0, 9))
+def test_compiled_arithmetic_gives_the_references_bits(
+    dtype: torch.dtype, data: st.DataObject
+) -> None:
+    length, directions, seed = (
+        data.draw(lengths),
+        data.draw(st.integers(1, 6)),
+        data.draw(st.integers(0, 9)),
+    )
     program = Program(tuple(range(directions)), tuple(data.draw(instructions(directions))))
     theta = weights(length, dtype, seed)
     zs = [weights(length, dtype, 10 + i) for i in range(directions)]
@@ -97,7 +137,12 @@ def test_a_shift_and_the_scale_round_as_in_mezo(shift: float) -> None:
 @pytest.mark.parametrize("distribution", Distribution)
 @given(seed=seeds, parameter=st.sampled_from([0, 1, 2**31]), start=starts, length=lengths)
 def test_compiled_noise_gives_the_references_bits(
-    dtype: torch.dtype, distribution: Distribution, seed: int, parameter: int, start: int, length: int
+    dtype: torch.dtype,
+    distribution: Distribution,
+    seed: int,
+    parameter: int,
+    start: int,
+    length: int,
 ) -> None:
     ours, theirs = (unaligned(torch.zeros(length, dtype=dtype)) for _ in range(2))
     assert dispatch.takes(ours)
@@ -107,13 +152,21 @@ def test_compiled_noise_gives_the_references_bits(
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("with_library", [pytest.param(True, marks=compiled), False], ids=["compiled", "reference"])
+@pytest.mark.parametrize(
+    "with_library", [pytest.param(True, marks=compiled), False], ids=["compiled", "reference"]
+)
 @given(data=st.data())
-def test_one_pass_is_the_composition_of_its_parts(dtype: torch.dtype, with_library: bool, data: st.DataObject) -> None:
+def test_one_pass_is_the_composition_of_its_parts(
+    dtype: torch.dtype, with_library: bool, data: st.DataObject
+) -> None:
     draw = data.draw
     length, directions, start = draw(lengths), draw(st.integers(1, 6)), draw(starts)
-    then = draw(st.none() | st.builds(Perturb, st.integers(0, directions - 1), st.just(-2.0), st.just(1e-3)))
-    program = Program(tuple(range(40, 40 + directions)), tuple(draw(instructions(directions))), then)
+    then = draw(
+        st.none() | st.builds(Perturb, st.integers(0, directions - 1), st.just(-2.0), st.just(1e-3))
+    )
+    program = Program(
+        tuple(range(40, 40 + directions)), tuple(draw(instructions(directions))), then
+    )
     in_place, distribution = draw(st.booleans()), draw(st.sampled_from(Distribution))
     theta = weights(length, dtype, start % 10)
     expected = theta.clone()
@@ -168,14 +221,23 @@ def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPat
 
 
 @compiled
-@pytest.mark.parametrize("kind", ["garbage", "empty", "cut", "cut in its header", "other functions", "a directory"])
-def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["garbage", "empty", "cut", "cut in its header", "other functions", "a directory"]
+)
+def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(
+    kind: str, tmp_path: Path
+) -> None:
     whole = dispatch.library()
     assert whole is not None
     content = Path(whole._name).read_bytes()
     renamed = content.replace(b"zo2core_twister_skip", b"zo2core_twister_skap")
     path = tmp_path / "_native.so"
-    contents = {"garbage": b"x" * 1000, "empty": b"", "cut": content[:-100], "cut in its header": content[:70]}
+    contents = {
+        "garbage": b"x" * 1000,
+        "empty": b"",
+        "cut": content[:-100],
+        "cut in its header": content[:70],
+    }
     if kind == "a directory":
         path.mkdir()
     else:
@@ -210,11 +272,25 @@ def test_a_program_is_coded_once_for_a_device_and_let_go_with_it(then: Perturb |
 
 
 def test_gaussian_numbers_are_as_accurate_as_their_note_says() -> None:
-    edges = [0, 1, 2, 3, 2**32 - 1, 2**32 - 2, 2**31, 2**31 - 1, 0xB504F333, 0xB504F334, *(k << 29 for k in range(8))]
+    edges = [
+        0,
+        1,
+        2,
+        3,
+        2**32 - 1,
+        2**32 - 2,
+        2**31,
+        2**31 - 1,
+        0xB504F333,
+        0xB504F334,
+        *(k << 29 for k in range(8)),
+    ]
     edges += [(k << 29) - 1 for k in range(1, 8)]
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(1 << 32, (2, 1 << 20), generator=generator)
-    radial, angular = torch.cat((drawn, torch.cartesian_prod(torch.tensor(edges), torch.tensor(edges)).T), 1)
+    radial, angular = torch.cat(
+        (drawn, torch.cartesian_prod(torch.tensor(edges), torch.tensor(edges)).T), 1
+    )
     radius = torch.sqrt(-2 * torch.log((radial // 2 + 0.5).double() / 2**31))
     angle = 2 * math.pi * angular.double() / 2**32
     first, second = reference.box_muller(radial, angular)
@@ -252,9 +328,14 @@ def test_gaussian_moments_and_tails_and_fair_signs(seed: int) -> None:
 
 @pytest.mark.parametrize("distribution", Distribution)
 def test_no_correlation_between_parameters_seeds_and_neighbours(distribution: Distribution) -> None:
-    """Seeds of consecutive steps are any numbers: near ones and ones that differ in a high bit are the hard cases."""
+    """Seeds of consecutive steps are any numbers: near ones and ones that differ in a high bit are
+    the hard cases.
+    """
     base = drawn(distribution, 7, 3)
-    others = [drawn(distribution, seed, p) for seed, p in [(8, 3), (6, 3), (7 + 2**32, 3), (7, 4), (7, 2), (3, 7), (8, 4)]]
+    others = [
+        drawn(distribution, seed, p)
+        for seed, p in [(8, 3), (6, 3), (7 + 2**32, 3), (7, 4), (7, 2), (3, 7), (8, 4)]
+    ]
     others += [base.roll(lag) for lag in (1, 2, 8, 32, 63, 64, 128, 256, 1024)]
     for other in others:
         assert deviations((base * other).mean().item(), 0, 1) < 4.5
@@ -281,7 +362,9 @@ def test_moves_by_themselves_are_each_one_move(compiles: bool, data: st.DataObje
     shifts = draw(st.lists(st.sampled_from([1.0, -1.0, 0.0, 0.3]), min_size=1, max_size=5))
     theta = weights(length, torch.float32, seed)
     places = [seed % (1 + place) for place in range(len(shifts))]
-    moves = Program((5, 6, 7, 8, 2**62), tuple(Perturb(*of, 1e-3) for of in zip(places, shifts, strict=True)))
+    moves = Program(
+        (5, 6, 7, 8, 2**62), tuple(Perturb(*of, 1e-3) for of in zip(places, shifts, strict=True))
+    )
     out, before = torch.empty(len(shifts), length, dtype=into), theta.clone()
     with pytest.MonkeyPatch.context() as patch:
         if not compiles:
@@ -301,12 +384,17 @@ def matrices(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(rows, columns, generator=generator).to(dtype)
-    return base, torch.randn(rows, thin, generator=generator), torch.randn(columns, thin, generator=generator).to(dtype)
+    return (
+        base,
+        torch.randn(rows, thin, generator=generator),
+        torch.randn(columns, thin, generator=generator).to(dtype),
+    )
 
 
 @compiled
 @given(
-    sizes=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(0, 40)),  # rows, columns, and those of a factor
+    # rows, columns, and those of a factor
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(0, 40)),
     dtype=st.sampled_from(DTYPES),
     in_place=st.booleans(),
     seed=st.integers(0, 2**32),
@@ -346,18 +434,30 @@ with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 
 
 def run_program(program: str, cache: Path, **environment: str) -> None:
-    code = [sys.executable, str(Path(__file__).parents[1] / "support" / "triton_programs.py"), program]
+    code = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "support" / "triton_programs.py"),
+        program,
+    ]
     paths = os.pathsep.join(sys.path)  # those of pytest, too
-    subprocess.run(code, check=True, env=os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths} | environment)
+    subprocess.run(
+        code,
+        check=True,
+        env=os.environ | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths} | environment,
+    )
 
 
 @with_triton
-@pytest.mark.parametrize("program", ["interpret", pytest.param("engines", marks=pytest.mark.long_profile)])
+@pytest.mark.parametrize(
+    "program", ["interpret", pytest.param("engines", marks=pytest.mark.long_profile)]
+)
 def test_the_interpreted_kernel_gives_the_references_bits(program: str, tmp_path: Path) -> None:
     run_program(program, tmp_path, TRITON_INTERPRET="1")
 
 
 @with_triton
 @pytest.mark.long_profile
-def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(tmp_path: Path) -> None:
+def test_the_kernel_compiles_for_a_gpu_without_fused_or_approximate_operations(
+    tmp_path: Path,
+) -> None:
     run_program("compile", tmp_path)

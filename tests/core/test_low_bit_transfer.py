@@ -51,7 +51,10 @@ from zo2core.types import Lane, ParameterSpec, Perturb, Program
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
 DTYPES = [torch.bfloat16, torch.float16, FP8]
-BATCH = {"input_ids": torch.arange(12).view(2, 6) % VOCAB, "labels": torch.arange(12).view(2, 6) % VOCAB}
+BATCH = {
+    "input_ids": torch.arange(12).view(2, 6) % VOCAB,
+    "labels": torch.arange(12).view(2, 6) % VOCAB,
+}
 NOISE, MEZO = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
 
 
@@ -60,21 +63,35 @@ def carried_toy(file: Path, dtype: torch.dtype | None, *, back: bool) -> ToyBloc
     model = ToyBlockModel(VOCAB, WIDTH, LAYERS, tied=True, dtype=torch.float32, file=file)
 
     def carry(spec: ParameterSpec) -> ParameterSpec:
-        return replace(spec, transfer_dtype=dtype, transfer_back=back) if len(spec.shape) == 2 else spec
+        return (
+            replace(spec, transfer_dtype=dtype, transfer_back=back)
+            if len(spec.shape) == 2
+            else spec
+        )
 
     embedding, *blocks, head = model.layouts
     model.layouts = (
         embedding,
-        *(replace(block, parameters=tuple(carry(spec) for spec in block.parameters)) for block in blocks),
+        *(
+            replace(block, parameters=tuple(carry(spec) for spec in block.parameters))
+            for block in blocks
+        ),
         head,
     )
     return model
 
 
 def low_bit_loop(
-    whole: Any, dtype: torch.dtype, distribution: Distribution, *, back: bool = False, **options: Any
+    whole: Any,
+    dtype: torch.dtype,
+    distribution: Distribution,
+    *,
+    back: bool = False,
+    **options: Any,
 ) -> LowBitMeZO:
-    loop = LowBitMeZO(whole, **options, draw=lambda z, seed, place: fill(z, distribution, seed, place))
+    loop = LowBitMeZO(
+        whole, **options, draw=lambda z, seed, place: fill(z, distribution, seed, place)
+    )
     loop.transfer_dtype, loop.transfer_back = dtype, back
     return loop
 
@@ -92,14 +109,19 @@ def on_device(
     policy = memory(buckets, kept=kept if options.get("overlap", True) else None, budget=1 << 40)
     write_back = None if buckets is None else WriteBackPolicy(directory=tmp / "scratch", every=1)
     told = {"noise": NOISE, "memory": policy, "write_back": write_back, **options}
-    with behind_copies(per_byte=1e-7) as device, zeroth_order(model, estimator, device=device, **told) as engine:
+    with (
+        behind_copies(per_byte=1e-7) as device,
+        zeroth_order(model, estimator, device=device, **told) as engine,
+    ):
         yield engine
 
 
 @given(
     dtype=st.sampled_from(DTYPES),
     back=st.booleans(),
-    numbers=st.fixed_dictionaries({"weight_decay": st.sampled_from([0.0, 0.1]), "perturb_in_place": st.booleans()}),
+    numbers=st.fixed_dictionaries(
+        {"weight_decay": st.sampled_from([0.0, 0.1]), "perturb_in_place": st.booleans()}
+    ),
     distribution=st.sampled_from(list(Distribution)),
     options=st.fixed_dictionaries(
         {
@@ -129,7 +151,9 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
 
     def opened() -> Engine:
         return stack.enter_context(
-            on_device(carried_toy(tmp / "base", dtype, back=back), tmp, MeZOSGD(**numbers), **options)
+            on_device(
+                carried_toy(tmp / "base", dtype, back=back), tmp, MeZOSGD(**numbers), **options
+            )
         )
 
     with ExitStack() as stack:
@@ -144,8 +168,14 @@ def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: P
     model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
     device = HostDevice()
     stored = SegmentStore(model.weights, model.layouts, device.host_memory)
-    source = LowBitSource(stored, (), device.host_memory, lambda index, store, version: version, comes_back=True)
-    with patch.object(stored, "acquire", wraps=stored.acquire) as acquire, closing(stored), closing(source):
+    source = LowBitSource(
+        stored, (), device.host_memory, lambda index, store, version: version, comes_back=True
+    )
+    with (
+        patch.object(stored, "acquire", wraps=stored.acquire) as acquire,
+        closing(stored),
+        closing(source),
+    ):
         source.prefetch([1, 2, 3])
         with source.only_when_acquired(), source.stored(2) as bucket:
             assert source.prefetch([1, 2, 3]) == 0
@@ -160,7 +190,9 @@ def flush_twice(engine: Engine) -> None:
     engine.flush()
 
 
-def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_back_and_could_not_be_widened_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, outcomes = count(1), []
 
     def broken(*arguments: Any) -> None:
@@ -175,7 +207,8 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
             engine.step(BATCH)
             if fails:
                 monkeypatch.setattr("zo2core.sources.low_bit.decode", broken)
-                with pytest.raises(OSError, match="broken"):  # told when the next block is asked for
+                with pytest.raises(OSError, match="broken"):
+                    # told when the next block is asked for
                     flush_twice(engine)
                 monkeypatch.undo()
             engine.step(BATCH)
@@ -195,7 +228,9 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
 def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
     dtype: torch.dtype, back: bool, replay: Literal["host", "device"], lands: bool, tmp_path: Path
 ) -> None:
-    """Updates of about 1e-5 change weights of about 0.4 in float32, and none in bfloat16; most weights are the blocks'."""
+    """Updates of about 1e-5 change weights of about 0.4 in float32, and none in bfloat16; most
+    weights are the blocks'.
+    """
     model, estimator = (
         carried_toy(tmp_path / "base", dtype, back=back),
         MeZOSGD(lr=1e-5, zo_eps=1e-2, perturb_in_place=False),
@@ -218,17 +253,27 @@ def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
     ],
 )
 def test_bytes_each_way(
-    dtype: torch.dtype | None, back: bool, replay: Literal["host", "device"], up: int, down: int, tmp_path: Path
+    dtype: torch.dtype | None,
+    back: bool,
+    replay: Literal["host", "device"],
+    up: int,
+    down: int,
+    tmp_path: Path,
 ) -> None:
     model = carried_toy(tmp_path / "base", dtype, back=back)
     with on_device(model, tmp_path, replay=replay) as engine:
         steps = [engine.step(BATCH) for _ in range(3)]
     blocks = [layout for layout in model.layouts if not layout.resident]
-    matrices = sum(spec.numel for block in blocks for spec in block.parameters if len(spec.shape) == 2)
+    matrices = sum(
+        spec.numel for block in blocks for spec in block.parameters if len(spec.shape) == 2
+    )
     transfer_dtype = sum(low_bit_layout(block).nbytes for block in blocks)
     residents = sum(layout.nbytes for layout in model.layouts if layout.resident)  # once, to stay
-    rest = sum(block.nbytes for block in blocks) - 4 * matrices  # vectors, carried as they are stored
-    up_bytes, down_bytes = (sum(step.lanes[lane].nbytes for step in steps) for lane in (Lane.UPLOAD, Lane.OFFLOAD))
+    # vectors, carried as they are stored
+    rest = sum(block.nbytes for block in blocks) - 4 * matrices
+    up_bytes, down_bytes = (
+        sum(step.lanes[lane].nbytes for step in steps) for lane in (Lane.UPLOAD, Lane.OFFLOAD)
+    )
     # Two blocks may have come in for the next step, and the last one may still be on its way.
     assert 0 <= up_bytes - 3 * transfer_dtype - residents <= 2 * transfer_dtype // LAYERS
     assert 0 <= (2 * transfer_dtype if down else 0) - down_bytes <= transfer_dtype // LAYERS
@@ -253,7 +298,12 @@ def test_a_row_of_8_bits_keeps_its_largest_weight_and_zeros() -> None:
 REFUSED: dict[str, tuple[torch.dtype | None, bool, dict[str, Any], str]] = {
     "replay on a host that is the device": (None, False, {"replay": "host"}, "replay"),
     "an unknown replay": (None, True, {"replay": "nobody"}, "replay"),
-    "replay on the host of noise that only torch draws": (None, True, {"replay": "host", "noise": None}, "noise"),
+    "replay on the host of noise that only torch draws": (
+        None,
+        True,
+        {"replay": "host", "noise": None},
+        "noise",
+    ),
     "such noise behind a bus": (torch.bfloat16, True, {"noise": None}, "noise"),
     "such noise": (torch.bfloat16, False, {"noise": None}, "noise"),
     "replay on the device": (torch.bfloat16, True, {"replay": "device"}, "replay"),
@@ -281,12 +331,17 @@ def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
             Engine(carried_toy(tmp_path / "base", dtype, back=back), journal=tmp_path / "journal")
 
 
-@pytest.mark.parametrize(("fails", "back"), [("read", False), ("replay", False), ("ahead", False), ("read", True)])
+@pytest.mark.parametrize(
+    ("fails", "back"), [("read", False), ("replay", False), ("ahead", False), ("read", True)]
+)
 def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated(
     fails: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(interrupt: Callable[[Engine], None]) -> dict[str, torch.Tensor]:
-        model, replay = carried_toy(tmp_path / "base", torch.bfloat16, back=back), "auto" if back else "host"
+        model, replay = (
+            carried_toy(tmp_path / "base", torch.bfloat16, back=back),
+            "auto" if back else "host",
+        )
         with on_device(model, tmp_path / fails, kept=1, buckets=4, replay=replay) as engine:
             engine.step(BATCH)
             interrupt(engine)
@@ -325,7 +380,10 @@ def test_models_are_monolithic_mezo_at_carried_weights(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     draw, base = data.draw, tmp_path_factory.mktemp("base") / "model"
-    dtype, computed = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([None, torch.bfloat16, torch.float16]))
+    dtype, computed = (
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from([None, torch.bfloat16, torch.float16])),
+    )
     where, kept = draw(st.sampled_from(["cpu", "bus"])), draw(st.integers(0, 2))
     save_model(base, small_config(draw(st.sampled_from(["opt", "llama", "qwen2"]))), torch.bfloat16)
     numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": draw(st.booleans())}
@@ -335,7 +393,11 @@ def test_models_are_monolithic_mezo_at_carried_weights(
     precision = Precision(stored=torch.float32, computed=computed, transfer_dtype=dtype)
     model = open_checkpoint(base, precision=precision, loss_chunk=None)
     with behind_copies(per_byte=1e-7) as device:
-        options: Any = {"device": device, "memory": memory(kept=kept, budget=1 << 40)} if where == "bus" else {}
+        options: Any = (
+            {"device": device, "memory": memory(kept=kept, budget=1 << 40)}
+            if where == "bus"
+            else {}
+        )
         with zeroth_order(model, MeZOSGD(**numbers), noise=NOISE, **options) as engine:
             for step in range(3):
                 assert engine.step(batch, seed=step).losses == loop.step(batch, step).losses
@@ -343,28 +405,60 @@ def test_models_are_monolithic_mezo_at_carried_weights(
 
 
 def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path) -> None:
-    options = small_run(tmp_path, model_options=RunModelOptions(precision="mixed", transfer_dtype="bfloat16"))
-    stored = replace(options, output=tmp_path / "stored", model_options=RunModelOptions(precision="mixed"))
+    options = small_run(
+        tmp_path, model_options=RunModelOptions(precision="mixed", transfer_dtype="bfloat16")
+    )
+    stored = replace(
+        options, output=tmp_path / "stored", model_options=RunModelOptions(precision="mixed")
+    )
     finish(options)
     finish(stored)
     carried, plain = (Journal(own.output / "journal.jsonl") for own in (options, stored))
     assert carried.header["model"]["carried"] == "bfloat16"  # type: ignore[index]
-    assert [update.losses for update in carried.updates] != [update.losses for update in plain.updates]
+    assert [update.losses for update in carried.updates] != [
+        update.losses for update in plain.updates
+    ]
     main(["export", "--run", str(options.output), "--output", str(tmp_path / "again")])
-    weights = [directory / "model.safetensors" for directory in (options.output / "model", tmp_path / "again")]
+    weights = [
+        directory / "model.safetensors"
+        for directory in (options.output / "model", tmp_path / "again")
+    ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert "bfloat16, as in the run" in refusal(
-        "evaluate", "--run", str(options.output), "--data", str(options.data), "--precision", "mixed:transfer=float16"
+        "evaluate",
+        "--run",
+        str(options.output),
+        "--data",
+        str(options.data),
+        "--precision",
+        "mixed:transfer=float16",
     )
 
 
 def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = small_run(tmp_path)
-    plan = ["plan", "--model", options.model, "--precision", "mixed", "--sequence-length", "8", "--json"]
+    plan = [
+        "plan",
+        "--model",
+        options.model,
+        "--precision",
+        "mixed",
+        "--sequence-length",
+        "8",
+        "--json",
+    ]
     moved: dict[str, tuple[int, int]] = {}
     for transfer_dtype in TRANSFER_DTYPES:
         main(
-            [*plan, "--precision", f"mixed:transfer={transfer_dtype}", "--device-memory", "30000", "--micro-batch-size", "1"]
+            [
+                *plan,
+                "--precision",
+                f"mixed:transfer={transfer_dtype}",
+                "--device-memory",
+                "30000",
+                "--micro-batch-size",
+                "1",
+            ]
         )
         planned = json.loads(capsys.readouterr().out)
         moved[transfer_dtype] = planned["moved_bytes"], planned["returned_bytes"]
@@ -377,12 +471,26 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("given", "said"),
     [
         (["--precision", "mixed:transfer=float8", "--estimator", "mezo:exact"], "noise"),
-        (["--precision", "exact:transfer=float16", "--dtype", "bfloat16"], "precision.transfer_dtype"),
+        (
+            ["--precision", "exact:transfer=float16", "--dtype", "bfloat16"],
+            "precision.transfer_dtype",
+        ),
     ],
 )
-def test_options_that_do_not_go_together_are_one_line(given: list[str], said: str, tmp_path: Path) -> None:
+def test_options_that_do_not_go_together_are_one_line(
+    given: list[str], said: str, tmp_path: Path
+) -> None:
     options = small_run(tmp_path)
-    assert said in refusal("train", "--model", options.model, "--data", options.data, "--output", tmp_path / "run", *given)
+    assert said in refusal(
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        tmp_path / "run",
+        *given,
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -399,7 +507,11 @@ def test_compiled_kernels_round_to_8_bits_as_torch_does(data: st.DataObject) -> 
         theta[-1] = spoiled
     bits: list[list[bytes]] = []
     for compiled in (True, False):
-        transfer_dtype, scales, out = torch.empty_like(theta, dtype=FP8), torch.empty(rows), torch.empty_like(theta)
+        transfer_dtype, scales, out = (
+            torch.empty_like(theta, dtype=FP8),
+            torch.empty(rows),
+            torch.empty_like(theta),
+        )
         with pytest.MonkeyPatch.context() as patch:
             if not compiled:
                 patch.setattr(dispatch, "takes", lambda *tensors: False)
@@ -407,7 +519,10 @@ def test_compiled_kernels_round_to_8_bits_as_torch_does(data: st.DataObject) -> 
             encode(theta, transfer_dtype, scales)
             decode(transfer_dtype, scales, out)
         bits.append(
-            [bytes(tensor.view(torch.uint8).tolist()) for tensor in (transfer_dtype, scales, out[: -1 if spoiled else None])]
+            [
+                bytes(tensor.view(torch.uint8).tolist())
+                for tensor in (transfer_dtype, scales, out[: -1 if spoiled else None])
+            ]
         )
     assert bits[0] == bits[1]
 
@@ -418,7 +533,9 @@ def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
     numbers = codes[codes.isfinite()].sort().values
     middles = (numbers[1:] + numbers[:-1]) / 2
     infinity = torch.tensor(math.inf)
-    theta = torch.cat([numbers, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)])
+    theta = torch.cat(
+        [numbers, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)]
+    )
     transfer_dtype, scales = torch.empty_like(theta, dtype=FP8), torch.empty(1)
     encode(theta, transfer_dtype, scales)
     assert scales.item() == 1.0
@@ -430,8 +547,20 @@ def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(base: Path) -> No
     with closing(model.weights):
         buffer = WorkBuffer(model.layouts, HostDevice(), PhiloxNoise(), perturbs_in_place=False)
         copy = Program((7,), (), then=Perturb(0, 1.0, 1e-3))
-        stores = {1: [torch.zeros(spec.stored_numel, dtype=spec.stored_dtype) for spec in model.layouts[1].parameters]}
+        stores = {
+            1: [
+                torch.zeros(spec.stored_numel, dtype=spec.stored_dtype)
+                for spec in model.layouts[1].parameters
+            ]
+        }
         launches = list(in_one_launch([(view, copy) for view in buffer.segments[1]], stores))
-        assert {out.dtype for _, _, _, outs in launches for out in outs or ()} == {torch.float32, torch.bfloat16}
+        assert {out.dtype for _, _, _, outs in launches for out in outs or ()} == {
+            torch.float32,
+            torch.bfloat16,
+        }
         for _, _, thetas, outs in launches:
-            assert len({theta.dtype for theta in thetas}) == len({out.dtype for out in outs or ()}) == 1
+            assert (
+                len({theta.dtype for theta in thetas})
+                == len({out.dtype for out in outs or ()})
+                == 1
+            )

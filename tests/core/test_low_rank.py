@@ -1,4 +1,6 @@
-"""Directions beside the activations: the stacked loop's bits, what cannot be done so, and factors of ended periods."""
+"""Directions beside the activations: the stacked loop's bits, what cannot be done so, and factors
+of ended periods.
+"""
 
 import json
 import os
@@ -64,7 +66,14 @@ from zo2core.io.direct_file import RangedFile
 from zo2core.io.durable import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply
-from zo2core.perturbation import DATA, MANIFEST, Factors, PerturbedParameter, kept_bytes_a_step, sum_elements
+from zo2core.perturbation import (
+    DATA,
+    MANIFEST,
+    Factors,
+    PerturbedParameter,
+    kept_bytes_a_step,
+    sum_elements,
+)
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Lane, Program
 
@@ -73,25 +82,41 @@ BATCH = make_batch(40, [7, 4])
 
 
 def load_whole(base: Path) -> PreTrainedModel:
-    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")  # which is in evaluation mode
+    # which is in evaluation mode
+    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     return whole
 
 
-def beside(base: Path, estimator: ZOEstimator = MEZO, *, rank: int = 2, period: int = 100, **options: Any) -> Engine:
+def beside(
+    base: Path, estimator: ZOEstimator = MEZO, *, rank: int = 2, period: int = 100, **options: Any
+) -> Engine:
     """An engine whose directions lie beside the activations."""
-    of_model = {name: options.pop(name) for name in ("loss_chunk", "head", "precision") if name in options}
+    of_model = {
+        name: options.pop(name) for name in ("loss_chunk", "head", "precision") if name in options
+    }
     perturbation = LowRankPerturbation(rank=rank, period=period)
-    return zeroth_order(open_checkpoint(base, **of_model), estimator, perturbation=perturbation, **options)
+    return zeroth_order(
+        open_checkpoint(base, **of_model), estimator, perturbation=perturbation, **options
+    )
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("model_type", CONFIGS)
 @examples(short=4, long=33)
 @given(data=st.data())
-def test_a_run_is_the_stacked_loop(model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_is_the_stacked_loop(
+    model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     tmp, draw = tmp_path_factory.mktemp("beside"), data.draw
-    rank, period, queries = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 100])), draw(st.integers(1, 3))
-    distribution, beside_up_to = draw(st.sampled_from(list(Distribution))), draw(st.sampled_from([0.05, 10.0]))
+    rank, period, queries = (
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([1, 2, 3, 100])),
+        draw(st.integers(1, 3)),
+    )
+    distribution, beside_up_to = (
+        draw(st.sampled_from(list(Distribution))),
+        draw(st.sampled_from([0.05, 10.0])),
+    )
     buckets, where = draw(st.sampled_from([None, 2, 3])), draw(st.sampled_from(["cpu", "bus"]))
     kept, overlap, keeps_periods = draw(st.integers(0, 1)), draw(st.booleans()), draw(st.booleans())
 
@@ -102,8 +127,18 @@ def test_a_run_is_the_stacked_loop(model_type: str, data: st.DataObject, tmp_pat
     kept = kept if overlap and config.num_hidden_layers > 1 else 0
     policy = memory(buckets, kept=kept if where == "bus" and overlap else None, budget=1 << 40)
     estimator = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=queries)
-    options: dict[str, Any] = {"rank": rank, "period": period, "seed": 5, "noise": PhiloxNoise(distribution)}
-    options |= {"loss_chunk": None, "journal": tmp / "journal.jsonl", "overlap": overlap, "memory": policy}
+    options: dict[str, Any] = {
+        "rank": rank,
+        "period": period,
+        "seed": 5,
+        "noise": PhiloxNoise(distribution),
+    }
+    options |= {
+        "loss_chunk": None,
+        "journal": tmp / "journal.jsonl",
+        "overlap": overlap,
+        "memory": policy,
+    }
     options |= {"write_back": WriteBackPolicy(directory=tmp)} if keeps_periods else {}
 
     with (
@@ -118,13 +153,17 @@ def test_a_run_is_the_stacked_loop(model_type: str, data: st.DataObject, tmp_pat
                 result = engine.step(batch)
                 assert list(result.losses) == loop.step(batch, *seeds)
                 assert result.lanes[Lane.OFFLOAD].nbytes == 0
-                engine = go_between(what, engine, make, batch, lambda: loop.losses(batch, [(0, 0.0)])[0].item())
+                engine = go_between(
+                    what, engine, make, batch, lambda: loop.losses(batch, [(0, 0.0)])[0].item()
+                )
             assert_equal(weights(engine), loop.weights())
         finally:
             engine.close()
 
 
-def dense(whole: PreTrainedModel, moved: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> float:
+def dense(
+    whole: PreTrainedModel, moved: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
+) -> float:
     with torch.inference_mode():
         loss: float = torch.func.functional_call(whole, dict(moved), kwargs=dict(batch)).loss.item()
     return loss
@@ -139,19 +178,32 @@ FAMILIES = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None, tmp_path: Path) -> None:
+def test_losses_are_those_of_dense_directions(
+    model_type: str, chunk: int | None, tmp_path: Path
+) -> None:
     """To the order in which floats are summed."""
     base = save_model(tmp_path / "base", FAMILIES[model_type])
     whole = load_whole(base)
     loop = StackedLoop(load_whole(base), 2, 2, Distribution.GAUSSIAN)
-    with beside(base, MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2), period=2, loss_chunk=chunk) as engine:
+    with beside(
+        base,
+        MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
+        period=2,
+        loss_chunk=chunk,
+    ) as engine:
         for _ in range(5):
             theta, period = weights(engine), engine.version // 2
             result = engine.step(BATCH)
-            for evaluation, loss in zip(engine.journal.updates[-1].evaluations, result.losses, strict=True):
+            for evaluation, loss in zip(
+                engine.journal.updates[-1].evaluations, result.losses, strict=True
+            ):
                 moved = {}
                 for name, value in theta.items():
-                    z = loop.draw(name, evaluation.seed, *(value.shape if value.dim() == 1 else (value.shape[0], 2)))
+                    z = loop.draw(
+                        name,
+                        evaluation.seed,
+                        *(value.shape if value.dim() == 1 else (value.shape[0], 2)),
+                    )
                     z = z if value.dim() == 1 else z @ loop.shared(name, period).T
                     moved[name] = value + evaluation.shift * EPS * z
                 assert loss == pytest.approx(dense(whole, moved, BATCH), rel=1e-5)
@@ -164,20 +216,32 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
         estimator = PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=q)
         losses = []
         for perturbation in (LowRankPerturbation(rank=2), DensePerturbation()):
-            model, noise = open_checkpoint(base, loss_chunk=chunk), PhiloxNoise(Distribution.GAUSSIAN)
-            with Engine(model, ZerothOrder(estimator, noise=noise, perturbation=perturbation)) as engine:
+            model, noise = (
+                open_checkpoint(base, loss_chunk=chunk),
+                PhiloxNoise(Distribution.GAUSSIAN),
+            )
+            with Engine(
+                model, ZerothOrder(estimator, noise=noise, perturbation=perturbation)
+            ) as engine:
                 seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
                 losses.append(engine.step(batch).losses)
         rows = 4 // q
         loop = StackedLoop(load_whole(base), 2, 100, Distribution.GAUSSIAN)
         for number, loss in enumerate(losses[0]):
-            own = {key: value[number // 2 * rows : (number // 2 + 1) * rows] for key, value in batch.items()}
+            own = {
+                key: value[number // 2 * rows : (number // 2 + 1) * rows]
+                for key, value in batch.items()
+            }
             [expected] = loop.losses(own, [(seeds[number // 2], (1.0, -1.0)[number % 2])])
             assert loss == pytest.approx(expected.item(), rel=1e-5)
         for number, loss in enumerate(losses[1]):  # in the weights: MeZO's loop at these rows
-            own = {key: value[number // 2 * rows : (number // 2 + 1) * rows] for key, value in batch.items()}
+            own = {
+                key: value[number // 2 * rows : (number // 2 + 1) * rows]
+                for key, value in batch.items()
+            }
             theta = {
-                name: value + (1.0, -1.0)[number % 2] * EPS * loop.draw(name, seeds[number // 2], *value.shape)
+                name: value
+                + (1.0, -1.0)[number % 2] * EPS * loop.draw(name, seeds[number // 2], *value.shape)
                 for name, value in loop.base.items()
             }
             assert loss == pytest.approx(dense(load_whole(base), theta, own), rel=1e-5)
@@ -186,17 +250,23 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
 def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4))
     write_back = WriteBackPolicy(directory=tmp_path / "run", every=None)
-    options: dict[str, Any] = {"journal": tmp_path / "run" / "journal.jsonl", "write_back": write_back}
+    options: dict[str, Any] = {
+        "journal": tmp_path / "run" / "journal.jsonl",
+        "write_back": write_back,
+    }
     with beside(base, period=3, seed=5, memory=memory(2, budget=1 << 40), **options) as engine:
         for _ in range(7):
             engine.step(BATCH)
         loss = engine.evaluate([BATCH]).loss
         engine.export(tmp_path / "exported")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
-    with Engine(open_checkpoint(base), journal=tmp_path / "run" / "journal.jsonl") as replayer:  # knows rank and period
+    with Engine(open_checkpoint(base), journal=tmp_path / "run" / "journal.jsonl") as replayer:
+        # knows rank and period
         assert replayer.evaluate([BATCH]).loss == loss
     with torch.inference_mode():
-        assert load_whole(tmp_path / "exported")(**BATCH).loss.item() == pytest.approx(loss, rel=1e-5)
+        assert load_whole(tmp_path / "exported")(**BATCH).loss.item() == pytest.approx(
+            loss, rel=1e-5
+        )
 
 
 def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> None:
@@ -215,13 +285,23 @@ PLAIN: dict[str, Any] = {"lr": LR, "zo_eps": EPS}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "walks": ({"estimator": MeZOSGD(**PLAIN, perturb_in_place=True)}, "perturb_in_place"),
     "decays": (
-        {"estimator": Clipped(estimator=MeZOSGD(**PLAIN, perturb_in_place=False, weight_decay=0.1), value=1.0)},
+        {
+            "estimator": Clipped(
+                estimator=MeZOSGD(**PLAIN, perturb_in_place=False, weight_decay=0.1), value=1.0
+            )
+        },
         "weight_decay",
     ),
-    "fzoo": ({"estimator": FZOO(**PLAIN, q=2), "noise": PhiloxNoise(Distribution.RADEMACHER)}, "fzoo"),
+    "fzoo": (
+        {"estimator": FZOO(**PLAIN, q=2), "noise": PhiloxNoise(Distribution.RADEMACHER)},
+        "fzoo",
+    ),
     "torch's noise": ({"noise": SequentialNoise(())}, "noise"),
     "replay on the host": ({"replay": "host"}, "replay"),
-    "blocks written back": ({"write_back": WriteBackPolicy(directory="run", every=1)}, "write_back"),
+    "blocks written back": (
+        {"write_back": WriteBackPolicy(directory="run", every=1)},
+        "write_back",
+    ),
     "mixed precision": ({"precision": "mixed"}, "precision"),
     **{f"rank {number}": ({"rank": number}, "rank") for number in (0, -1, 1.5, True)},
     **{f"period {number}": ({"period": number}, "period") for number in (0, -1, 1.5, True)},
@@ -229,9 +309,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_heeded_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_heeded_is_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    base, (options, said) = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), REFUSED[case]
+    base, (options, said) = (
+        save_model(tmp_path / "base", small_config("llama"), torch.bfloat16),
+        REFUSED[case],
+    )
     with pytest.raises(OptionError, match=said):
         beside(base, **{"journal": "journal.jsonl", **options})
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
@@ -249,8 +334,13 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
         for told in ({"perturb_in_place": in_place}, {}):
             estimator: ZOEstimator = kind(**options, **told)
             estimator = Clipped(estimator=estimator, value=1.0) if wrapped else estimator
-            path = tmp_path / f"{where}.jsonl"  # the second engine goes on with the journal of the first one
-            with Engine(open_checkpoint(base), ZerothOrder(estimator, perturbation=perturbation), journal=path) as engine:
+            # the second engine goes on with the journal of the first one
+            path = tmp_path / f"{where}.jsonl"
+            with Engine(
+                open_checkpoint(base),
+                ZerothOrder(estimator, perturbation=perturbation),
+                journal=path,
+            ) as engine:
                 engine.step(BATCH, seed=3)
                 assert engine.journal.header is not None
                 header = engine.journal.header["estimator"]
@@ -273,14 +363,19 @@ def test_stacks_are_the_runs_and_not_the_memorys(base: Path) -> None:
         for activations in (1, "1GiB"):
             method = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, stack=stack))
             with (
-                Engine(open_checkpoint(base), method, memory=MemoryPolicy(activations=activations)) as engine,
+                Engine(
+                    open_checkpoint(base), method, memory=MemoryPolicy(activations=activations)
+                ) as engine,
                 patch.object(LowRankModules, "perturb", autospec=True, side_effect=move) as moves,
             ):
                 engine.step(BATCH)
             assert [call.args[2] for call in moves.mock_calls][: len(expected)] == expected
 
 
-HEADS = {"sequence-classification": AutoModelForSequenceClassification, "question-answering": AutoModelForQuestionAnswering}
+HEADS = {
+    "sequence-classification": AutoModelForSequenceClassification,
+    "question-answering": AutoModelForQuestionAnswering,
+}
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -295,7 +390,9 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
     assert losses[0] != losses[1]
 
 
-def test_rows_that_cannot_be_dealt_are_refused_and_losses_of_ones_own_where_they_are(base: Path) -> None:
+def test_rows_that_cannot_be_dealt_are_refused_and_losses_of_ones_own_where_they_are(
+    base: Path,
+) -> None:
     estimator = PerRowRGE(**PLAIN, perturb_in_place=False, q=2)
     with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
         evaluation, *_ = engine.ask()
@@ -318,7 +415,9 @@ def test_rows_that_cannot_be_dealt_are_refused_and_losses_of_ones_own_where_they
         (["--rank", "2", "--precision", "mixed"], "--precision"),
     ],
 )
-def test_a_command_line_that_cannot_be_heeded_is_one_line(more: list[str], said: str, tmp_path: Path) -> None:
+def test_a_command_line_that_cannot_be_heeded_is_one_line(
+    more: list[str], said: str, tmp_path: Path
+) -> None:
     options = small_run(tmp_path)
     train = "train", "--model", options.model, "--data", options.data, "--output", tmp_path / "run"
     assert refusal(*train, *more).startswith(f"zo2: {said}:")
@@ -327,11 +426,28 @@ def test_a_command_line_that_cannot_be_heeded_is_one_line(more: list[str], said:
 
 def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(tmp_path: Path) -> None:
     options, move = small_run(tmp_path), LowRankModules.perturb
-    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--rank", "2"]
+    train = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        str(options.data),
+        "--lr",
+        "1e-2",
+        "--rank",
+        "2",
+    ]
     with patch.object(LowRankModules, "perturb", autospec=True, side_effect=move) as moves:
         main([*train, "--output", str(tmp_path / "run"), "--steps", "2", "--queries", "2"])
     assert [call.args[2] for call in moves.mock_calls][:5] == [4] * 5
-    branch = ["--resume", str(tmp_path / "run"), "--from-step", "1", "--output", str(tmp_path / "branch")]
+    branch = [
+        "--resume",
+        str(tmp_path / "run"),
+        "--from-step",
+        "1",
+        "--output",
+        str(tmp_path / "branch"),
+    ]
     assert "--rank" in refusal("train", *branch, "--rank", "4")
     assert not (tmp_path / "branch").exists()
 
@@ -341,7 +457,9 @@ def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
     for stack in (1, 2, None):
         optimization = Optimization(lr=1e-2, rank=2, queries=2, stack=stack)
         (tmp_path / str(stack)).mkdir()
-        with closing(Trainer(small_run(tmp_path / str(stack), optimization=optimization))) as trainer:
+        with closing(
+            Trainer(small_run(tmp_path / str(stack), optimization=optimization))
+        ) as trainer:
             reserved.append(trainer.engine._runner.activation_bytes)
     assert reserved[0] < reserved[1] < reserved[2]
 
@@ -360,18 +478,28 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
             for _ in range(3):
                 engine.step(BATCH)
             if disturbed:
-                with patch.object(factor_store, "apply", interrupting), pytest.raises(KeyboardInterrupt):
+                with (
+                    patch.object(factor_store, "apply", interrupting),
+                    pytest.raises(KeyboardInterrupt),
+                ):
                     engine.step(BATCH)
             engine.step(BATCH)
             found.append(weights(engine))
     assert_equal(*found)
 
 
-def test_models_and_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path) -> None:
+def test_models_and_modules_that_cannot_take_a_direction_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
     config = MixtralConfig(
-        vocab_size=40, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=3,
-        num_key_value_heads=3, num_local_experts=2,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_local_experts=2,
+    )
     with pytest.raises(UnsupportedModelError, match="experts"):
         beside(save_model(tmp_path / "base", config))
     toy = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.float32, file=tmp_path / "toy")
@@ -397,11 +525,15 @@ def test_rows_in_another_order_are_refused() -> None:
     rows = torch.randn(2, 6, 4)
     modules.rows, modules.tokens = 2, 6
     expected = layer(rows)
-    moved: dict[str, PerturbedParameter] = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))}
+    moved: dict[str, PerturbedParameter] = {
+        "linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))
+    }
     modules.perturb({**moved, "linear.bias": torch.zeros(2, 4)}, 2)
     with (
         torch.inference_mode(),
-        pytest.raises(UnsupportedModelError, match=r"linear.*\[6, 2, 4\] in a batch of 2 rows of 6"),
+        pytest.raises(
+            UnsupportedModelError, match=r"linear.*\[6, 2, 4\] in a batch of 2 rows of 6"
+        ),
     ):
         layer(rows)
     modules.perturb({}, 1)
@@ -411,16 +543,28 @@ def test_rows_in_another_order_are_refused() -> None:
 def test_a_journal_is_of_its_perturbation(base: Path, tmp_path: Path) -> None:
     journal, noise = tmp_path / "journal.jsonl", PhiloxNoise(Distribution.GAUSSIAN)
     outcome(beside(base, journal=journal), [BATCH])
-    for other in (LowRankPerturbation(rank=3), LowRankPerturbation(rank=2, period=7), DensePerturbation()):
+    for other in (
+        LowRankPerturbation(rank=3),
+        LowRankPerturbation(rank=2, period=7),
+        DensePerturbation(),
+    ):
         with pytest.raises(JournalError, match="perturbation"):
-            Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=noise, perturbation=other), journal=journal)
+            Engine(
+                open_checkpoint(base),
+                ZerothOrder(MEZO, noise=noise, perturbation=other),
+                journal=journal,
+            )
     model, device = open_checkpoint(base), HostDevice()
     with (
         closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source,
-        pytest.raises(OptionError, match="source: found a run whose weights are not replayed where they are stored"),
+        pytest.raises(
+            OptionError,
+            match="source: found a run whose weights are not replayed where they are stored",
+        ),
     ):
         Engine(model, ZerothOrder(MEZO, noise=noise), source=source, device=device, journal=journal)
-    outcome(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal), [BATCH])  # as it was begun
+    # as it was begun
+    outcome(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal), [BATCH])
 
 
 STEPS, PERIOD = 8, 3  # two periods have ended at step 6, which the sweep of step 7 sees
@@ -430,7 +574,9 @@ class Counting:
     def __init__(self) -> None:
         self.drawn = 0
 
-    def __call__(self, theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
+    def __call__(
+        self, theta: torch.Tensor, program: Program, *arguments: Any, **options: Any
+    ) -> None:
         self.drawn += len(program.seeds)
         apply(theta, program, *arguments, **options)
 
@@ -454,17 +600,23 @@ class Stopped(NamedTuple):
 
     def copy(self, folder: Path, *, bare: bool = False) -> Path:
         """The run, with what it keeps of ended periods or without."""
-        return shutil.copytree(self.run, folder, ignore=shutil.ignore_patterns("factors.*") if bare else None)
+        return shutil.copytree(
+            self.run, folder, ignore=shutil.ignore_patterns("factors.*") if bare else None
+        )
 
     def resume(self, run: Path, **policy: Any) -> int:
-        """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
+        """Take the ninth step, hold the weights against those of the whole run, and say how many
+        directions were drawn.
+        """
         drawing = Counting()
         with patch.object(factor_store, "apply", drawing):
             assert_equal(outcome(opened(self.base, run, **policy), [BATCH])[1], self.expected)
         return drawing.drawn
 
     def directions(self, steps: int) -> int:
-        """How many are drawn to replay so many steps of all parameters, by the sweep of a step and a look at the weights."""
+        """How many are drawn to replay so many steps of all parameters, by the sweep of a step and
+        a look at the weights.
+        """
         model = open_checkpoint(self.base)
         model.weights.close()
         return (steps + 1) * sum(len(layout.parameters) for layout in model.layouts)
@@ -489,7 +641,9 @@ def periods(run: Path) -> list[int]:
     return [json.loads(line)["version"] for line in (run / MANIFEST).read_bytes().splitlines()[1:]]
 
 
-def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(
+    stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
     assert sorted(path.name for path in run.iterdir()) == [DATA, MANIFEST, "journal.jsonl"]
     model = open_checkpoint(stopped.base)
     model.weights.close()
@@ -522,7 +676,9 @@ def cut(name: str, share: float) -> Callable[[Path], None]:
 
 def garbled(run: Path) -> None:
     lines = (run / MANIFEST).read_bytes().splitlines(keepends=True)
-    (run / MANIFEST).write_bytes(b"".join([lines[0], lines[1].replace(b"version", b"Version"), lines[2]]))
+    (run / MANIFEST).write_bytes(
+        b"".join([lines[0], lines[1].replace(b"version", b"Version"), lines[2]])
+    )
 
 
 @pytest.mark.parametrize(
@@ -538,7 +694,9 @@ def garbled(run: Path) -> None:
         (garbled, 3),  # found before anything was read: the periods are kept anew
     ],
 )
-def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, stopped: Stopped, run: Path) -> None:
+def test_damage_is_told_and_replayed(
+    damage: Callable[[Path], None], left: int, stopped: Stopped, run: Path
+) -> None:
     damage(run)
     with pytest.warns(ZO2Warning, match=r"factors\.jsonl: .* replayed from the journal"):
         drawn = stopped.resume(run)
@@ -548,7 +706,9 @@ def test_damage_is_told_and_replayed(damage: Callable[[Path], None], left: int, 
     assert periods(run) == [3, 6, 9]
 
 
-def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, run: Path, tmp_path: Path) -> None:
+def test_what_the_system_refuses_is_told_and_costs_time_alone(
+    stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
     opened_before = durable.open_regular
 
     def refusing(path: Path, *arguments: Any) -> Any:
@@ -561,7 +721,9 @@ def test_what_the_system_refuses_is_told_and_costs_time_alone(stopped: Stopped, 
         pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"),
     ):
         assert stopped.resume(run) == stopped.directions(STEPS)
-    assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes(), "it may be read the next time"
+    assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes(), (
+        "it may be read the next time"
+    )
     piped = stopped.copy(tmp_path / "piped")
     (piped / DATA).unlink()
     os.mkfifo(piped / DATA)
@@ -591,7 +753,9 @@ def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_pat
     ):
         engine.evaluate([BATCH])
     embedding = sum_elements(open_checkpoint(stopped.base).layouts[0].parameters, 2)
-    assert after_embedding == [STEPS // PERIOD * 4 * sum(embedding.values())], "nothing waits for other segments"
+    assert after_embedding == [STEPS // PERIOD * 4 * sum(embedding.values())], (
+        "nothing waits for other segments"
+    )
 
 
 def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, run: Path) -> None:
@@ -610,8 +774,11 @@ def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, 
     assert_equal(now, expected)
 
 
-def test_periods_count_as_far_as_a_manifest_goes_and_not_of_other_data(stopped: Stopped, run: Path, tmp_path: Path) -> None:
-    torn, other = stopped.copy(tmp_path / "torn"), [make_batch(40, [3, 9])] * STEPS  # the same options, the same header
+def test_periods_count_as_far_as_a_manifest_goes_and_not_of_other_data(
+    stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
+    # the same options, the same header
+    torn, other = stopped.copy(tmp_path / "torn"), [make_batch(40, [3, 9])] * STEPS
     cut(MANIFEST, 0.99)(torn)  # as a crash leaves it
     assert stopped.resume(torn) == stopped.directions(STEPS - PERIOD)
     assert periods(torn) == [3, 6, 9]
@@ -622,7 +789,9 @@ def test_periods_count_as_far_as_a_manifest_goes_and_not_of_other_data(stopped: 
     lost = stopped.copy(tmp_path / "lost")
     steps = (lost / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (lost / "journal.jsonl").write_bytes(b"".join(steps[:5]))
-    with pytest.raises(JournalError, match=r"at least [36], since .*factors\.jsonl knows of step [25]"):
+    with pytest.raises(
+        JournalError, match=r"at least [36], since .*factors\.jsonl knows of step [25]"
+    ):
         opened(stopped.base, lost)
 
 
@@ -650,7 +819,9 @@ def test_bytes_and_journal_are_durable_before_a_period_counts(stopped: Stopped, 
 
 
 @pytest.mark.parametrize("policy", [{"every": None}, {"terabytes_per_1000_steps": 1e-9}])
-def test_what_may_not_be_written_is_still_read(policy: dict[str, Any], stopped: Stopped, run: Path, tmp_path: Path) -> None:
+def test_what_may_not_be_written_is_still_read(
+    policy: dict[str, Any], stopped: Stopped, run: Path, tmp_path: Path
+) -> None:
     assert stopped.resume(run, **policy) == stopped.directions(STEPS % PERIOD)
     assert (run / MANIFEST).read_bytes() == (stopped.run / MANIFEST).read_bytes()
     bare = stopped.copy(tmp_path / "bare", bare=True)

@@ -1,4 +1,6 @@
-"""Noise: z depends on seed and parameter alone, and the compiled generator gives torch's bits or is not used."""
+"""Noise: z depends on seed and parameter alone, and the compiled generator gives torch's bits or is
+not used.
+"""
 
 import subprocess
 import sys
@@ -15,7 +17,14 @@ from profiles import examples
 from segments import DTYPES, assert_torch_draws, z_of
 
 import zo2core.noise
-from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
+from zo2core import (
+    BlockLayout,
+    Distribution,
+    ParameterSpec,
+    PhiloxNoise,
+    SegmentKind,
+    SequentialNoise,
+)
 from zo2core.kernels import dispatch
 from zo2core.noise import CompiledGenerator, Generator, TorchGenerator, agrees, seeded
 from zo2core.protocols import NoiseGenerator
@@ -29,11 +38,25 @@ NOISES: dict[str, Make] = {
 every_noise = pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
 
 # Registered in this order; the head's stand between the embedding's and the blocks', as in OPT.
-SIZES = [(40, 0), (3, 0), (7, 3), (65536 + 9, 3), (140001, 1), (15, 1), (16, 1), (1, 2), (33, 2), (131072, 2)]
+SIZES = [
+    (40, 0),
+    (3, 0),
+    (7, 3),
+    (65536 + 9, 3),
+    (140001, 1),
+    (15, 1),
+    (16, 1),
+    (1, 2),
+    (33, 2),
+    (131072, 2),
+]
 
 
 def layouts(dtype: torch.dtype = torch.float32) -> tuple[BlockLayout, ...]:
-    specs = [(ParameterSpec(f"p{i}", (n,), dtype, i, True), segment) for i, (n, segment) in enumerate(SIZES)]
+    specs = [
+        (ParameterSpec(f"p{i}", (n,), dtype, i, True), segment)
+        for i, (n, segment) in enumerate(SIZES)
+    ]
     kinds = [SegmentKind.EMBEDDING, SegmentKind.BLOCK, SegmentKind.BLOCK, SegmentKind.HEAD]
     return tuple(
         BlockLayout(f"segment {i}", kind, tuple(spec for spec, segment in specs if segment == i))
@@ -42,21 +65,30 @@ def layouts(dtype: torch.dtype = torch.float32) -> tuple[BlockLayout, ...]:
 
 
 def parameters(segments: Sequence[BlockLayout]) -> list[ParameterSpec]:
-    return sorted((spec for layout in segments for spec in layout.parameters), key=lambda spec: spec.index)
+    return sorted(
+        (spec for layout in segments for spec in layout.parameters), key=lambda spec: spec.index
+    )
 
 
-VISITS = st.tuples(st.integers(0, len(SIZES) - 1), st.none() | st.integers(0, 5), st.sampled_from([0, 2**63 - 1]))
+VISITS = st.tuples(
+    st.integers(0, len(SIZES) - 1), st.none() | st.integers(0, 5), st.sampled_from([0, 2**63 - 1])
+)
 
 
 @every_noise
 @given(visits=st.lists(VISITS, max_size=24))
 @example(visits=[(4, 1, 0), (4, 0, 0), (4, 0, 0), (3, None, 0), (4, None, 0)])
-def test_z_does_not_depend_on_what_was_drawn_before(make: Make, visits: list[tuple[int, int | None, int]]) -> None:
+def test_z_does_not_depend_on_what_was_drawn_before(
+    make: Make, visits: list[tuple[int, int | None, int]]
+) -> None:
     """Neither on the order of whole parameters nor on that of their chunks."""
     segments = layouts()
     specs, noise = parameters(segments), make(segments)
     in_order = make(segments)
-    expected = {seed: [z_of(in_order, spec, seed) for spec in specs] for seed in {seed for *_, seed in visits}}
+    expected = {
+        seed: [z_of(in_order, spec, seed) for spec in specs]
+        for seed in {seed for *_, seed in visits}
+    }
     for i, chunk, seed in visits:
         chunks = noise.chunks(specs[i])
         for start, stop in chunks if chunk is None else [chunks[chunk % len(chunks)]]:
@@ -102,7 +134,10 @@ def test_threads_do_not_disturb_each_other(make: Make, seeds: tuple[int, int]) -
         thread.join()
     for i, seed in enumerate(seeds):
         alone = make(segments)
-        assert all(torch.equal(a, z_of(alone, spec, seed)) for a, spec in zip(results[i], specs, strict=True))
+        assert all(
+            torch.equal(a, z_of(alone, spec, seed))
+            for a, spec in zip(results[i], specs, strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -110,7 +145,10 @@ def test_sequential_noise_is_torch_normal_from_one_seeded_generator(dtype: torch
     segments = layouts(dtype)
     noise = SequentialNoise(segments)
     generator = torch.Generator().manual_seed(11)
-    expected = [torch.normal(0.0, 1.0, spec.shape, dtype=dtype, generator=generator) for spec in parameters(segments)]
+    expected = [
+        torch.normal(0.0, 1.0, spec.shape, dtype=dtype, generator=generator)
+        for spec in parameters(segments)
+    ]
     for layout in segments:  # visiting order, not registration order
         for spec in layout.parameters:
             assert torch.equal(z_of(noise, spec, 11), expected[spec.index])
@@ -121,7 +159,9 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many numbers each call of a sequential generator goes on by."""
     counts: list[int] = []
 
-    counter = SimpleNamespace(fill=lambda out: counts.append(out.numel()), skip=lambda count, _: counts.append(count))
+    counter = SimpleNamespace(
+        fill=lambda out: counts.append(out.numel()), skip=lambda count, _: counts.append(count)
+    )
     counter.copy = lambda: counter
     monkeypatch.setattr(zo2core.noise, "seeded", lambda *_: counter)
     return counts
@@ -129,11 +169,16 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("sweeps", [1, 3])
 @pytest.mark.parametrize("jump", [True, False])
-def test_sequential_noise_goes_back_no_further_than_a_segments_start(jump: bool, sweeps: int, passed: list[int]) -> None:
+def test_sequential_noise_goes_back_no_further_than_a_segments_start(
+    jump: bool, sweeps: int, passed: list[int]
+) -> None:
     segments = layouts()
     if not jump:  # five segments in registration order
         specs = [ParameterSpec(f"p{i}", (100,), torch.float32, i, True) for i in range(10)]
-        segments = tuple(BlockLayout(f"{i}", SegmentKind.BLOCK, tuple(specs[2 * i : 2 * i + 2])) for i in range(5))
+        segments = tuple(
+            BlockLayout(f"{i}", SegmentKind.BLOCK, tuple(specs[2 * i : 2 * i + 2]))
+            for i in range(5)
+        )
     noise = SequentialNoise(segments)
     for _ in range(sweeps):
         for layout in segments:
@@ -167,14 +212,21 @@ def test_seeds_that_are_retained_go_on_and_others_give_up_their_place(passed: li
 
 
 CPU = torch.device("cpu")
-compiled = pytest.mark.skipif(dispatch.library() is None, reason="the compiled kernels are not built")
+compiled = pytest.mark.skipif(
+    dispatch.library() is None, reason="the compiled kernels are not built"
+)
 agreeing = pytest.mark.skipif(
     dispatch.library() is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
     reason="the compiled kernels are not built, or torch computes otherwise on this processor",
 )
 
 any_seeds = st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1]) | st.integers(0, 2**63 - 1)
-sizes = st.one_of(st.integers(1, 40), st.integers(600, 700), st.integers(1000, 1100), st.sampled_from([2048, 65536 + 9]))
+sizes = st.one_of(
+    st.integers(1, 40),
+    st.integers(600, 700),
+    st.integers(1000, 1100),
+    st.sampled_from([2048, 65536 + 9]),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -203,8 +255,12 @@ def test_the_compiled_generator_is_used_where_it_agrees(dtype: torch.dtype) -> N
 
 @agreeing
 @examples(short=30, long=300)
-@given(seed=any_seeds, run=st.lists(st.tuples(sizes, st.sampled_from(DTYPES)), min_size=1, max_size=12))
-def test_compiled_numbers_of_several_dtypes_are_torchs(seed: int, run: list[tuple[int, torch.dtype]]) -> None:
+@given(
+    seed=any_seeds, run=st.lists(st.tuples(sizes, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+)
+def test_compiled_numbers_of_several_dtypes_are_torchs(
+    seed: int, run: list[tuple[int, torch.dtype]]
+) -> None:
     ours, theirs = CompiledGenerator(seed), TorchGenerator(seed, CPU)
     for size, dtype in run:
         assert torch.equal(drawn(ours, size, dtype), drawn(theirs, size, dtype))
@@ -214,14 +270,18 @@ def test_compiled_numbers_of_several_dtypes_are_torchs(seed: int, run: list[tupl
 def test_millions_of_compiled_numbers_are_torchs() -> None:
     ours, theirs = CompiledGenerator(7), TorchGenerator(7, CPU)
     for _ in range(8):
-        assert torch.equal(drawn(ours, 1 << 20, torch.float32), drawn(theirs, 1 << 20, torch.float32))
+        assert torch.equal(
+            drawn(ours, 1 << 20, torch.float32), drawn(theirs, 1 << 20, torch.float32)
+        )
 
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["compiled", "torch"])
 @given(seed=any_seeds, before=sizes, skipped=st.lists(sizes, max_size=4), after=sizes)
-def test_skipping_is_drawing(kind: str, dtype: torch.dtype, seed: int, before: int, skipped: list[int], after: int) -> None:
+def test_skipping_is_drawing(
+    kind: str, dtype: torch.dtype, seed: int, before: int, skipped: list[int], after: int
+) -> None:
     one: Generator = CompiledGenerator(seed) if kind == "compiled" else TorchGenerator(seed, CPU)
     drawn(one, before, dtype)
     other = one.copy()
@@ -234,7 +294,9 @@ def test_skipping_is_drawing(kind: str, dtype: torch.dtype, seed: int, before: i
 @compiled
 @pytest.mark.parametrize("size", [3, 16, 33, 1024])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_library_of_other_numbers_is_not_used(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_other_numbers_is_not_used(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill = CompiledGenerator.fill
 
     def lying(self: CompiledGenerator, out: torch.Tensor) -> None:
@@ -249,7 +311,9 @@ def test_a_library_of_other_numbers_is_not_used(dtype: torch.dtype, size: int, m
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_the_library_torch_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_torch_draws(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "library", lambda: None)
     assert isinstance(seeded(3, CPU, {dtype}), TorchGenerator)
     assert_torch_draws(1000, [dtype])
@@ -259,4 +323,9 @@ def test_without_the_library_torch_draws(dtype: torch.dtype, monkeypatch: pytest
 def test_numbers_are_torchs_where_torch_computes_otherwise() -> None:
     """In a process of its own, without vector instructions."""
     code = "import segments; segments.assert_torch_draws(70_000, capability='DEFAULT')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(ATEN_CPU_CAPABILITY="default"), timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env=environment(ATEN_CPU_CAPABILITY="default"),
+        timeout=120,
+    )

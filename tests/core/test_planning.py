@@ -1,4 +1,6 @@
-"""Plans: what there is of host and device memory, what a sweep needs, how seldom blocks are written, and what is said."""
+"""Plans: what there is of host and device memory, what a sweep needs, how seldom blocks are
+written, and what is said.
+"""
 
 import math
 import subprocess
@@ -44,7 +46,15 @@ from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply
 from zo2core.noise import SequentialNoise
-from zo2core.planning.memory import DevicePlan, HostPlan, Machine, RunRequest, free_memory, plan_device_memory, plan_host
+from zo2core.planning.memory import (
+    DevicePlan,
+    HostPlan,
+    Machine,
+    RunRequest,
+    free_memory,
+    plan_device_memory,
+    plan_host,
+)
 from zo2core.planning.speeds import (
     MeasuredSpeeds,
     evaluation_seconds,
@@ -67,7 +77,14 @@ MiB = 2**20
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("6GiB", 6 * 2**30), ("500MB", 500_000_000), ("1.5 GiB", 3 * 2**29), ("7K", 7 * 1024), ("64", 64), (4096, 4096)],
+    [
+        ("6GiB", 6 * 2**30),
+        ("500MB", 500_000_000),
+        ("1.5 GiB", 3 * 2**29),
+        ("7K", 7 * 1024),
+        ("64", 64),
+        (4096, 4096),
+    ],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -115,18 +132,33 @@ def test_the_tightest_limit_counts_and_page_cache_is_free(tmp_path: Path) -> Non
     (tmp_path / "proc/self/cgroup").write_text("4:memory,other:/a/b\n0::/x\n")
     top = tmp_path / "sys/fs/cgroup/memory"
     group(top, V1, str(2**62), 0, "")
-    group(top / "a", V1, str(100 * MiB), 60 * MiB, f"total_inactive_file {5 * MiB}\ntotal_active_file {5 * MiB}\n")
+    group(
+        top / "a",
+        V1,
+        str(100 * MiB),
+        60 * MiB,
+        f"total_inactive_file {5 * MiB}\ntotal_active_file {5 * MiB}\n",
+    )
     group(top / "a/b", V1, str(90 * MiB), 30 * MiB, "total_inactive_file 0\ntotal_active_file 0\n")
     assert free_memory(root=tmp_path) == 50 * MiB  # the group above: 100 - 60 + 10
-    group(tmp_path / "sys/fs/cgroup/x", V2, str(64 * MiB), 60 * MiB, f"inactive_file {MiB}\nactive_file 0\n")
+    group(
+        tmp_path / "sys/fs/cgroup/x",
+        V2,
+        str(64 * MiB),
+        60 * MiB,
+        f"inactive_file {MiB}\nactive_file 0\n",
+    )
     assert free_memory(root=tmp_path) == 5 * MiB
     group(tmp_path / "sys/fs/cgroup/x", V2, "max", 60 * MiB, "inactive_file 0\n")
     assert free_memory(root=tmp_path) == 50 * MiB
-    container = tmp_path / "container"  # which does not see its path: the top counts, and without groups the system
+    # which does not see its path: the top counts, and without groups the system
+    container = tmp_path / "container"
     (container / "proc/self").mkdir(parents=True)
     (container / "proc/self/cgroup").write_text("0::/not/mounted\n")
     assert free_memory(root=container) <= psutil.virtual_memory().total
-    group(container / "sys/fs/cgroup", V2, str(80 * MiB), 20 * MiB, "inactive_file 0\nactive_file 0\n")
+    group(
+        container / "sys/fs/cgroup", V2, str(80 * MiB), 20 * MiB, "inactive_file 0\nactive_file 0\n"
+    )
     assert free_memory(root=container) == 60 * MiB
     assert free_memory(root=tmp_path / "nothing") <= psutil.virtual_memory().total
 
@@ -136,7 +168,9 @@ def layouts(blocks: int = 10) -> tuple[BlockLayout, ...]:
     return segments([size * MiB // 4 for size in (8, *[16] * blocks, 8)])
 
 
-def host_plan(memory: int | str, activation_bytes: int, noise: NoiseGenerator | None = None) -> HostPlan:
+def host_plan(
+    memory: int | str, activation_bytes: int, noise: NoiseGenerator | None = None
+) -> HostPlan:
     request = RunRequest(
         layouts=layouts(),
         on_disk=layouts(),
@@ -163,17 +197,29 @@ def host_plan(memory: int | str, activation_bytes: int, noise: NoiseGenerator | 
     ],
 )
 def test_the_fastest_arrangement_that_fits_is_taken(
-    room: int, buckets: int | None, keep_noise: bool, noise: NoiseGenerator | None, process_memory: int
+    room: int,
+    buckets: int | None,
+    keep_noise: bool,
+    noise: NoiseGenerator | None,
+    process_memory: int,
 ) -> None:
     found = host_plan(process_memory + READERS * STAGING + 4 * MiB + room * MiB, 2 * MiB, noise)
     assert (found.buckets, found.keep_noise) == (buckets, keep_noise)
     assert found.nbytes <= found.budget
 
 
-def test_what_does_not_fit_is_added_up_part_by_part_and_auto_takes_what_is_free(process_memory: int) -> None:
+def test_what_does_not_fit_is_added_up_part_by_part_and_auto_takes_what_is_free(
+    process_memory: int,
+) -> None:
     with pytest.raises(MemoryBudgetError) as info:
         host_plan(process_memory + 20 * MiB, 5 * MiB)
-    for part in ("this process", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
+    for part in (
+        "this process",
+        "activations",
+        "embedding and head 16.8 MB",
+        "1 of 10 blocks",
+        "work buffer 16.8 MB",
+    ):
         assert part in info.value.expected
     found = host_plan("auto", 0)
     assert (found.buckets, found.keep_noise) == (None, True)
@@ -185,17 +231,26 @@ def test_a_first_evaluation_draws_the_updates_direction_and_its_own() -> None:
     programs = [call.args[1] for call in applied.mock_calls]
     moves = [(*program.instructions, *filter(None, [program.then])) for program in programs]
     drawn = zip(programs, moves, strict=True)
-    assert {len({program.seeds[move.direction] for move in own}) for program, own in drawn} == {1, 2}
+    assert {len({program.seeds[move.direction] for move in own}) for program, own in drawn} == {
+        1,
+        2,
+    }
 
 
 GB = 10**9
 
 
 def device_plan(
-    layouts: Sequence[BlockLayout], noise: NoiseGenerator, memory: int, activations: int, least: int | None = None
+    layouts: Sequence[BlockLayout],
+    noise: NoiseGenerator,
+    memory: int,
+    activations: int,
+    least: int | None = None,
 ) -> DevicePlan:
     policy = MemoryPolicy(device=memory, activations=activations, least_activations=least)
-    request = RunRequest(layouts=layouts, on_disk=layouts, noise=noise, perturb_in_place=True, memory=policy)
+    request = RunRequest(
+        layouts=layouts, on_disk=layouts, noise=noise, perturb_in_place=True, memory=policy
+    )
     return plan_device_memory(request, Machine(in_place=False, on_host=False))
 
 
@@ -261,25 +316,34 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
         assert allocated + activations == engine.device_plan.nbytes <= memory
         result = engine.step(batch)
         assert sum(device.allocated) == allocated, "nothing is allocated once all is in place"
-        moved = 2 * (len(blocks) - kept) * max(blocks)  # up once and back once; what stays does not move
-        slots = min(2, len(blocks) - kept)  # what comes in ahead may count for this step or for another
+        # up once and back once; what stays does not move
+        moved = 2 * (len(blocks) - kept) * max(blocks)
+        # what comes in ahead may count for this step or for another
+        slots = min(2, len(blocks) - kept)
         assert abs(result.bytes_moved - moved) <= slots * max(blocks)
 
 
 def test_activations_come_before_blocks_and_wait_only_if_they_must() -> None:
-    layouts = segment_layouts(build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32), ARCHITECTURES["opt"])
+    layouts = segment_layouts(
+        build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32),
+        ARCHITECTURES["opt"],
+    )
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     block = max(layout.nbytes for layout in layouts if not layout.resident)
     choose = partial(device_plan, layouts, noise, activations=10_000, least=4_000)
     all_stay = choose(memory=2**30)
     assert (all_stay.kept, all_stay.activation_bytes) == (4, 10_000)
-    least = all_stay.nbytes - 4 * block + 2 * block - 6_000  # two slots, no block stays, all waits that can
+    # two slots, no block stays, all waits that can
+    least = all_stay.nbytes - 4 * block + 2 * block - 6_000
     for spare in (0, 1, 5_999, 6_000, 6_001, 6_000 + block):
         found = choose(memory=least + spare)
         assert found.activation_bytes == min(4_000 + spare, 10_000)
         assert found.kept == (spare >= 6_000 + block)
         assert found.nbytes <= least + spare
-    with pytest.raises(MemoryBudgetError, match=r"device_memory.*embedding and head .*slots .*work buffer .*activations"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"device_memory.*embedding and head .*slots .*work buffer .*activations",
+    ):
         choose(memory=least - 1)
     with pytest.raises(MemoryBudgetError):
         choose(memory=least, least=None)
@@ -306,7 +370,10 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
             micro_batch_size=1,
         ) as engine:
             results = [engine.step(batch) for _ in range(3)]
-            assert all((result.lanes[Lane.ACTIVATIONS_OUT].nbytes > 0) == (least is not None) for result in results)
+            assert all(
+                (result.lanes[Lane.ACTIVATIONS_OUT].nbytes > 0) == (least is not None)
+                for result in results
+            )
             found.append([result.losses for result in results])
     assert found[0] == found[1]
 
@@ -321,14 +388,18 @@ def of_bytes(nbytes: int = OPT_13B, blocks: int = 10) -> tuple[BlockLayout, ...]
 
 
 def test_opt_13b_in_6_gib_is_written_every_third_step() -> None:
-    """Measured there: 1.1 s for one more update, 11 s a step; a fast disk made every step the choice before."""
+    """Measured there: 1.1 s for one more update, 11 s a step; a fast disk made every step the
+    choice before.
+    """
     assert write_back_interval(1.1, 0.5, step=11.0, resident=False) == 3
     assert terabytes_written(of_bytes(), 1) == pytest.approx(25.7, rel=0.01)
     assert terabytes_written(of_bytes(), 3) == pytest.approx(8.57, rel=0.01)
 
 
 @given(seconds, seconds, seconds)
-def test_what_is_paid_to_write_less_is_at_most_a_tenth_of_a_step(replay: float, write: float, step: float) -> None:
+def test_what_is_paid_to_write_less_is_at_most_a_tenth_of_a_step(
+    replay: float, write: float, step: float
+) -> None:
     every = write_back_interval(replay, write, step=step, resident=False)
     fastest = max(round(math.sqrt(2 * write / replay)), 1)
     assert every >= fastest, "never more often than is fastest"
@@ -342,7 +413,9 @@ def test_what_is_paid_to_write_less_is_at_most_a_tenth_of_a_step(replay: float, 
 
 
 @given(seconds, seconds, seconds)
-def test_a_resident_model_is_written_as_seldom_as_a_resume_can_make_good(replay: float, write: float, step: float) -> None:
+def test_a_resident_model_is_written_as_seldom_as_a_resume_can_make_good(
+    replay: float, write: float, step: float
+) -> None:
     every = write_back_interval(replay, write, step=step, resident=True)
     assert 10 <= every <= 1000
     assert every in (10, 1000) or every * replay <= max(60, 100 * write + replay) * (1 + 1e-6)
@@ -350,7 +423,9 @@ def test_a_resident_model_is_written_as_seldom_as_a_resume_can_make_good(replay:
 
 
 @given(st.integers(1, 10**13), st.floats(1e-3, 1e3))
-def test_the_interval_within_a_limit_is_the_smallest_that_keeps_to_it(nbytes: int, limit: float) -> None:
+def test_the_interval_within_a_limit_is_the_smallest_that_keeps_to_it(
+    nbytes: int, limit: float
+) -> None:
     segments = of_bytes(max(nbytes, 100), 3)
     every = interval_within(segments, limit)
     assert terabytes_written(segments, every) <= limit * (1 + 1e-6)
@@ -363,8 +438,13 @@ def test_the_interval_within_a_limit_is_the_smallest_that_keeps_to_it(nbytes: in
             require_within(segments, every - 1, limit)
 
 
-@pytest.mark.parametrize(("buckets", "kept", "share"), [(None, 0, 0.0), (3, 0, 1.0), (5, 0, 0.8), (1, 4, 0.6), (12, 5, 0.0)])
-def test_what_streams_is_what_neither_buckets_nor_a_device_keep(buckets: int | None, kept: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("buckets", "kept", "share"),
+    [(None, 0, 0.0), (3, 0, 1.0), (5, 0, 0.8), (1, 4, 0.6), (12, 5, 0.0)],
+)
+def test_what_streams_is_what_neither_buckets_nor_a_device_keep(
+    buckets: int | None, kept: int, share: float
+) -> None:
     blocks = sum(layout.nbytes for layout in of_bytes() if not layout.resident)
     assert streamed_bytes(of_bytes(), buckets, kept=kept) == pytest.approx(share * blocks)
 
@@ -373,7 +453,9 @@ class KnownSpeeds(MeasuredSpeeds):
     def __init__(self) -> None:
         pass
 
-    def replay(self, noise: NoiseGenerator, of_bytes: Sequence[BlockLayout], *, in_place: bool) -> float:
+    def replay(
+        self, noise: NoiseGenerator, of_bytes: Sequence[BlockLayout], *, in_place: bool
+    ) -> float:
         return 1.1
 
     def reading(self, of_bytes: Sequence[BlockLayout]) -> float:
@@ -386,7 +468,9 @@ class KnownSpeeds(MeasuredSpeeds):
 def test_auto_weighs_the_machines_speeds_and_keeps_to_the_limit() -> None:
     def chosen(buckets: int | None, limit: float | None = None) -> int:
         policy = WriteBackPolicy(directory="", terabytes_per_1000_steps=limit)
-        every = write_interval(policy, of_bytes(), PhiloxNoise(), KnownSpeeds(), in_place=False, buckets=buckets)
+        every = write_interval(
+            policy, of_bytes(), PhiloxNoise(), KnownSpeeds(), in_place=False, buckets=buckets
+        )
         assert every is not None
         return every
 
@@ -397,7 +481,9 @@ def test_auto_weighs_the_machines_speeds_and_keeps_to_the_limit() -> None:
 
 
 def test_replay_is_not_measured_on_denormal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates of zeros are some in halves: replay then seemed ten times as slow, and blocks were written at every step."""
+    """Updates of zeros are some in halves: replay then seemed ten times as slow, and blocks were
+    written at every step.
+    """
     smallest: list[float] = []
 
     def watching(theta: torch.Tensor, *arguments: Any, **options: Any) -> None:
@@ -406,12 +492,18 @@ def test_replay_is_not_measured_on_denormal_numbers(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(zo2core.planning.speeds, "apply", watching)
     spec = ParameterSpec("p", (1 << 20,), torch.float16, 0, True)
-    assert replay_seconds(PhiloxNoise(), [BlockLayout("b", SegmentKind.BLOCK, (spec,))], in_place=False) > 0
+    assert (
+        replay_seconds(
+            PhiloxNoise(), [BlockLayout("b", SegmentKind.BLOCK, (spec,))], in_place=False
+        )
+        > 0
+    )
     assert min(smallest) > torch.finfo(torch.float16).tiny
 
 
 BYTES = 256 << 20  # that were allocated in small blocks, of which all but a few are free again
-LIMITS = {"None": False, "before + (8 << 20)": False, "before": True, "before - (200 << 20)": True}  # and what each returns
+# and what each returns
+LIMITS = {"None": False, "before + (8 << 20)": False, "before": True, "before - (200 << 20)": True}
 PROGRAM = f"""
 import ctypes
 import os
@@ -420,7 +512,8 @@ from zo2core.devices import resident_memory
 from zo2core.sweep.gradient_visitor import make_room
 
 libc = ctypes.CDLL(None)
-assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept
+# as zo2 train: freed blocks are kept
+assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1
 for text in {list(LIMITS)!r}:
     if os.fork() == 0:  # a heap of its own, without importing anew
         blocks = [torch.ones(1 << 18) for _ in range({BYTES} >> 20)]
@@ -435,7 +528,13 @@ for text in {list(LIMITS)!r}:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems have no such call")
 def test_freed_memory_is_returned_if_the_process_would_exceed_its_limit() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
     assert done.returncode == 0, done.stderr
     returned = [int(line) > BYTES * 3 // 4 for line in done.stdout.splitlines()]
     assert returned == list(LIMITS.values()), done.stdout
@@ -449,7 +548,8 @@ from zo2core.planning.memory import Machine
 from zo2core.planning.memory import RunRequest, plan_host
 
 libc = ctypes.CDLL(None)
-assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1  # as zo2 train: freed blocks are kept
+# as zo2 train: freed blocks are kept
+assert libc.mallopt(-3, 1 << 25) == 1 and libc.mallopt(-1, -1) == 1
 layouts = [BlockLayout(kind.value, kind, ()) for kind in SegmentKind]
 request = RunRequest(layouts=layouts, on_disk=layouts)
 before = plan_host(request, Machine(), 0).nbytes
@@ -462,6 +562,12 @@ print(plan_host(request, Machine(), 0).nbytes - before)
 @pytest.mark.long_profile
 @pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems have no such call")
 def test_what_an_earlier_run_has_freed_is_not_counted_beside_a_later_one() -> None:
-    done = subprocess.run([sys.executable, "-c", PLANNING], capture_output=True, text=True, check=False, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNING],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < BYTES // 4

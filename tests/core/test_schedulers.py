@@ -1,4 +1,6 @@
-"""What every scheduler promises: each segment once, replay before evaluate, every bucket released."""
+"""What every scheduler promises: each segment once, replay before evaluate, every bucket
+released.
+"""
 
 import random
 import time
@@ -117,7 +119,9 @@ def benched(make: Make, on: Callable[[], Device], source: Any) -> Iterator[Bench
 
 
 class AddingVisitor(TwoStepVisitor):
-    """Adds one at each visit; or up to the present version, as replaying does, whatever version a segment comes at."""
+    """Adds one at each visit; or up to the present version, as replaying does, whatever version a
+    segment comes at.
+    """
 
     def __init__(self, present: int | None = None) -> None:
         self.present = present
@@ -151,7 +155,10 @@ def test_segments_are_visited_once_in_order(
             visitor = RecordingVisitor(source)
             scheduler.sweep(visitor.visit, range(4))
             assert [index for what, index in visitor.visits if what == "evaluate"] == [0, 1, 2, 3]
-            assert all(visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i)) for i in range(4))
+            assert all(
+                visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i))
+                for i in range(4)
+            )
             assert len(visitor.visits) == 8
         some = RecordingVisitor(source)
         scheduler.sweep(some.visit, [2])
@@ -160,7 +167,9 @@ def test_segments_are_visited_once_in_order(
 
 @every_device
 @every_scheduler
-def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
+def test_bytes_and_versions_are_the_serial_ones(
+    make: Make, on: Callable[[], Device], tmp_path: Path
+) -> None:
     for settles in ([0, 1, 2, 3], [3]):
         with benched(make, on, recording_source(tmp_path / f"{settles}")) as (source, scheduler):
             for sweep in range(4):
@@ -169,14 +178,17 @@ def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Dev
                     for index, found in enumerate(contents(source, scheduler)):
                         assert found[-1] == sweep + 1
                         first = found[0] - torch.cat([tensors()[name] for name in OWNED[index]])[0]
-                        assert first == sweep + 1, "one was added to the first parameter at each visit"
+                        assert first == sweep + 1, (
+                            "one was added to the first parameter at each visit"
+                        )
 
 
 @every_device
 def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device]) -> None:
     device, source = on(), CheckingSource()
     scheduler, visitor = OverlappedScheduler(source, device), AddingVisitor()
-    for order in (range(7), [4], [3, 5], range(7)):  # the first blocks are there ahead when the fourth is asked for
+    for order in (range(7), [4], [3, 5], range(7)):
+        # the first blocks are there ahead when the fourth is asked for
         scheduler.sweep(visitor.visit, order)
     scheduler.release_all()
     assert visitor.visits == [*range(7), 4, 3, 5, *range(7)]
@@ -196,7 +208,10 @@ def test_a_segment_is_replayed_into_its_bucket(bench: Bench) -> None:
             assert index not in source.out
         scheduler.sweep(RecordingVisitor(source).visit, range(4))
     for index in range(4):
-        with pytest.raises(ZeroDivisionError), scheduler.replayed(RecordingVisitor(source, ("replay", index)).replay, index):
+        with (
+            pytest.raises(ZeroDivisionError),
+            scheduler.replayed(RecordingVisitor(source, ("replay", index)).replay, index),
+        ):
             pass
 
 
@@ -210,7 +225,9 @@ def test_a_failing_visit_releases_every_bucket(bench: Bench, what: str, index: i
         scheduler.sweep(RecordingVisitor(source, (what, index)).visit, range(4))
     for each, found in enumerate(contents(source, scheduler)):
         replayed = each < index or (each == index and what == "evaluate")
-        assert found[-1] == (1 if replayed else 0), "half-replayed bytes are lost, evaluated ones are not"
+        assert found[-1] == (1 if replayed else 0), (
+            "half-replayed bytes are lost, evaluated ones are not"
+        )
         assert found[0] == tensors()[OWNED[each][0]][0] + found[-1]
     scheduler.sweep(RecordingVisitor(source).visit, range(4))
 
@@ -218,7 +235,9 @@ def test_a_failing_visit_releases_every_bucket(bench: Bench, what: str, index: i
 @every_device
 @every_scheduler
 @pytest.mark.parametrize("position", range(1, 5))
-def test_an_interrupt_releases_every_bucket(make: Make, on: Callable[[], Device], position: int, tmp_path: Path) -> None:
+def test_an_interrupt_releases_every_bucket(
+    make: Make, on: Callable[[], Device], position: int, tmp_path: Path
+) -> None:
     class InterruptedSource(RecordingSource):
         calls = 0
 
@@ -229,7 +248,10 @@ def test_an_interrupt_releases_every_bucket(make: Make, on: Callable[[], Device]
             return self.inner.prefetch(order)
 
     order = [0, 1, 0, 1, 0]
-    with benched(make, on, InterruptedSource(recording_source(tmp_path).inner)) as (source, scheduler):
+    with benched(make, on, InterruptedSource(recording_source(tmp_path).inner)) as (
+        source,
+        scheduler,
+    ):
         with pytest.raises(KeyboardInterrupt):
             scheduler.sweep(RecordingVisitor(source).visit, order)
         scheduler.release_all()
@@ -241,22 +263,30 @@ def test_an_interrupt_releases_every_bucket(make: Make, on: Callable[[], Device]
 @every_scheduler
 def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(bench: Bench) -> None:
     class CommittingLate(RecordingVisitor):
-        """Changes a segment after its forwards, as an update that is fused into a backward pass does."""
+        """Changes a segment after its forwards, as an update that is fused into a backward pass
+        does.
+        """
 
-        def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        def visit(
+            self, index: int, store: Store, version: int, commit: Callable[[int], None]
+        ) -> None:
             self.evaluate(index, store)
             commit(self.replay(index, store, version))
 
     class Looking(RecordingVisitor):
         """Commits nothing, as an evaluation that changes nothing."""
 
-        def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        def visit(
+            self, index: int, store: Store, version: int, commit: Callable[[int], None]
+        ) -> None:
             self.evaluate(index, store)
 
     source, scheduler = bench
     scheduler.sweep(CommittingLate(source).visit, range(4))
     scheduler.sweep(Looking(source).visit, range(4))
-    assert [found[-1] for found in contents(source, scheduler)] == [1, 1, 1, 1], "one change, which was kept"
+    assert [found[-1] for found in contents(source, scheduler)] == [1, 1, 1, 1], (
+        "one change, which was kept"
+    )
     with pytest.raises(ZeroDivisionError):
         scheduler.sweep(CommittingLate(source, ("replay", 2)).visit, range(4))
     found = contents(source, scheduler)
@@ -266,8 +296,12 @@ def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(bench: Benc
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("buckets", "kept", "reads"), [(1, 6, 6), (3, 0, 12), (3, 6, 6), (3, 11, 0), (8, 6, 0)])
-def test_a_sweep_reads_blocks_that_neither_the_device_nor_a_bucket_keeps(buckets: int, kept: int, reads: int) -> None:
+@pytest.mark.parametrize(
+    ("buckets", "kept", "reads"), [(1, 6, 6), (3, 0, 12), (3, 6, 6), (3, 11, 0), (8, 6, 0)]
+)
+def test_a_sweep_reads_blocks_that_neither_the_device_nor_a_bucket_keeps(
+    buckets: int, kept: int, reads: int
+) -> None:
     weights, device, visitor, present = CountingWeights(), threaded(), AddingVisitor(1), 1
     source = SegmentStore(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
     scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)
@@ -278,7 +312,8 @@ def test_a_sweep_reads_blocks_that_neither_the_device_nor_a_bucket_keeps(buckets
         visitor.present = present
         scheduler.sweep(visitor.visit, order)
     time.sleep(0.2)
-    # A bucket that is still in use when a sweep ends is filled in the next one: one block more or fewer comes ahead.
+    # A bucket that is still in use when a sweep ends is filled in the next one: one block more or
+    # fewer comes ahead.
     assert abs(weights.reads.total() - before - 3 * reads) <= 1
     assert weights.reads[0] == weights.reads[13] == 1, "embedding and head stay"
     for index in order:
@@ -306,7 +341,10 @@ def test_the_source_is_told_what_is_acquired_next(on: Callable[[], Device], tmp_
             return super().acquire(index)
 
     for number, make in enumerate(SCHEDULERS.values()):
-        with benched(make, on, ToldSource(recording_source(tmp_path / f"{number}").inner)) as (source, scheduler):
+        with benched(make, on, ToldSource(recording_source(tmp_path / f"{number}").inner)) as (
+            source,
+            scheduler,
+        ):
             for _ in range(3):
                 scheduler.sweep(RecordingVisitor(source).visit, range(4))
             for index in range(4):

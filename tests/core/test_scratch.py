@@ -1,4 +1,7 @@
-"""What is written back beside a base: scratch files, generations and digests. Whatever happens to it, weights are right."""
+"""What is written back beside a base: scratch files, generations and digests.
+
+Whatever happens to it, weights are right.
+"""
 
 import json
 import random
@@ -15,7 +18,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from damages import Damage, cut, damage_file, double_line, drop_line, exchange, flip, move_lines, zero
+from damages import (
+    Damage,
+    cut,
+    damage_file,
+    double_line,
+    drop_line,
+    exchange,
+    flip,
+    move_lines,
+    zero,
+)
 from engines import memory
 from safetensors.torch import save_file
 from segments import BLOCKS, CountingWeights, layouts
@@ -40,7 +53,12 @@ from zo2core.errors import CheckpointError, JournalError, ScratchError
 from zo2core.io.direct_file import PAGE, RangedFile, whole_pages
 from zo2core.io.durable import RecordFile, to_line
 from zo2core.protocols import BlockModel
-from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk, verify_base
+from zo2core.sources.segment_store import (
+    BaseDigests,
+    SegmentDigest,
+    laid_out_as_on_disk,
+    verify_base,
+)
 from zo2core.sources.slot_file import DATA, MANIFEST, Generations, Scratch
 from zo2core.types import StateSpec
 
@@ -53,7 +71,9 @@ BUCKETS = {"resident": None, "one bucket": 1, "three buckets": 3}
 every_source = pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS)
 
 
-def engine_on(model: BlockModel, run: Path, buckets: int | None = None, every: int | None = None) -> Engine:
+def engine_on(
+    model: BlockModel, run: Path, buckets: int | None = None, every: int | None = None
+) -> Engine:
     """An engine that goes on from whatever is in the run's directory."""
     return Engine(
         model,
@@ -66,7 +86,9 @@ def engine_on(model: BlockModel, run: Path, buckets: int | None = None, every: i
 
 def engine(run: Path, buckets: int | None) -> Engine:
     file = run.parent / f"{run.name}.safetensors"
-    return engine_on(ToyBlockModel(50, 40, LAYERS, tied=True, dtype=torch.float32, file=file), run, buckets, 1)
+    return engine_on(
+        ToyBlockModel(50, 40, LAYERS, tied=True, dtype=torch.float32, file=file), run, buckets, 1
+    )
 
 
 def train(run: Path, buckets: int | None, steps: int) -> dict[str, bytes]:
@@ -83,7 +105,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs that were interrupted, with all segments written back: blocks that stream lie as on disk, others are packed."""
+    """Runs that were interrupted, with all segments written back: blocks that stream lie as on
+    disk, others are packed.
+    """
     folder = tmp_path_factory.mktemp("written")
     for kind, buckets in (("resident", None), ("streamed", 1)):
         train(folder / kind, buckets, BEFORE)
@@ -120,7 +144,9 @@ def write_nonsense(run: Path, rng: random.Random) -> None:
         if rng.random() < 0.3:
             del record[key]
         else:
-            record[key] = rng.choice([value for value in nonsense if key != "version" or value != 99])
+            record[key] = rng.choice(
+                [value for value in nonsense if key != "version" or value != 99]
+            )
     rewrite(run, [header, *rest])
 
 
@@ -128,7 +154,10 @@ def damaging(name: str, damage: Damage) -> Callable[[Path, random.Random], None]
     return lambda run, rng: damage_file(run / name, damage, rng)
 
 
-TO_DATA = {f"{damage.__name__} data": damaging("scratch.bin", damage) for damage in (flip, zero, exchange, cut)}
+TO_DATA = {
+    f"{damage.__name__} data": damaging("scratch.bin", damage)
+    for damage in (flip, zero, exchange, cut)
+}
 TO_RECORDS = (cut, drop_line, double_line, move_lines)
 DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     **TO_DATA,
@@ -141,7 +170,11 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_scratch_file_costs_time_and_changes_no_bit(
-    damage: str, written: Path, undisturbed: dict[str, bytes], tmp_path: Path, request: pytest.FixtureRequest
+    damage: str,
+    written: Path,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     for seed in range(300 if request.config.getoption("--long") else 5):
         rng = random.Random(f"{damage} {seed}")
@@ -172,7 +205,9 @@ def test_a_flipped_bit_costs_its_segment(
             bucket = source.acquire(index)
             versions[index] = bucket.version
             source.release(bucket, bucket.version)
-        assert versions == {index: 0 if index == 2 else lasts[index]["version"] for index in versions}
+        assert versions == {
+            index: 0 if index == 2 else lasts[index]["version"] for index in versions
+        }
     assert train(run, buckets, AFTER) == undisturbed
 
 
@@ -187,7 +222,9 @@ def test_two_segments_of_a_slot_are_lost(
     rewrite(run, [header, *lasts.values()])
     with engine(run, buckets) as resumed:
         assert resumed.version == BEFORE
-    assert [record["segment"] for record in records(run)[1:]] == sorted(set(lasts) - {2, 3}), "they do not count any more"
+    assert [record["segment"] for record in records(run)[1:]] == sorted(set(lasts) - {2, 3}), (
+        "they do not count any more"
+    )
     assert train(run, buckets, AFTER) == undisturbed
 
 
@@ -199,13 +236,18 @@ def without_checksum(record: dict[str, Any]) -> dict[str, Any]:
     "change",
     [
         lambda header, *rest: [header, *map(without_checksum, rest)],
-        lambda header, *rest: [{**header, "format": 1}, *map(without_checksum, rest)],  # the format before
-        lambda header, *rest: [header, *rest[:-1], {**rest[-1], "version": 10**30}],  # no run reaches it: no cut journal
+        # the format before
+        lambda header, *rest: [{**header, "format": 1}, *map(without_checksum, rest)],
+        # no run reaches it: no cut journal
+        lambda header, *rest: [header, *rest[:-1], {**rest[-1], "version": 10**30}],
     ],
     ids=["no checksums", "the format before", "an absurd version"],
 )
 def test_records_that_this_version_cannot_have_made_do_not_count(
-    change: Callable[..., list[dict[str, Any]]], written: Path, undisturbed: dict[str, bytes], tmp_path: Path
+    change: Callable[..., list[dict[str, Any]]],
+    written: Path,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
 ) -> None:
     run = copied(written, tmp_path)
     before = records(run)
@@ -215,7 +257,9 @@ def test_records_that_this_version_cannot_have_made_do_not_count(
     assert train(run, 1, AFTER) == undisturbed
 
 
-def test_a_manifest_that_knows_a_later_version_tells_that_the_journal_was_cut(written: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_knows_a_later_version_tells_that_the_journal_was_cut(
+    written: Path, tmp_path: Path
+) -> None:
     run = copied(written, tmp_path)
     journal = run / "journal.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-2]))
@@ -261,7 +305,10 @@ def test_a_copy_of_a_live_run_goes_on_with_the_same_bits(
     for copy in copies:
         for name in partial[copy]:
             shutil.copy(run / name, copy)
-        done = sum(b'"step"' in line for line in (copy / "journal.jsonl").read_bytes().splitlines(keepends=True))
+        done = sum(
+            b'"step"' in line
+            for line in (copy / "journal.jsonl").read_bytes().splitlines(keepends=True)
+        )
         try:
             assert train(copy, buckets, BEFORE + AFTER - done) == undisturbed
             goes_on += 1
@@ -270,7 +317,9 @@ def test_a_copy_of_a_live_run_goes_on_with_the_same_bits(
     assert goes_on > 0
 
 
-def test_each_segments_last_record_has_a_checksum_of_its_bytes_and_one_of_its_own(written: Path) -> None:
+def test_each_segments_last_record_has_a_checksum_of_its_bytes_and_one_of_its_own(
+    written: Path,
+) -> None:
     header, *rest = records(written / "streamed")
     assert header["format"] == 2
     lasts = {record["segment"]: record for record in rest}
@@ -309,7 +358,9 @@ def begun_run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_first_sweep_notes_a_digest_of_every_segment_once_and_a_replayer_none(tmp_path: Path) -> None:
+def test_the_first_sweep_notes_a_digest_of_every_segment_once_and_a_replayer_none(
+    tmp_path: Path,
+) -> None:
     file, journal = tmp_path / "base.safetensors", tmp_path / "run/journal.jsonl"
     with engine_on(wide_toy(file), tmp_path / "run", 1) as training:
         assert training.version == 0
@@ -331,13 +382,18 @@ def test_the_first_sweep_notes_a_digest_of_every_segment_once_and_a_replayer_non
 
 
 @every_source
-def test_a_base_changed_between_the_samples_is_refused(buckets: int | None, begun_run: Path, tmp_path: Path) -> None:
+def test_a_base_changed_between_the_samples_is_refused(
+    buckets: int | None, begun_run: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "base.safetensors"
     model = changed_toy(file)
     updates = len(Journal(begun_run / "journal.jsonl").updates)
     with engine_on(model, begun_run, buckets) as training:
         for _ in range(2):
-            with pytest.raises(CheckpointError, match=r"base\.safetensors: block 1: found content of digest .*; expected"):
+            with pytest.raises(
+                CheckpointError,
+                match=r"base\.safetensors: block 1: found content of digest .*; expected",
+            ):
                 training.step(BATCH)
     assert len(Journal(begun_run / "journal.jsonl").updates) == updates
     model = changed_toy(file)
@@ -347,14 +403,18 @@ def test_a_base_changed_between_the_samples_is_refused(buckets: int | None, begu
         assert not (tmp_path / "out").exists()
     model = changed_toy(file)
     with (
-        Engine(model, journal=Journal(begun_run / "journal.jsonl").until(1), memory=memory(buckets)) as replayer,
+        Engine(
+            model, journal=Journal(begun_run / "journal.jsonl").until(1), memory=memory(buckets)
+        ) as replayer,
         pytest.raises(CheckpointError, match="block 1"),
     ):
         replayer.evaluate([BATCH])
 
 
 def test_digests_are_compared_where_segments_were_written_back_meanwhile(tmp_path: Path) -> None:
-    """What was written back needs no base, until it is damaged: then the base is read, and looked at."""
+    """What was written back needs no base, until it is damaged: then the base is read, and looked
+    at.
+    """
     file, begun_run = tmp_path / "base.safetensors", tmp_path / "run"
     with engine_on(wide_toy(file), begun_run, 1, every=1) as training:
         for _ in range(3):
@@ -364,19 +424,29 @@ def test_digests_are_compared_where_segments_were_written_back_meanwhile(tmp_pat
         training.step(BATCH)
     scratch = begun_run / "scratch.bin"
     scratch.write_bytes(bytes(scratch.stat().st_size))
-    with engine_on(changed_toy(file), begun_run, 1) as training, pytest.raises(CheckpointError, match="block 1"):
+    with (
+        engine_on(changed_toy(file), begun_run, 1) as training,
+        pytest.raises(CheckpointError, match="block 1"),
+    ):
         training.step(BATCH)
 
 
 def digests_of(
-    folder: Path, values: Mapping[str, torch.Tensor], dtype: torch.dtype, kind: str, shards: str = "one"
+    folder: Path,
+    values: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    kind: str,
+    shards: str = "one",
 ) -> Mapping[str, str]:
     """The digests that a source of a kind makes of a checkpoint of two segments."""
     file = folder / f"{shards}.safetensors"
     save_file(dict(values) if shards == "one" else {"first": torch.zeros(77), **values}, file)
     entries = {name: entry for name, entry in parse_header(file).items() if name in values}
     weights = SafetensorsReader(entries)
-    specs = [ParameterSpec(name, tuple(v.shape), dtype, i, True) for i, (name, v) in enumerate(values.items())]
+    specs = [
+        ParameterSpec(name, tuple(v.shape), dtype, i, True)
+        for i, (name, v) in enumerate(values.items())
+    ]
     layouts = (
         BlockLayout("embedding", SegmentKind.EMBEDDING, tuple(specs[:1])),
         BlockLayout("block", SegmentKind.BLOCK, tuple(specs[1:])),
@@ -395,7 +465,9 @@ def digests_of(
     source = (
         SegmentStore(weights, layouts, memory, base_digests=digests)
         if kind == "resident"
-        else SegmentStore(weights, laid_out_as_on_disk(layouts, weights), memory, base_digests=digests, buckets=3)
+        else SegmentStore(
+            weights, laid_out_as_on_disk(layouts, weights), memory, base_digests=digests, buckets=3
+        )
     )
     for index in (0, 1, 1):
         source.release(source.acquire(index), None)
@@ -405,8 +477,12 @@ def digests_of(
     return journal.base_digests
 
 
-def test_digests_depend_on_the_values_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the source, on where a tensor lies in its file, or on how the file is cut into shards."""
+def test_digests_depend_on_the_values_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the source, on where a tensor lies in its file, or on how the file is cut into
+    shards.
+    """
     monkeypatch.setattr(zo2core.sources.segment_store, "DIGEST_CHUNK", 1 << 16)
     generator = torch.Generator().manual_seed(0)
     sizes = {"a": (3, 5), "b": (700, 1900), "c": (1,), "d": (1_100_003,)}
@@ -421,14 +497,19 @@ def test_digests_depend_on_the_values_alone(tmp_path: Path, monkeypatch: pytest.
         for at in (0, value.numel() // 2, value.numel() - 1):
             other = value.clone()
             other.view(-1)[at] += 1
-            assert digests_of(tmp_path, {**values, name: other}, torch.float32, "streamed") != expected
+            assert (
+                digests_of(tmp_path, {**values, name: other}, torch.float32, "streamed") != expected
+            )
 
 
 def test_a_digest_is_the_same_in_whatever_pieces_bytes_come() -> None:
     length = 1 << 18  # elements of a cut
     values = torch.randn(3 * length + 5)
     found = set()
-    for cuts in ([0, values.numel()], [0, 1, length - 1, length, length + 1, 2 * length + 7, values.numel()]):
+    for cuts in (
+        [0, values.numel()],
+        [0, 1, length - 1, length, length + 1, 2 * length + 7, values.numel()],
+    ):
         pieces = list(pairwise(cuts))
         for order in (pieces, pieces[::-1]):
             digest = SegmentDigest([values])
@@ -438,10 +519,14 @@ def test_a_digest_is_the_same_in_whatever_pieces_bytes_come() -> None:
     assert len(found) == 1
 
 
-def test_all_of_the_base_is_compared_at_once_and_taken_from_any_source(begun_run: Path, tmp_path: Path) -> None:
+def test_all_of_the_base_is_compared_at_once_and_taken_from_any_source(
+    begun_run: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "base.safetensors"
     for buckets in BUCKETS.values():
-        with Engine(wide_toy(file), journal=begun_run / "journal.jsonl", memory=memory(buckets)) as replayer:
+        with Engine(
+            wide_toy(file), journal=begun_run / "journal.jsonl", memory=memory(buckets)
+        ) as replayer:
             replayer.evaluate([BATCH])
     journal = Journal(begun_run / "journal.jsonl")
     assert verify_base(wide_toy(file), journal) == {}
@@ -453,7 +538,9 @@ def test_all_of_the_base_is_compared_at_once_and_taken_from_any_source(begun_run
 
 COMMITS = 3
 LAYOUTS = layouts()
-OF_STATES = tuple(replace(layout, states=(StateSpec("moment", (3000,), torch.float32),)) for layout in layouts(3))
+OF_STATES = tuple(
+    replace(layout, states=(StateSpec("moment", (3000,), torch.float32),)) for layout in layouts(3)
+)
 
 
 def opened(folder: Path, segments: Sequence[BlockLayout] = LAYOUTS) -> Generations:
@@ -465,7 +552,9 @@ def committed(folder: Path, steps: int = COMMITS) -> None:
     with closing(opened(folder)) as files:
         for step in range(1, steps + 1):
             for segment, layout in enumerate(LAYOUTS):
-                files.write(segment, HostDevice().host_memory(whole_pages(layout.nbytes)).fill_(step), step)
+                files.write(
+                    segment, HostDevice().host_memory(whole_pages(layout.nbytes)).fill_(step), step
+                )
             files.commit(step, {"values of step": step})
 
 
@@ -497,15 +586,23 @@ IMPOSSIBLE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a segment of a later step": lambda record: record["segments"][2].update(version=COMMITS + 1),
     "a segment of no version": lambda record: record["segments"][2].pop("version"),
     "a segment twice": lambda record: record["segments"].append(dict(record["segments"][2])),
-    "a segment that the model lacks": lambda record: record["segments"][2].update(segment=BLOCKS + 2),
-    "two segments in one slot": lambda record: record["segments"][2].update(slot=record["segments"][3]["slot"]),
-    "a free slot of another segment": lambda record: record["segments"][2].update(slot=record["segments"][0]["slot"] + 1),
+    "a segment that the model lacks": lambda record: record["segments"][2].update(
+        segment=BLOCKS + 2
+    ),
+    "two segments in one slot": lambda record: record["segments"][2].update(
+        slot=record["segments"][3]["slot"]
+    ),
+    "a free slot of another segment": lambda record: record["segments"][2].update(
+        slot=record["segments"][0]["slot"] + 1
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", [Generations, Scratch])
 @pytest.mark.parametrize("damaged", [False, True])
-def test_another_runs_only_copy_is_never_opened_for_writing(damaged: bool, kind: Any, tmp_path: Path) -> None:
+def test_another_runs_only_copy_is_never_opened_for_writing(
+    damaged: bool, kind: Any, tmp_path: Path
+) -> None:
     committed(tmp_path)
     manifest = tmp_path / MANIFEST
     if damaged:
@@ -518,7 +615,9 @@ def test_another_runs_only_copy_is_never_opened_for_writing(damaged: bool, kind:
 
 
 @pytest.mark.parametrize("change", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_a_record_that_no_commit_can_have_made_is_passed_over(change: Callable[[Any], object], tmp_path: Path) -> None:
+def test_a_record_that_no_commit_can_have_made_is_passed_over(
+    change: Callable[[Any], object], tmp_path: Path
+) -> None:
     committed(tmp_path)
     *records, last = map(dict, RecordFile(tmp_path / MANIFEST).loaded)
     change(last)
@@ -528,7 +627,9 @@ def test_a_record_that_no_commit_can_have_made_is_passed_over(change: Callable[[
         assert numbers_in(files) == {COMMITS - 1}
 
 
-def test_a_commit_without_its_bytes_is_passed_over_and_a_run_of_such_ones_refused(tmp_path: Path) -> None:
+def test_a_commit_without_its_bytes_is_passed_over_and_a_run_of_such_ones_refused(
+    tmp_path: Path,
+) -> None:
     committed(tmp_path, 2)
     data = (tmp_path / DATA).read_bytes()
     (tmp_path / DATA).write_bytes(data[:-1])  # the file ends with the second slot of the head
@@ -546,12 +647,16 @@ def test_a_commit_without_its_bytes_is_passed_over_and_a_run_of_such_ones_refuse
 
 @contextmanager
 def source_of_states(folder: Path, buckets: int) -> Iterator[tuple[SegmentStore, Generations]]:
-    """Segments after a first step, which has filled each one's weights and states with its index."""
+    """Segments after a first step, which has filled each one's weights and states with its
+    index.
+    """
     weights = CountingWeights()
     segments = laid_out_as_on_disk(OF_STATES, weights)
     files = opened(folder, segments)
     memory = HostDevice().host_memory
-    with closing(SegmentStore(weights, segments, memory, buckets=buckets, scratch=files, write_back_every=1)) as source:
+    with closing(
+        SegmentStore(weights, segments, memory, buckets=buckets, scratch=files, write_back_every=1)
+    ) as source:
         for segment in range(len(segments)):
             bucket = source.acquire(segment)
             source.read_states(segment)
@@ -564,7 +669,9 @@ def source_of_states(folder: Path, buckets: int) -> Iterator[tuple[SegmentStore,
         yield source, files
 
 
-def test_a_segment_is_written_with_its_states_though_its_weights_alone_were_read(tmp_path: Path) -> None:
+def test_a_segment_is_written_with_its_states_though_its_weights_alone_were_read(
+    tmp_path: Path,
+) -> None:
     with source_of_states(tmp_path, 1) as (source, files):
         bucket = source.acquire(1)  # in the memory that has had the states of block 3
         bucket.views[0].fill_(7.0)
@@ -578,7 +685,9 @@ def test_a_segment_is_written_with_its_states_though_its_weights_alone_were_read
         source.release(bucket, 2)
 
 
-def test_segments_are_released_once_no_states_are_read_into_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_released_once_no_states_are_read_into_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sweep that fails releases a segment unchanged while its states are read."""
     go, ended, real = threading.Event(), threading.Event(), Generations.read
 
@@ -601,7 +710,9 @@ def test_segments_are_released_once_no_states_are_read_into_them(tmp_path: Path,
         assert ended.is_set()
 
 
-def test_all_that_is_kept_is_written_before_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_kept_is_written_before_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, real = threading.Event(), Generations.write
 
     def slow(self: Generations, segment: int, data: torch.Tensor, version: int) -> None:

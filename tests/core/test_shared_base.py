@@ -1,4 +1,6 @@
-"""Many runs over one base: each run's bits are those of it alone, whatever the others are, do, or fail at."""
+"""Many runs over one base: each run's bits are those of it alone, whatever the others are, do, or
+fail at.
+"""
 
 import shutil
 import time
@@ -23,7 +25,15 @@ from profiles import examples
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.conversion import quantize
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Engine, LowRankPerturbation, MemoryPolicy, MeZOSGD, PerRowRGE, SharedBase, ZerothOrder
+from zo2core import (
+    Engine,
+    LowRankPerturbation,
+    MemoryPolicy,
+    MeZOSGD,
+    PerRowRGE,
+    SharedBase,
+    ZerothOrder,
+)
 from zo2core.errors import (
     BusyError,
     CheckpointError,
@@ -57,38 +67,62 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 def adapted(base: Path, number: int) -> Any:
     targets = ["q_proj", "fc1" if base.name == "opt" else "up_proj"]
-    return open_checkpoint(base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets), seed=number))
+    return open_checkpoint(
+        base, adapter=Adapter(config=lora(r=1 + number, target_modules=targets), seed=number)
+    )
 
 
 def low_rank(base: Path, number: int, **options: Any) -> Engine:
     estimator = MeZOSGD(lr=1e-2 * (1 + number), zo_eps=1e-2, perturb_in_place=False)
     perturbation = LowRankPerturbation(rank=1 + number % 2, period=2)
-    return zeroth_order(open_checkpoint(base), estimator, perturbation=perturbation, seed=number, **options)
+    return zeroth_order(
+        open_checkpoint(base), estimator, perturbation=perturbation, seed=number, **options
+    )
 
 
 def per_row(base: Path, number: int, **options: Any) -> Engine:
     estimator = PerRowRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=3)
-    return zeroth_order(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2), seed=number, **options)
+    return zeroth_order(
+        open_checkpoint(base),
+        estimator,
+        perturbation=LowRankPerturbation(rank=2),
+        seed=number,
+        **options,
+    )
 
 
 def exact(base: Path, number: int, **options: Any) -> Engine:
-    return zeroth_order(adapted(base, number), MeZOSGD(lr=1e-2, zo_eps=1e-2), seed=number, **options)
+    return zeroth_order(
+        adapted(base, number), MeZOSGD(lr=1e-2, zo_eps=1e-2), seed=number, **options
+    )
 
 
 def adamw(base: Path, number: int, **options: Any) -> Engine:
     lr = 1e-2 * (1 + number)
     if options.get("journal") is None:
         options.pop("journal", None)
-        return first_order(adapted(base, number), partial(torch.optim.AdamW, lr=lr), clip=0.1, **options)
+        return first_order(
+            adapted(base, number), partial(torch.optim.AdamW, lr=lr), clip=0.1, **options
+        )
     directory = options["journal"].parent
     directory.mkdir(exist_ok=True)
     make: Any = partial(torch.optim.AdamW, lr=lr)
     return first_order(
-        adapted(base, number), make, lr=lambda step: lr / (1 + step), options={"lr": lr}, run=directory, **options
+        adapted(base, number),
+        make,
+        lr=lambda step: lr / (1 + step),
+        options={"lr": lr},
+        run=directory,
+        **options,
     )
 
 
-METHODS: Mapping[str, Callable[..., Any]] = {"low-rank": low_rank, "per-row": per_row, "exact": exact, "adamw": adamw}
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "low-rank": low_rank,
+    "per-row": per_row,
+    "exact": exact,
+    "adamw": adamw,
+}
 
 
 def batch_of(number: int, step: int) -> dict[str, torch.Tensor]:
@@ -102,8 +136,13 @@ class Drawn:
     steps: int
 
 
-def alone(base: Path, number: int, drawn: Drawn, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    made = outcome(METHODS[drawn.method](base, number, **options), [batch_of(number, step) for step in range(drawn.steps)])
+def alone(
+    base: Path, number: int, drawn: Drawn, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    made = outcome(
+        METHODS[drawn.method](base, number, **options),
+        [batch_of(number, step) for step in range(drawn.steps)],
+    )
     return [losses[0] for losses in made[0]], made[1]
 
 
@@ -125,7 +164,9 @@ def device_of(name: str) -> AbstractContextManager[Any]:
 @given(data=st.data())
 def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.DataObject) -> None:
     draw = data.draw
-    drawn_runs = st.builds(Drawn, st.sampled_from(sorted(METHODS)), st.integers(0, 2), st.integers(1, 3))
+    drawn_runs = st.builds(
+        Drawn, st.sampled_from(sorted(METHODS)), st.integers(0, 2), st.integers(1, 3)
+    )
     runs = draw(st.lists(drawn_runs, min_size=1, max_size=4))
     base, buckets = bases[draw(st.sampled_from(BASES))], draw(st.sampled_from(BUCKETS))
     overlap, device = draw(st.booleans()), draw(st.sampled_from(["cpu", "cpu", "threads"]))
@@ -133,7 +174,9 @@ def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.Da
     policy = policy if device == "threads" and overlap else MemoryPolicy(host=policy.host)
     with ExitStack() as open_runs:
         made = open_runs.enter_context(device_of(device))
-        shared = open_runs.enter_context(SharedBase(open_checkpoint(base), device=made, memory=policy, overlap=overlap))
+        shared = open_runs.enter_context(
+            SharedBase(open_checkpoint(base), device=made, memory=policy, overlap=overlap)
+        )
         engines: dict[int, Any] = {}
         losses: dict[int, list[float]] = {number: [] for number in range(len(runs))}
         learned: dict[int, dict[str, torch.Tensor]] = {}
@@ -141,7 +184,13 @@ def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.Da
             for number, drawn in enumerate(runs):
                 if drawn.joins == round_:
                     engines[number] = METHODS[drawn.method](base, number, shared=shared)
-            results = stepped(shared, {engine: batch_of(number, len(losses[number])) for number, engine in engines.items()})
+            results = stepped(
+                shared,
+                {
+                    engine: batch_of(number, len(losses[number]))
+                    for number, engine in engines.items()
+                },
+            )
             for number, engine in list(engines.items()):
                 losses[number].append(results[engine].loss)
                 if len(losses[number]) == runs[number].steps:
@@ -154,10 +203,14 @@ def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.Da
         assert_equal(learned[number], before[1])
 
 
-def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(bases: Mapping[str, Path]) -> None:
+def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(
+    bases: Mapping[str, Path],
+) -> None:
     base, little = bases["llama-nf4"], MemoryPolicy(activations=1)
     with behind_copies() as device, ExitStack() as opened:
-        shared = opened.enter_context(SharedBase(open_checkpoint(base), device=device, memory=memory(1)))
+        shared = opened.enter_context(
+            SharedBase(open_checkpoint(base), device=device, memory=memory(1))
+        )
         engine = opened.enter_context(adamw(base, 0, shared=shared, memory=little))
         lanes = engine.step(batch_of(0, 0)).lanes
     assert lanes[Lane.ACTIVATIONS_OUT].nbytes > 0
@@ -167,33 +220,51 @@ def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(bases: Mapping
 @pytest.fixture
 def four(bases: Mapping[str, Path]) -> Iterator[tuple[SharedBase, dict[str, Any]]]:
     base = bases["llama-nf4"]
-    with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(1).host)) as shared, ExitStack() as opened:
+    with (
+        SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(1).host)) as shared,
+        ExitStack() as opened,
+    ):
         makers = METHODS.items()
-        yield shared, {name: opened.enter_context(make(base, 0, shared=shared)) for name, make in makers}
+        yield (
+            shared,
+            {name: opened.enter_context(make(base, 0, shared=shared)) for name, make in makers},
+        )
 
 
-def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(four: tuple[SharedBase, dict[str, Any]]) -> None:
+def test_a_step_of_all_runs_reads_a_block_once_forward_and_once_back(
+    four: tuple[SharedBase, dict[str, Any]],
+) -> None:
     shared, engines = four
-    with patch.object(SegmentStore, "_begin_reads", autospec=True, side_effect=SegmentStore._begin_reads) as load:
+    with patch.object(
+        SegmentStore, "_begin_reads", autospec=True, side_effect=SegmentStore._begin_reads
+    ) as load:
         results = stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
     reads = [call.args[1] for call in load.mock_calls]
-    # One bucket: the last block stays for the turn, and the first one of the next sweep may be read ahead.
+    # One bucket: the last block stays for the turn, and the first one of the next sweep may be read
+    # ahead.
     assert sorted(reads[:7]) == [0, 1, 1, 2, 2, 3, 4]
     assert len(reads) <= 8
     for result in results.values():
         assert result.lanes[Lane.READ].nbytes > 0, "each run sees what it shares"
 
 
-def test_quantised_blocks_are_decoded_once_for_all_runs(four: tuple[SharedBase, dict[str, Any]]) -> None:
+def test_quantised_blocks_are_decoded_once_for_all_runs(
+    four: tuple[SharedBase, dict[str, Any]],
+) -> None:
     shared, engines = four
-    with patch("zo2core.shared.decode") as decode, patch("zo2core.kernels.encoding.decode") as others:
+    with (
+        patch("zo2core.shared.decode") as decode,
+        patch("zo2core.kernels.encoding.decode") as others,
+    ):
         shared.step({engines["low-rank"]: batch_of(0, 0), engines["exact"]: batch_of(0, 0)})
     matrices = 7 * 3
     assert decode.call_count == matrices
     assert others.call_count == 0
 
 
-def test_a_failed_run_ends_alone_and_can_go_on(four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]) -> None:
+def test_a_failed_run_ends_alone_and_can_go_on(
+    four: tuple[SharedBase, dict[str, Any]], bases: Mapping[str, Path]
+) -> None:
     shared, engines = four
     base, broken = bases["llama-nf4"], engines["exact"]
     with torch.no_grad():
@@ -212,7 +283,8 @@ def test_a_failed_run_ends_alone_and_can_go_on(four: tuple[SharedBase, dict[str,
     assert_equal(weights(engines["low-rank"]), learned)
     stepped(shared, {engines[name]: batch_of(0, 0) for name in ("per-row", "exact")})
     assert engines["per-row"].version == 1
-    # The second sweep replays the first step's update into the adapter, and fails before it says so.
+    # The second sweep replays the first step's update into the adapter, and fails before it says
+    # so.
     with patch.object(broken._runner.update_loss, "sample", side_effect=failed):
         assert shared.step({broken: batch_of(0, 1)})[broken] is failed
     stepped(shared, {broken: batch_of(0, 1)})
@@ -234,7 +306,9 @@ def test_functions_run_one_at_a_time_and_in_order(four: tuple[SharedBase, dict[s
     assert events == [name for name in engines for _ in range(2)] * 2
 
 
-def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: tuple[SharedBase, dict[str, Any]]) -> None:
+def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(
+    four: tuple[SharedBase, dict[str, Any]],
+) -> None:
     shared, engines = four
     with patch.object(SegmentStore, "_begin_reads", side_effect=OSError("gone")):
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
@@ -243,13 +317,17 @@ def test_a_base_that_cannot_be_read_fails_all_steps_and_later_ones_go_on(four: t
     stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
 
 
-def test_evaluations_and_steps_of_different_runs_share_sweeps(four: tuple[SharedBase, dict[str, Any]]) -> None:
+def test_evaluations_and_steps_of_different_runs_share_sweeps(
+    four: tuple[SharedBase, dict[str, Any]],
+) -> None:
     shared, engines = four
     with patch.object(shared, "_sweep", wraps=shared._sweep) as sweep:
         results = shared.together(
             {
                 "evaluate": lambda: engines["low-rank"].evaluate([batch_of(0, 0)]).loss,
-                "step": lambda: [engines["adamw"].step(batch_of(0, step)).loss for step in range(2)],
+                "step": lambda: [
+                    engines["adamw"].step(batch_of(0, step)).loss for step in range(2)
+                ],
                 "per-row": lambda: engines["per-row"].step(batch_of(0, 0)).loss,
             }
         )
@@ -257,7 +335,9 @@ def test_evaluations_and_steps_of_different_runs_share_sweeps(four: tuple[Shared
     assert isinstance(results["evaluate"], float)
 
 
-def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[SharedBase, dict[str, Any]]) -> None:
+def test_an_interruption_ends_all_runs_and_reaches_the_caller(
+    four: tuple[SharedBase, dict[str, Any]],
+) -> None:
     """Within a sweep, and within one of the functions."""
     shared, engines = four
     ended = []
@@ -268,7 +348,9 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[Shared
         finally:
             ended.append(engine)
 
-    runs: dict[str, Callable[[], object]] = {name: partial(run, engine) for name, engine in engines.items()}
+    runs: dict[str, Callable[[], object]] = {
+        name: partial(run, engine) for name, engine in engines.items()
+    }
     within = patch.object(engines["exact"]._runner.model, "block", side_effect=KeyboardInterrupt)
     with within, pytest.raises(KeyboardInterrupt):
         shared.together(runs)
@@ -279,16 +361,27 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(four: tuple[Shared
     stepped(shared, {engine: batch_of(0, 0) for engine in engines.values()})
 
 
-def resumable(base: Path, folder: Path, names: list[str], shared: SharedBase | None) -> dict[str, Any]:
+def resumable(
+    base: Path, folder: Path, names: list[str], shared: SharedBase | None
+) -> dict[str, Any]:
     options = {} if shared is None else {"shared": shared}
-    return {name: METHODS[name](base, 1, journal=folder / name / "journal.jsonl", **options) for name in names}
+    return {
+        name: METHODS[name](base, 1, journal=folder / name / "journal.jsonl", **options)
+        for name in names
+    }
 
 
-def run_of(engines: Mapping[str, Any], shared: SharedBase | None, steps: int) -> dict[str, dict[str, torch.Tensor]]:
+def run_of(
+    engines: Mapping[str, Any], shared: SharedBase | None, steps: int
+) -> dict[str, dict[str, torch.Tensor]]:
     """Take steps, from where each run is, and return all parameters."""
     for _ in range(steps):
         batches = {engine: batch_of(1, engine.version) for engine in engines.values()}
-        results = {e: e.step(batch) for e, batch in batches.items()} if shared is None else stepped(shared, batches)
+        results = (
+            {e: e.step(batch) for e, batch in batches.items()}
+            if shared is None
+            else stepped(shared, batches)
+        )
         assert len(results) == len(engines)
     for engine in engines.values():
         if engine.journal.commits:
@@ -301,7 +394,9 @@ def run_of(engines: Mapping[str, Any], shared: SharedBase | None, steps: int) ->
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first_together", [True, False])
-def test_runs_resume_alone_and_together(bases: Mapping[str, Path], tmp_path: Path, *, first_together: bool) -> None:
+def test_runs_resume_alone_and_together(
+    bases: Mapping[str, Path], tmp_path: Path, *, first_together: bool
+) -> None:
     base, names = bases["llama-nf4"], sorted(METHODS)
     apart, mixed = tmp_path / "apart", tmp_path / "mixed"
     for folder in (*(apart / name for name in names), *(mixed / name for name in names)):
@@ -315,7 +410,9 @@ def test_runs_resume_alone_and_together(bases: Mapping[str, Path], tmp_path: Pat
             learned = run_of(resumable(base, mixed, names, None), None, 2)
     for name in names:
         assert_equal(learned[name], expected[name])
-        assert (mixed / name / "journal.jsonl").read_bytes() == (apart / name / "journal.jsonl").read_bytes(), name
+        assert (mixed / name / "journal.jsonl").read_bytes() == (
+            apart / name / "journal.jsonl"
+        ).read_bytes(), name
 
 
 def test_a_run_of_another_base_is_refused_and_the_same_may_be_named_by_other_paths(
@@ -336,7 +433,9 @@ def test_a_run_of_another_base_is_refused_and_the_same_may_be_named_by_other_pat
         assert not journal.exists()
 
 
-def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(bases: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(
+    bases: Mapping[str, Path], tmp_path: Path
+) -> None:
     base = bases["llama"]
     for name in ("a", "b"):
         with low_rank(base, 0, journal=tmp_path / name) as engine:
@@ -354,7 +453,8 @@ def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
     base = bases["llama"]
     with SharedBase(open_checkpoint(base), memory=MemoryPolicy(host="2GiB")) as shared:
 
-        def reserved() -> int:  # what the process holds already changes with the tests before this one
+        def reserved() -> int:
+            # what the process holds already changes with the tests before this one
             parts = shared.host_plan.parts
             return sum(part.nbytes for part in parts if part.name != "this process at present")
 
@@ -369,12 +469,16 @@ def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
             low_rank(base, 1, shared=shared, memory=MemoryPolicy(host="1GiB"))
 
 
-def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(bases: Mapping[str, Path]) -> None:
+def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(
+    bases: Mapping[str, Path],
+) -> None:
     base, forwards, little = bases["llama"], {}, MemoryPolicy(activations=1)
     for budget in (0, 1 << 40):
         policy = MemoryPolicy(host=memory(None, budget=budget).host)
         with (
-            patch.object(HFBlockModel, "block", autospec=True, side_effect=HFBlockModel.block) as block,
+            patch.object(
+                HFBlockModel, "block", autospec=True, side_effect=HFBlockModel.block
+            ) as block,
             SharedBase(open_checkpoint(base), memory=policy) as shared,
             adamw(base, 0, shared=shared, memory=little) as first,
             adamw(base, 1, shared=shared, memory=little) as second,
@@ -384,12 +488,16 @@ def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(bases: Ma
     assert forwards == {0: 2 * (3 + 3), 1 << 40: 2 * 3}
 
     def run(number: int) -> None:
-        with adamw(base, number, shared=shared, memory=MemoryPolicy(activations="300MiB")) as engine:
+        with adamw(
+            base, number, shared=shared, memory=MemoryPolicy(activations="300MiB")
+        ) as engine:
             engine.step(batch_of(0, 0))
 
     with (
         patch("zo2core.sweep.gradient_visitor.GraphRoom", side_effect=GraphRoom) as made,
-        SharedBase(open_checkpoint(base), memory=MemoryPolicy(host=memory(None, budget=1 << 30).host)) as shared,
+        SharedBase(
+            open_checkpoint(base), memory=MemoryPolicy(host=memory(None, budget=1 << 30).host)
+        ) as shared,
     ):
         ended = shared.together({number: partial(run, number) for number in range(3)})
     assert ended == dict.fromkeys(range(3))
@@ -398,9 +506,13 @@ def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(bases: Ma
     assert max(rooms) <= (300 << 20) + (1 << 30) // 3, rooms  # equal shares of what is left
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs a list of the process's threads")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs a list of the process's threads"
+)
 def test_runs_that_wait_have_no_threads_of_openmp() -> None:
-    """Otherwise there are more of them than processors, and each operation waits for some to wake up."""
+    """Otherwise there are more of them than processors, and each operation waits for some to wake
+    up.
+    """
     values = torch.ones(1 << 20)
     counts: list[int] = []
 
@@ -444,7 +556,9 @@ def test_uses_that_exclude_each_other_are_refused(bases: Mapping[str, Path]) -> 
         shared.step({two: batch_of(1, 0)})
 
 
-def test_a_replayer_of_a_run_evaluates_beside_others(bases: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_replayer_of_a_run_evaluates_beside_others(
+    bases: Mapping[str, Path], tmp_path: Path
+) -> None:
     base = bases["llama"]
     with low_rank(base, 0, journal=tmp_path / "journal") as engine:
         engine.step(batch_of(0, 0))
@@ -454,7 +568,12 @@ def test_a_replayer_of_a_run_evaluates_beside_others(bases: Mapping[str, Path], 
     with SharedBase(open_checkpoint(base)) as shared:
         trained = Engine(open_checkpoint(base), journal=tmp_path / "journal", shared=shared)
         plain = Engine(open_checkpoint(base), shared=shared)
-        losses = shared.together({engine: partial(engine.evaluate, [batch_of(0, 1)]) for engine in (trained, plain)})
-        assert [result.loss for result in losses.values() if not isinstance(result, Exception)] == [expected, before]
+        losses = shared.together(
+            {engine: partial(engine.evaluate, [batch_of(0, 1)]) for engine in (trained, plain)}
+        )
+        assert [result.loss for result in losses.values() if not isinstance(result, Exception)] == [
+            expected,
+            before,
+        ]
         trained.close()
         plain.close()

@@ -1,4 +1,6 @@
-"""What every block source promises; of streaming: bounded memory, reading ahead, and what is on disk when."""
+"""What every block source promises; of streaming: bounded memory, reading ahead, and what is on
+disk when.
+"""
 
 import signal
 import threading
@@ -44,7 +46,12 @@ def store(
     layouts = laid_out_as_on_disk(layouts, weights) if as_on_disk else layouts
     scratch = Scratch(folder / "run", layouts, chain=lambda version: version) if written else None
     return SegmentStore(
-        weights, layouts, host_memory, buckets=buckets, scratch=scratch, write_back_every=1 if written else None
+        weights,
+        layouts,
+        host_memory,
+        buckets=buckets,
+        scratch=scratch,
+        write_back_every=1 if written else None,
     )
 
 
@@ -55,7 +62,9 @@ SOURCES: dict[str, Make] = {
     "streamed": partial(store, buckets=3),
     "streamed, one bucket": partial(store, buckets=1),
     "streamed, laid out as on disk": partial(store, buckets=3, as_on_disk=True),
-    "streamed, laid out as on disk, written back": partial(store, buckets=1, as_on_disk=True, written=True),
+    "streamed, laid out as on disk, written back": partial(
+        store, buckets=1, as_on_disk=True, written=True
+    ),
     "streamed, one bucket, written back": partial(store, buckets=1, written=True),
 }
 
@@ -64,13 +73,18 @@ every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
 def contents(source: BlockSource, index: int) -> dict[str, torch.Tensor]:
     bucket = source.acquire(index)
-    found = {s.name: v.clone() for s, v in zip(source.layouts[index].parameters, bucket.views, strict=True)}
+    found = {
+        s.name: v.clone()
+        for s, v in zip(source.layouts[index].parameters, bucket.views, strict=True)
+    }
     source.release(bucket, bucket.version)
     return found
 
 
 @every_source
-def test_buckets_hold_the_checkpoints_bytes_at_version_0_aligned(make: Make, tmp_path: Path) -> None:
+def test_buckets_hold_the_checkpoints_bytes_at_version_0_aligned(
+    make: Make, tmp_path: Path
+) -> None:
     source = make(*checkpoint(tmp_path), tmp_path)
     for index in (2, 0, 3, 1, 2):  # any order, again
         layout, bucket = source.layouts[index], source.acquire(index)
@@ -86,12 +100,21 @@ def test_buckets_hold_the_checkpoints_bytes_at_version_0_aligned(make: Make, tmp
 
 
 @pytest.mark.parametrize("make", [store, partial(store, buckets=3)], ids=["pinned", "streamed"])
-def test_reading_a_segment_changes_no_other_one_in_the_eyes_of_autograd(make: Make, tmp_path: Path) -> None:
-    """A graph keeps weights of one segment while a thread reads the next one and converts its dtype."""
+def test_reading_a_segment_changes_no_other_one_in_the_eyes_of_autograd(
+    make: Make, tmp_path: Path
+) -> None:
+    """A graph keeps weights of one segment while a thread reads the next one and converts its
+    dtype.
+    """
     weights, layouts = checkpoint(tmp_path)
-    halves = [tuple(replace(spec, dtype=torch.bfloat16) for spec in layout.parameters) for layout in layouts]
+    halves = [
+        tuple(replace(spec, dtype=torch.bfloat16) for spec in layout.parameters)
+        for layout in layouts
+    ]
     source = make(
-        weights, tuple(replace(layout, parameters=own) for layout, own in zip(layouts, halves, strict=True)), tmp_path
+        weights,
+        tuple(replace(layout, parameters=own) for layout, own in zip(layouts, halves, strict=True)),
+        tmp_path,
     )
     bucket = source.acquire(1)
     leaf = torch.ones(17, dtype=torch.bfloat16, requires_grad=True)
@@ -104,7 +127,10 @@ def test_reading_a_segment_changes_no_other_one_in_the_eyes_of_autograd(make: Ma
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_bytes_come_back_with_a_version_that_is_theirs(name: str, tmp_path: Path) -> None:
-    """Multiplied by version + 1. Sources that can drop changed bytes may give the base again, as version 0."""
+    """Multiplied by version + 1.
+
+    Sources that can drop changed bytes may give the base again, as version 0.
+    """
     source = SOURCES[name](*checkpoint(tmp_path), tmp_path)
     for version in range(1, 4):
         for index in range(4):
@@ -112,7 +138,11 @@ def test_bytes_come_back_with_a_version_that_is_theirs(name: str, tmp_path: Path
             for spec, view in zip(source.layouts[index].parameters, bucket.views, strict=True):
                 assert torch.equal(view, tensors()[spec.name] * (bucket.version + 1))
                 view.copy_(tensors()[spec.name] * (version + 1))
-            drops = name.startswith("streamed") and "written" not in name and not source.layouts[index].resident
+            drops = (
+                name.startswith("streamed")
+                and "written" not in name
+                and not source.layouts[index].resident
+            )
             assert bucket.version == version - 1 or (drops and bucket.version == 0)
             source.release(bucket, version)
     source.close()
@@ -133,13 +163,17 @@ def test_lost_bytes_are_read_again_and_a_closed_source_says_so(make: Make, tmp_p
         source.acquire(0)
 
 
-def test_parameters_lie_as_far_from_a_pages_start_as_on_disk_and_converted_ones_are_packed(tmp_path: Path) -> None:
+def test_parameters_lie_as_far_from_a_pages_start_as_on_disk_and_converted_ones_are_packed(
+    tmp_path: Path,
+) -> None:
     weights, layouts = checkpoint(tmp_path)
     spec = replace(layouts[0].parameters[0], dtype=torch.float16)
     (packed,) = laid_out_as_on_disk([replace(layouts[0], parameters=(spec,))], weights)
     assert packed.offsets == (0,)
     source = SegmentStore(weights, laid_out_as_on_disk(layouts, weights), host_memory, buckets=3)
-    begin = {name: entry.start for name, entry in parse_header(tmp_path / "model.safetensors").items()}
+    begin = {
+        name: entry.start for name, entry in parse_header(tmp_path / "model.safetensors").items()
+    }
     for index, layout in enumerate(source.layouts):
         bucket = source.acquire(index)
         for spec, view in zip(layout.parameters, bucket.views, strict=True):
@@ -150,7 +184,9 @@ def test_parameters_lie_as_far_from_a_pages_start_as_on_disk_and_converted_ones_
 
 
 @every_source
-def test_a_failed_read_is_reported_by_acquire_and_can_be_repeated(make: Make, tmp_path: Path) -> None:
+def test_a_failed_read_is_reported_by_acquire_and_can_be_repeated(
+    make: Make, tmp_path: Path
+) -> None:
     weights, layouts = checkpoint(tmp_path)
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
@@ -185,7 +221,9 @@ class BrokenWeights(Proxy):
 
 @every_source
 @pytest.mark.parametrize("mended", [True, False])
-def test_what_failed_ahead_of_its_need_is_read_once_more(make: Make, mended: bool, tmp_path: Path) -> None:
+def test_what_failed_ahead_of_its_need_is_read_once_more(
+    make: Make, mended: bool, tmp_path: Path
+) -> None:
     whole, layouts = checkpoint(tmp_path)
     weights: Any = BrokenWeights(whole)
     source = make(weights, layouts, tmp_path)
@@ -242,17 +280,26 @@ def sweep(source: BlockSource, version: int) -> None:
 
 
 def make(
-    weights: CountingWeights, buckets: int | None, scratch: Scratch | None = None, every: int | None = None
+    weights: CountingWeights,
+    buckets: int | None,
+    scratch: Scratch | None = None,
+    every: int | None = None,
 ) -> SegmentStore:
-    return SegmentStore(weights, layouts(), host_memory, buckets=buckets, scratch=scratch, write_back_every=every)
+    return SegmentStore(
+        weights, layouts(), host_memory, buckets=buckets, scratch=scratch, write_back_every=every
+    )
 
 
-def scratch_in(folder: Path, durable: Callable[[int], int | None] = lambda version: version) -> Scratch:
+def scratch_in(
+    folder: Path, durable: Callable[[int], int | None] = lambda version: version
+) -> Scratch:
     return Scratch(folder, layouts(), durable)
 
 
 @pytest.mark.parametrize("buckets", [None, 1, 2, 3, 5])
-def test_it_allocates_its_buckets_or_the_model_in_one_arena_and_no_more(buckets: int | None) -> None:
+def test_it_allocates_its_buckets_or_the_model_in_one_arena_and_no_more(
+    buckets: int | None,
+) -> None:
     asked: list[int] = []
 
     def host_memory(nbytes: int) -> torch.Tensor:
@@ -273,7 +320,9 @@ def test_blocks_are_read_ahead_along_the_order_and_round_its_end() -> None:
     assert weights.reads[1] == 0, "two ahead, no more"
     source.release(source.acquire(2), 0)
     source.release(source.acquire(6), 0)
-    assert settled(lambda: weights.reads[1] == 1 and weights.reads[5] == 2), "the next round's first block"
+    assert settled(lambda: weights.reads[1] == 1 and weights.reads[5] == 2), (
+        "the next round's first block"
+    )
     assert weights.reads[3] == weights.reads[4] == 0, "what is not in the order is not needed"
     source.close()
 
@@ -281,7 +330,9 @@ def test_blocks_are_read_ahead_along_the_order_and_round_its_end() -> None:
 def test_what_was_not_read_when_a_source_was_closed_does_not_count() -> None:
     weights = CountingWeights()
     specs = tuple(ParameterSpec(f"p{i}", (4,), torch.float32, i, True) for i in range(READERS + 1))
-    source = SegmentStore(weights, (BlockLayout("block", SegmentKind.BLOCK, specs),), HostDevice().host_memory)
+    source = SegmentStore(
+        weights, (BlockLayout("block", SegmentKind.BLOCK, specs),), HostDevice().host_memory
+    )
     weights.go.clear()
     source.prefetch([0])
     loading = source._own[0].state.loading  # type: ignore[union-attr]
@@ -385,7 +436,9 @@ def test_more_buckets_keep_blocks_from_sweep_to_sweep() -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("buckets", [None, 1, 3])
-def test_segments_are_written_once_they_lag_and_found_again(buckets: int | None, every: int, tmp_path: Path) -> None:
+def test_segments_are_written_once_they_lag_and_found_again(
+    buckets: int | None, every: int, tmp_path: Path
+) -> None:
     weights, written = CountingWeights(), scratch_in(tmp_path)
     source = make(weights, buckets, written, every)
     for version in range(1, 8):
@@ -408,7 +461,9 @@ def versions_in(folder: Path) -> set[int]:
         return {scratch.version(segment) for segment in range(BLOCKS + 2)}
 
 
-def test_resident_segments_are_read_once_and_without_a_lag_nothing_is_written(tmp_path: Path) -> None:
+def test_resident_segments_are_read_once_and_without_a_lag_nothing_is_written(
+    tmp_path: Path,
+) -> None:
     weights = CountingWeights()
     source = make(weights, 1, scratch_in(tmp_path), None)
     for version in range(1, 5):
@@ -422,7 +477,8 @@ def test_resident_segments_are_read_once_and_without_a_lag_nothing_is_written(tm
 @pytest.mark.parametrize(
     ("change", "chain"),
     [
-        (lambda folder: None, lambda version: version if version <= 2 else None),  # updates that the journal has lost
+        # updates that the journal has lost
+        (lambda folder: None, lambda version: version if version <= 2 else None),
         (lambda folder: None, lambda version: version + 1000),  # another run's
         (lambda folder: (folder / "scratch.bin").unlink(), lambda version: version),
     ],
@@ -468,7 +524,9 @@ def test_the_bytes_before_count_until_the_new_ones_are_durable(tmp_path: Path) -
     again.close()
 
 
-def test_a_failed_write_is_reported_and_its_blocks_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_and_its_blocks_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scratch = scratch_in(tmp_path)
     source = make(CountingWeights(), 1, scratch, 1)
     data = scratch._data
@@ -492,8 +550,12 @@ def test_a_failed_write_is_reported_and_its_blocks_made_again(tmp_path: Path, mo
     assert versions_in(tmp_path) == {6}
 
 
-def test_a_block_is_never_changed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write waits until somebody asks for the same memory: what reaches the disk must be of one version."""
+def test_a_block_is_never_changed_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every write waits until somebody asks for the same memory: what reaches the disk must be of
+    one version.
+    """
     scratch = scratch_in(tmp_path)
     source = make(CountingWeights(), 1, scratch, 1)
     data = scratch._data
@@ -512,15 +574,20 @@ def test_a_block_is_never_changed_while_it_is_written(tmp_path: Path, monkeypatc
     source.close()
 
 
-def test_a_block_is_not_reused_before_its_turn_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of one write looks for a bucket to read into while somebody waits for the next write to end."""
+def test_a_block_is_not_reused_before_its_turn_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of one write looks for a bucket to read into while somebody waits for the next write
+    to end.
+    """
     scratch, weights, go = scratch_in(tmp_path), CountingWeights(), threading.Event()
     source = make(weights, 1, scratch, 1)
     write, written = scratch.write, {}
 
     def slow(segment: int, data: torch.Tensor, version: int) -> None:
         assert go.wait(10)
-        settled(lambda: segment == 1 and weights.reads[2] > before, seconds=0.2)  # what must not happen
+        # what must not happen
+        settled(lambda: segment == 1 and weights.reads[2] > before, seconds=0.2)
         written[segment] = data.view(torch.float32)[0].item()
         write(segment, data, version)
 
@@ -556,7 +623,9 @@ def test_blocks_of_two_sizes_go_from_one_source_to_the_other(tmp_path: Path) -> 
         bucket.views[0].fill_(-index)
         pinned.release(bucket, 1)
     pinned.close()
-    streamed = SegmentStore(CountingWeights(), sized, memory, buckets=2, scratch=scratch(), write_back_every=1)
+    streamed = SegmentStore(
+        CountingWeights(), sized, memory, buckets=2, scratch=scratch(), write_back_every=1
+    )
     for index in (1, 3):
         bucket = streamed.acquire(index)
         assert bucket.version == 1

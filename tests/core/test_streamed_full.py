@@ -1,4 +1,6 @@
-"""First-order runs on disk: journals and snapshots, blocks that stream, commits of whole generations, and resuming."""
+"""First-order runs on disk: journals and snapshots, blocks that stream, commits of whole
+generations, and resuming.
+"""
 
 import errno
 import hashlib
@@ -12,7 +14,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engines import assert_equal, assert_same_outcome, fails_at, first_order, inner, memory, outcome, weights
+from engines import (
+    assert_equal,
+    assert_same_outcome,
+    fails_at,
+    first_order,
+    inner,
+    memory,
+    outcome,
+    weights,
+)
 from models import make_batch, save_model, small_config
 from profiles import each_choice, short_first
 
@@ -34,7 +45,14 @@ from zo2core import (
     branch_journal,
 )
 from zo2core.checkpoint.snapshots import Snapshot, Snapshots
-from zo2core.errors import CheckpointError, ClosedError, JournalError, OptionError, OutputError, ScratchError
+from zo2core.errors import (
+    CheckpointError,
+    ClosedError,
+    JournalError,
+    OptionError,
+    OutputError,
+    ScratchError,
+)
 from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.durable import from_line, to_line
 from zo2core.planning.speeds import read_bytes
@@ -49,7 +67,9 @@ UPDATES: dict[str, Callable[[], BlockUpdate]] = {
     "adamw": lambda: TorchOptimizer(ADAMW),
     "fused adamw": lambda: TorchOptimizer(partial(ADAMW, fused=True)),
     "momentum": lambda: TorchOptimizer(partial(torch.optim.SGD, lr=1.0, momentum=0.9)),
-    "adagrad": lambda: TorchOptimizer(partial(torch.optim.Adagrad, lr=1.0, initial_accumulator_value=0.5)),
+    "adagrad": lambda: TorchOptimizer(
+        partial(torch.optim.Adagrad, lr=1.0, initial_accumulator_value=0.5)
+    ),
     "adafactor": lambda: TorchOptimizer(partial(torch.optim.Adafactor, lr=1.0)),
     "badam": lambda: BAdam(ADAMW, every=EVERY, seed=3),
 }
@@ -58,23 +78,42 @@ BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(STEPS)]
 
 
 def streamed(
-    deep_base: Path, run: Path, buckets: int = 2, case: str = "badam", precision: Any = "exact", **options: Any
+    deep_base: Path,
+    run: Path,
+    buckets: int = 2,
+    case: str = "badam",
+    precision: Any = "exact",
+    **options: Any,
 ) -> Engine:
     model = open_checkpoint(deep_base, precision=precision)
-    told = {"memory": memory(buckets), "lr": lambda step: 1e-2 / (step + 1), "commit_every": 1, **options}
+    told = {
+        "memory": memory(buckets),
+        "lr": lambda step: 1e-2 / (step + 1),
+        "commit_every": 1,
+        **options,
+    }
     return first_order(model, UPDATES[case](), **told, run=run)
 
 
 @cache
 def resident(
-    deep_base: Path, precision: Any = "exact", case: str = "badam", steps: int = STEPS, **options: Any
+    deep_base: Path,
+    precision: Any = "exact",
+    case: str = "badam",
+    steps: int = STEPS,
+    **options: Any,
 ) -> tuple[list[tuple[float, ...]], dict[str, torch.Tensor]]:
     """Losses and weights of a run in memory, which nobody changes."""
     told = {"lr": lambda step: 1e-2 / (step + 1), "memory": memory(), **options}
-    return outcome(first_order(open_checkpoint(deep_base, precision=precision), UPDATES[case](), **told), BATCHES[:steps])
+    return outcome(
+        first_order(open_checkpoint(deep_base, precision=precision), UPDATES[case](), **told),
+        BATCHES[:steps],
+    )
 
 
-def begun(deep_base: Path, run: Path, steps: int, case: str = "badam", buckets: int = 2, **options: Any) -> None:
+def begun(
+    deep_base: Path, run: Path, steps: int, case: str = "badam", buckets: int = 2, **options: Any
+) -> None:
     outcome(streamed(deep_base, run, buckets, case, **options), BATCHES[:steps])
 
 
@@ -96,10 +135,15 @@ def deep_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("streamed") / "base", config)
 
 
-CASES = [  # an optimizer, steps between commits, buckets, whether transfers overlap, dtype and precision
+# an optimizer, steps between commits, buckets, whether transfers overlap, dtype and precision
+CASES = [
     *(
         ("badam", 1, *place)
-        for place in ((2, True, "float32", "exact"), (3, False, "bfloat16", "exact"), (2, True, "bfloat16", "mixed"))
+        for place in (
+            (2, True, "float32", "exact"),
+            (3, False, "bfloat16", "exact"),
+            (2, True, "bfloat16", "mixed"),
+        )
     ),
     *(
         (case, *place)
@@ -116,14 +160,29 @@ CASES = [  # an optimizer, steps between commits, buckets, whether transfers ove
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize(("case", "commit_every", "buckets", "overlap", "dtype", "precision"), CASES)
+@pytest.mark.parametrize(
+    ("case", "commit_every", "buckets", "overlap", "dtype", "precision"), CASES
+)
 def test_weights_and_states_on_disk_give_the_bits_of_those_in_memory(
-    case: str, commit_every: int, buckets: int, overlap: bool, dtype: str, precision: str, tmp_path: Path
+    case: str,
+    commit_every: int,
+    buckets: int,
+    overlap: bool,
+    dtype: str,
+    precision: str,
+    tmp_path: Path,
 ) -> None:
     config = small_config("llama", num_hidden_layers=5, tie_word_embeddings=buckets == 2)
-    deep_base, steps = save_model(tmp_path / "base", config, getattr(torch, dtype)), STEPS if case == "badam" else 5
+    deep_base, steps = (
+        save_model(tmp_path / "base", config, getattr(torch, dtype)),
+        STEPS if case == "badam" else 5,
+    )
     expected = resident(deep_base, precision, case, steps)
-    options: dict[str, Any] = {"commit_every": commit_every, "overlap": overlap, "precision": precision}
+    options: dict[str, Any] = {
+        "commit_every": commit_every,
+        "overlap": overlap,
+        "precision": precision,
+    }
     with streamed(deep_base, tmp_path / "run", buckets, case, **options) as engine:
         losses = [engine.step(batch).losses for batch in BATCHES[:steps]]
         assert_same_outcome((losses, weights(engine)), expected)
@@ -133,27 +192,37 @@ def test_weights_and_states_on_disk_give_the_bits_of_those_in_memory(
             EVERY if case == "badam" else commit_every
         )
         engine.commit()
-        assert engine.committed == (steps // EVERY * EVERY if case == "badam" else steps), "within a turn nothing is"
+        assert engine.committed == (steps // EVERY * EVERY if case == "badam" else steps), (
+            "within a turn nothing is"
+        )
     if case != "badam":
         with streamed(deep_base, tmp_path / "run", 2, case, precision=precision) as engine:
             assert (engine.version, engine.journal.version) == (steps, steps)
             assert_equal(weights(engine), expected[1])
             assert engine.evaluate(BATCHES[:2]).loss == evaluated
-    with Engine(open_checkpoint(tmp_path / "model", precision="exact"), FirstOrder(BAdam(ADAMW), lr=1.0)) as exported:
+    with Engine(
+        open_checkpoint(tmp_path / "model", precision="exact"), FirstOrder(BAdam(ADAMW), lr=1.0)
+    ) as exported:
         assert set(dict(exported.parameters_now())) == set(expected[1])
         assert precision == "mixed" or exported.evaluate(BATCHES[:2]).loss == evaluated
 
 
-def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(deep_base: Path, tmp_path: Path) -> None:
+def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(
+    deep_base: Path, tmp_path: Path
+) -> None:
     with streamed(deep_base, tmp_path / "run") as engine:
         runner, update = inner(engine)._runner, inner(engine)._steps.update
         turns = [update.segments(step, runner.trained.segments)[0] for step in range(0, 12, EVERY)]
         results = [engine.step(batch) for batch in BATCHES[:13]]
         sizes = [whole_pages(layout.nbytes) for layout in runner.layouts]
-        versions = {segment: runner.generations.version(segment) for segment in runner.trained.segments}
+        versions = {
+            segment: runner.generations.version(segment) for segment in runner.trained.segments
+        }
     assert len(set(turns)) == 6
     written = sum(result.lanes[Lane.WRITE].nbytes for result in results[:12])
-    assert sum(sizes[segment] for segment in turns[:-1]) <= written, "the last one's is noted with the step after it"
+    assert sum(sizes[segment] for segment in turns[:-1]) <= written, (
+        "the last one's is noted with the step after it"
+    )
     assert written <= sum(sizes[segment] for segment in turns)
     assert {segment: version for segment, version in versions.items() if version} == {
         segment: EVERY * (turn + 1) for turn, segment in enumerate(turns)
@@ -170,8 +239,12 @@ def forged(last: bytes, member: str, value: Callable[[Mapping[str, Any]], int]) 
 LAST: dict[str, Callable[[bytes], bytes]] = {  # what is left of the last commit's record
     "lost": lambda last: b"",
     "torn": lambda last: last[: len(last) // 2],
-    "two segments in a slot": lambda last: forged(last, "slot", lambda commit: commit["segments"][2]["slot"]),
-    "bytes of a later step": lambda last: forged(last, "version", lambda commit: commit["step"] + 1),
+    "two segments in a slot": lambda last: forged(
+        last, "slot", lambda commit: commit["segments"][2]["slot"]
+    ),
+    "bytes of a later step": lambda last: forged(
+        last, "version", lambda commit: commit["step"] + 1
+    ),
 }
 
 
@@ -180,7 +253,11 @@ LAST: dict[str, Callable[[bytes], bytes]] = {  # what is left of the last commit
     ("case", "commit_every", "steps"),
     [
         *(("badam", 1, steps) for steps in (1, 2, 3, 4, 7, 12, 16)),
-        *((case, *at) for case in ("lomo", "adamw", "adalomo") for at in ((1, 1), (1, 3), (3, 2), (3, 4), (2, 5))),
+        *(
+            (case, *at)
+            for case in ("lomo", "adamw", "adalomo")
+            for at in ((1, 1), (1, 3), (3, 2), (3, 4), (2, 5))
+        ),
     ],
 )
 def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
@@ -190,10 +267,14 @@ def test_a_run_resumes_from_its_last_commit_with_the_same_bits(
     assert Journal(tmp_path / "run" / "journal.jsonl").version == steps
     every = EVERY if case == "badam" else commit_every
     first = steps // every * every
-    require_goes_on(deep_base, tmp_path / "run", first, case, steps=STEPS if case == "badam" else 7, buckets=3)
+    require_goes_on(
+        deep_base, tmp_path / "run", first, case, steps=STEPS if case == "badam" else 7, buckets=3
+    )
 
 
-@pytest.mark.parametrize(("case", "steps", "left"), [("badam", 8, "lost"), *(("adamw", 4, left) for left in LAST)])
+@pytest.mark.parametrize(
+    ("case", "steps", "left"), [("badam", 8, "lost"), *(("adamw", 4, left) for left in LAST)]
+)
 def test_a_last_commit_that_is_not_whole_goes_back_to_the_one_before(
     case: str, steps: int, left: str, deep_base: Path, tmp_path: Path
 ) -> None:
@@ -226,7 +307,9 @@ def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(deep_base: Path, tmp_path: Path) -> None:
+def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(
+    deep_base: Path, tmp_path: Path
+) -> None:
     with streamed(deep_base, tmp_path / "run") as engine:
         source = inner(engine)._runner.source
         for pinned in (1, 3):
@@ -246,7 +329,9 @@ def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(deep_base: Path, 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Path) -> None:
-    deep_base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16)
+    deep_base = save_model(
+        tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.float16
+    )
     scaling = LossScaling(initial=2.0**40, backoff=1 / 16, interval=2)
     options: dict[str, Any] = {"precision": FLOAT16, "clip": clip, "scaling": scaling}
     losses, expected = resident(deep_base, case="adamw", steps=17, **options)
@@ -262,21 +347,31 @@ def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Pa
         assert_equal(weights(engine), expected)
 
 
-def test_only_blocks_without_room_are_written_between_commits(deep_base: Path, tmp_path: Path) -> None:
+def test_only_blocks_without_room_are_written_between_commits(
+    deep_base: Path, tmp_path: Path
+) -> None:
     for commit_every in (1, 4):
         with (
-            streamed(deep_base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every) as engine,
-            patch.object(Generations, "write", autospec=True, side_effect=Generations.write) as write,
+            streamed(
+                deep_base, tmp_path / f"run {commit_every}", 4, "adamw", commit_every=commit_every
+            ) as engine,
+            patch.object(
+                Generations, "write", autospec=True, side_effect=Generations.write
+            ) as write,
         ):
             sizes = [whole_pages(layout.nbytes) for layout in engine._runner.layouts]
             for batch in BATCHES[:8]:
                 engine.step(batch)
         kept = 0 if commit_every == 1 else sizes[0] + sizes[-1] + sizes[1]
-        assert sum(call.args[2].nbytes for call in write.mock_calls) == 8 * (sum(sizes) - kept) + 2 * kept
+        assert (
+            sum(call.args[2].nbytes for call in write.mock_calls)
+            == 8 * (sum(sizes) - kept) + 2 * kept
+        )
 
 
 def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, sweeps: int) -> int:
-    """Bytes that a step reads if a block is evicted only for one that is needed, and the one that is needed last.
+    """Bytes that a step reads if a block is evicted only for one that is needed, and the one that
+    is needed last.
 
     Args:
         sizes: Bytes of each block's weights, and of all that is stored of it.
@@ -306,11 +401,16 @@ def least_bytes(sizes: list[tuple[int, int]], buckets: int, pinned: int, *, swee
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("case", "place", "clip"), each_choice(["lomo", "adamw"], [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)], [None, 1.0])
+    ("case", "place", "clip"),
+    each_choice(["lomo", "adamw"], [(2, 1), (3, 1), (4, 1), (5, 1), (5, 3)], [None, 1.0]),
 )
-def test_states_are_read_on_the_way_back(case: str, place: tuple[int, int], clip: float | None, tmp_path: Path) -> None:
+def test_states_are_read_on_the_way_back(
+    case: str, place: tuple[int, int], clip: float | None, tmp_path: Path
+) -> None:
     buckets, commit_every = place
-    deep_base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=6, tie_word_embeddings=True))
+    deep_base = save_model(
+        tmp_path / "base", small_config("llama", num_hidden_layers=6, tie_word_embeddings=True)
+    )
 
     def bytes_of(work: Callable[[], object]) -> int:
         read.reset_mock()
@@ -325,8 +425,13 @@ def test_states_are_read_on_the_way_back(case: str, place: tuple[int, int], clip
     ):
         layouts = engine._runner.layouts
         blocks = [layout for layout in layouts if not layout.resident]
-        sizes = [(whole_pages(layout.weight_bytes), whole_pages(layout.nbytes)) for layout in blocks]
-        assert all(whole > of_weights if case == "adamw" else whole == of_weights for of_weights, whole in sizes)
+        sizes = [
+            (whole_pages(layout.weight_bytes), whole_pages(layout.nbytes)) for layout in blocks
+        ]
+        assert all(
+            whole > of_weights if case == "adamw" else whole == of_weights
+            for of_weights, whole in sizes
+        )
         assert [engine.step(batch).losses for batch in BATCHES[:2]] == losses[:2]
         planned = read_bytes(layouts, buckets, commit_every, measures=clip is not None)
         steps = [bytes_of(lambda batch=batch: engine.step(batch)) for batch in BATCHES[2:6]]  # type: ignore[misc]
@@ -335,7 +440,9 @@ def test_states_are_read_on_the_way_back(case: str, place: tuple[int, int], clip
             sizes, buckets, buckets - 3 if commit_every > 1 else 0, sweeps=1 if clip is None else 2
         )
         evaluated = bytes_of(lambda: engine.evaluate(BATCHES[:1]))
-        assert evaluated <= sum(of_weights for of_weights, _ in sizes), "those read ahead for the next sweep among them"
+        assert evaluated <= sum(of_weights for of_weights, _ in sizes), (
+            "those read ahead for the next sweep among them"
+        )
         assert_equal(weights(engine), expected)
 
 
@@ -372,21 +479,29 @@ def test_a_commit_names_each_segment_once_after_the_journal_and_all_bytes_are_du
     _, *commits = map(json.loads, (tmp_path / "run" / MANIFEST).read_bytes().splitlines())
     assert [commit["step"] for commit in commits] == [1, 2, 3]
     for commit in commits:
-        assert len({one["segment"] for one in commit["segments"]}) == len(commit["segments"]) == segments
+        assert (
+            len({one["segment"] for one in commit["segments"]})
+            == len(commit["segments"])
+            == segments
+        )
         assert {one["version"] for one in commit["segments"]} == {commit["step"]}
     slots = [{one["slot"] for one in commit["segments"]} for commit in commits]
     assert not slots[0] & slots[1]
     assert slots[2] == slots[0], "two generations take turns"
 
 
-def test_bytes_of_another_journal_are_neither_used_nor_replaced(deep_base: Path, tmp_path: Path) -> None:
+def test_bytes_of_another_journal_are_neither_used_nor_replaced(
+    deep_base: Path, tmp_path: Path
+) -> None:
     begun(deep_base, tmp_path / "one", 4, "lomo")
     begun(deep_base, tmp_path / "other", 4, "lomo", lr=lambda step: 5e-3)
     for name in (DATA, MANIFEST):
         (tmp_path / "other" / name).write_bytes((tmp_path / "one" / name).read_bytes())
     with pytest.raises(ScratchError, match="weights of another run"):
         streamed(deep_base, tmp_path / "other", 2, "lomo", lr=lambda step: 5e-3)
-    assert (tmp_path / "other" / MANIFEST).read_bytes() == (tmp_path / "one" / MANIFEST).read_bytes()
+    assert (tmp_path / "other" / MANIFEST).read_bytes() == (
+        tmp_path / "one" / MANIFEST
+    ).read_bytes()
     path = tmp_path / "one" / "journal.jsonl"  # which loses the committed step
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
     with pytest.raises(JournalError):
@@ -394,7 +509,9 @@ def test_bytes_of_another_journal_are_neither_used_nor_replaced(deep_base: Path,
 
 
 @pytest.mark.parametrize("call", ["apply", "sync", "write"])
-def test_a_failed_update_or_commit_closes_the_engine_and_is_undone(call: str, deep_base: Path, tmp_path: Path) -> None:
+def test_a_failed_update_or_commit_closes_the_engine_and_is_undone(
+    call: str, deep_base: Path, tmp_path: Path
+) -> None:
     engine = streamed(deep_base, tmp_path / "run", 2, "adamw")
     for batch in BATCHES[:2]:
         engine.step(batch)
@@ -414,7 +531,9 @@ def test_a_failed_update_or_commit_closes_the_engine_and_is_undone(call: str, de
 
 
 @pytest.mark.parametrize("case", ["adamw", "badam"])
-def test_what_would_change_weights_beside_their_commits_is_refused(tmp_path: Path, case: str) -> None:
+def test_what_would_change_weights_beside_their_commits_is_refused(
+    tmp_path: Path, case: str
+) -> None:
     deep_base = save_model(tmp_path / "base", small_config("opt"))
     with streamed(deep_base, tmp_path / "run", case=case) as engine:
         asked: list[Callable[[], object]] = [
@@ -449,7 +568,12 @@ def test_commits_are_read_back_to_the_bit(tmp_path: Path) -> None:
     journal.close()
     again = Journal(path)
     assert list(again.commits) == list(again.steps) == COMMITS
-    assert (again.version, list(again.updates), again.is_replayable, again.noise) == (3, [], False, None)
+    assert (again.version, list(again.updates), again.is_replayable, again.noise) == (
+        3,
+        [],
+        False,
+        None,
+    )
     assert [again.chain(step) for step in range(4)] == [journal.chain(step) for step in range(4)]
     assert list(again.until(2).commits) == COMMITS[:2]
     assert again.excerpt(0) == path.read_bytes()
@@ -459,7 +583,10 @@ def test_commits_are_read_back_to_the_bit(tmp_path: Path) -> None:
     ("commit", "told"),
     [
         ({**RECORD, "step": 1}, "found step 1; expected step 0"),
-        ({"step": 0, "loss": 1.0, "grad_norm": 1.0}, "expected an object of step, loss, grad_norm, lr alone"),
+        (
+            {"step": 0, "loss": 1.0, "grad_norm": 1.0},
+            "expected an object of step, loss, grad_norm, lr alone",
+        ),
         ({**RECORD, "loss": 1}, "found 1 as loss; expected a float"),
         ({**RECORD, "step": True}, "found True as step"),
         ({**RECORD, "grad_norm": -1.0}, "found grad_norm -1.0"),
@@ -467,7 +594,9 @@ def test_commits_are_read_back_to_the_bit(tmp_path: Path) -> None:
         ([], r"found commit \[\]"),
     ],
 )
-def test_a_commit_that_no_step_can_have_made_is_refused(commit: Any, told: str, tmp_path: Path) -> None:
+def test_a_commit_that_no_step_can_have_made_is_refused(
+    commit: Any, told: str, tmp_path: Path
+) -> None:
     with pytest.raises(JournalError, match=told):
         Journal(journal_of(tmp_path / "journal.jsonl", {"commit": commit}))
 
@@ -475,11 +604,17 @@ def test_a_commit_that_no_step_can_have_made_is_refused(commit: Any, told: str, 
 def test_a_journal_has_steps_of_one_kind(tmp_path: Path) -> None:
     zeroth = {"base": "b", "parameters": "p", "noise": "n", "estimator": {}, "seed": 0}
     commit = {"commit": RECORD}
-    with pytest.raises(JournalError, match="found a commit; expected an update, as the header says"):
+    with pytest.raises(
+        JournalError, match="found a commit; expected an update, as the header says"
+    ):
         Journal(journal_of(tmp_path / "a.jsonl", commit, header=zeroth))
-    with pytest.raises(JournalError, match="found no commit; expected a commit, as the header says"):
+    with pytest.raises(
+        JournalError, match="found no commit; expected a commit, as the header says"
+    ):
         Journal(journal_of(tmp_path / "b.jsonl", {"step": 0}))
-    with pytest.raises(JournalError, match="found first-order steps; expected steps that can be replayed"):
+    with pytest.raises(
+        JournalError, match="found first-order steps; expected steps that can be replayed"
+    ):
         branch_journal(journal_of(tmp_path / "c.jsonl", commit), tmp_path / "d.jsonl", 1)
     assert not (tmp_path / "d.jsonl").exists()
 
@@ -498,10 +633,16 @@ def engine_of(base: Path, run: Path, kind: str = "adapter", **options: Any) -> E
     return first_order(open_checkpoint(base), UPDATES[kind](), run=run, **told)
 
 
-@pytest.mark.parametrize("kind", short_first(["forwards", "adapter", "adamw"], ["lomo", "adalomo", "badam"]))
-def test_a_run_goes_on_in_its_directory_and_repeats_the_steps_since_its_snapshot(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", short_first(["forwards", "adapter", "adamw"], ["lomo", "adalomo", "badam"])
+)
+def test_a_run_goes_on_in_its_directory_and_repeats_the_steps_since_its_snapshot(
+    kind: str, tmp_path: Path
+) -> None:
     dtype = torch.float32 if kind in ("adapter", "lomo") else torch.bfloat16
-    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=kind in UPDATES), dtype)
+    base = save_model(
+        tmp_path / "base", small_config("llama", tie_word_embeddings=kind in UPDATES), dtype
+    )
     with engine_of(base, tmp_path / "whole", kind) as engine:
         losses = [engine.step(batch).loss for batch in BATCHES[:5]]
         expected = weights(engine)
@@ -523,7 +664,9 @@ def test_a_run_goes_on_in_its_directory_and_repeats_the_steps_since_its_snapshot
         if kind != "forwards":
             engine.take_snapshot()
             parameters = engine.snapshots.read(5).state["parameters"]
-    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (
+        tmp_path / "whole" / "journal.jsonl"
+    ).read_bytes()
     if kind in UPDATES:
         with Engine(open_checkpoint(base), AtSnapshot(5, parameters)) as replayer:
             assert replayer.version == 5
@@ -534,7 +677,9 @@ def test_a_journal_that_cannot_be_written_refuses_the_step(base: Path, tmp_path:
     with engine_of(base, tmp_path / "run") as engine:
         engine.step(BATCHES[0])
         before = engine.state_dict()
-        with patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        with patch.object(
+            os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")
+        ):
             with pytest.raises(JournalError, match="No space left"):
                 engine.step(BATCHES[1])
             with pytest.raises(OutputError, match=r"snapshot-1.*No space left"):
@@ -552,7 +697,12 @@ def test_a_journal_that_cannot_be_written_refuses_the_step(base: Path, tmp_path:
 def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
     journal = Journal()
     journal.begin(HEADER)
-    tensors = [torch.tensor(3.5), torch.zeros(0, 2), torch.arange(6).view(2, 3), torch.ones(2, dtype=torch.bfloat16)]
+    tensors = [
+        torch.tensor(3.5),
+        torch.zeros(0, 2),
+        torch.arange(6).view(2, 3),
+        torch.ones(2, dtype=torch.bfloat16),
+    ]
     state = {"a.b": tensors, "deep": {0: {"x": None, 1: True}, "y": [1, 2.5, "z", tensors[2] > 2]}}
     Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, state))
     step, back = Snapshots(tmp_path, journal.chain, journal.require_version).read(0)
@@ -570,7 +720,9 @@ def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_snapshot_of_another_run_is_not_taken(tmp_path: Path) -> None:
     Snapshots(tmp_path, lambda step: 2, lambda step, name: None).write(Snapshot(4, {}))
-    with pytest.raises(CheckpointError, match=r"snapshot-4\.safetensors: found the snapshot of another run"):
+    with pytest.raises(
+        CheckpointError, match=r"snapshot-4\.safetensors: found the snapshot of another run"
+    ):
         Snapshots(tmp_path, lambda step: 1, lambda step, name: None).read(4)
 
 
@@ -580,12 +732,16 @@ FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "an infinite step": lambda header, contents: contents.update(step=float("inf")),
     "a state that is a list": lambda header, contents: contents.update(state=[]),
     "a state without its items": lambda header, contents: contents.update(state={}),
-    "a tensor that is not there": lambda header, contents: contents["state"]["items"].append(["x", {"tensor": "y"}]),
+    "a tensor that is not there": lambda header, contents: contents["state"]["items"].append(
+        ["x", {"tensor": "y"}]
+    ),
     "a chain that is a number": lambda header, contents: contents.update(chain=1),
     "no format": lambda header, contents: contents.pop("format"),
     "a dtype that is not there": lambda header, contents: header["moment"].update(dtype="F3"),
     "a negative shape": lambda header, contents: header["moment"].update(shape=[-2, -2]),
-    "offsets beyond the end": lambda header, contents: header["moment"].update(data_offsets=[0, 1 << 40]),
+    "offsets beyond the end": lambda header, contents: header["moment"].update(
+        data_offsets=[0, 1 << 40]
+    ),
     "one offset": lambda header, contents: header["moment"].update(data_offsets=[0]),
     "tensors that are a text": lambda header, contents: header.update(moment="bytes"),
     "a state nested too deep": lambda header, contents: contents.update(state=DEEP),
@@ -593,7 +749,9 @@ FORGED: Mapping[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any, Any], object], tmp_path: Path) -> None:
+def test_a_forged_snapshot_whose_checksum_holds_is_refused(
+    forge: Callable[[Any, Any], object], tmp_path: Path
+) -> None:
     snapshots = Snapshots(tmp_path, lambda step: 0, lambda step, name: None)
     snapshots.write(Snapshot(1, {"moment": torch.ones(2, 2)}))
     raw = snapshots.path(1).read_bytes()
@@ -602,7 +760,10 @@ def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any,
     contents = json.loads(header["__metadata__"]["zo2"])
     forge(header, contents)
     deep = "[" * 100_000 + "]" * 100_000
-    header["__metadata__"] = {"sha256": "0" * 64, "zo2": json.dumps(contents).replace(json.dumps(DEEP), deep)}
+    header["__metadata__"] = {
+        "sha256": "0" * 64,
+        "zo2": json.dumps(contents).replace(json.dumps(DEEP), deep),
+    }
     forged = json.dumps(header, separators=(",", ":")).encode()
     whole = len(forged).to_bytes(8, "little") + forged + raw[end:]
     sealed = whole.replace(b"0" * 64, hashlib.sha256(whole).hexdigest().encode(), 1)
@@ -611,7 +772,9 @@ def test_a_forged_snapshot_whose_checksum_holds_is_refused(forge: Callable[[Any,
         snapshots.read(1)
 
 
-def test_a_repeated_step_of_all_parameters_that_differs_closes_the_engine(base: Path, tmp_path: Path) -> None:
+def test_a_repeated_step_of_all_parameters_that_differs_closes_the_engine(
+    base: Path, tmp_path: Path
+) -> None:
     with engine_of(base, tmp_path / "run", "adamw") as engine:
         engine.step(BATCHES[0])
         first, second = engine.state_dict(), engine.state_dict()

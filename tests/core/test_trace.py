@@ -15,7 +15,17 @@ from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import Engine, HostDevice, MemoryPolicy, MeZOSGD, StepResult, Trace, WriteBackPolicy, ZerothOrder, profiling
+from zo2core import (
+    Engine,
+    HostDevice,
+    MemoryPolicy,
+    MeZOSGD,
+    StepResult,
+    Trace,
+    WriteBackPolicy,
+    ZerothOrder,
+    profiling,
+)
 from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
@@ -40,12 +50,18 @@ class Recording(NamedTuple):
 
     def within(self, sweep: Sweep) -> list[Span]:
         """The spans that a sweep's time has a part of, in order."""
-        spans = [span for span in self.spans if span.started.seconds < sweep.done and span.done.seconds > sweep.started]
+        spans = [
+            span
+            for span in self.spans
+            if span.started.seconds < sweep.done and span.done.seconds > sweep.started
+        ]
         return sorted(spans, key=lambda span: span.started.seconds)
 
 
 def read_trace(path: Path) -> Recording:
-    """The spans and sweeps of a whole file, of one without its closing bracket, and of one whose last line is torn."""
+    """The spans and sweeps of a whole file, of one without its closing bracket, and of one whose
+    last line is torn.
+    """
     spans: list[Span] = []
     sweeps: list[Sweep] = []
     for event in map(_event, path.read_text().split("\n")):
@@ -57,7 +73,14 @@ def read_trace(path: Path) -> Recording:
         else:
             nbytes = int(event.get("args", {}).get("bytes", 0))
             spans.append(
-                Span(Lane(event["cat"]), event["name"], PastEvent(begun), PastEvent(done), nbytes, event["tid"] % 1000)
+                Span(
+                    Lane(event["cat"]),
+                    event["name"],
+                    PastEvent(begun),
+                    PastEvent(done),
+                    nbytes,
+                    event["tid"] % 1000,
+                )
             )
     return Recording(tuple(spans), tuple(sweeps))
 
@@ -96,7 +119,9 @@ DEVICES: dict[str, Callable[[], Device]] = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS))
+    return save_model(
+        tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS)
+    )
 
 
 def traced_run(
@@ -113,7 +138,9 @@ def traced_run(
             host=HostPlan((), 2**28, buckets=1 if streamed else None, keep_noise=True),
             device="auto" if device.in_place or not order.overlap else plan,
         ),
-        write_back=None if streamed else WriteBackPolicy(directory=path.parent / "scratch", every=1),
+        write_back=None
+        if streamed
+        else WriteBackPolicy(directory=path.parent / "scratch", every=1),
         overlap=order.overlap,
         trace=path,
     ) as engine:
@@ -125,18 +152,28 @@ def of(spans: list[Span], lane: Lane, track: int = 0) -> list[Span]:
     return [span for span in spans if span.lane is lane and span.track == track]
 
 
-def require_lanes_in_order(results: list[StepResult], recording: Recording, device: Device, *, streamed: bool) -> None:
-    assert [sweep.name for sweep in recording.sweeps] == [f"step {result.step}" for result in results]
+def require_lanes_in_order(
+    results: list[StepResult], recording: Recording, device: Device, *, streamed: bool
+) -> None:
+    assert [sweep.name for sweep in recording.sweeps] == [
+        f"step {result.step}" for result in results
+    ]
     for result in results:
         spans = recording.within(recording.of_step(result.step))
-        replays, first, second = of(spans, Lane.REPLAY), of(spans, Lane.EVALUATE), of(spans, Lane.EVALUATE, 1)
+        replays, first, second = (
+            of(spans, Lane.REPLAY),
+            of(spans, Lane.EVALUATE),
+            of(spans, Lane.EVALUATE, 1),
+        )
         for visits in (replays, first, second):
             assert [span.name for span in visits] == SEGMENTS
         for replay, plus, minus in zip(replays, first, second, strict=True):
             assert replay.done.seconds <= plus.started.seconds
             assert plus.done.seconds <= minus.started.seconds
     steps = [recording.within(recording.of_step(result.step)) for result in results]
-    uploads, offloads = ([of(spans, lane) for spans in steps] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
+    uploads, offloads = (
+        [of(spans, lane) for spans in steps] for lane in (Lane.UPLOAD, Lane.OFFLOAD)
+    )
     if device.in_place:
         assert not any([*uploads, *offloads])
     else:
@@ -150,7 +187,9 @@ def require_lanes_in_order(results: list[StepResult], recording: Recording, devi
 def require_bytes_that_were_moved(
     model: HFBlockModel, results: list[StepResult], recording: Recording, *, streamed: bool
 ) -> None:
-    weights = {layout.name: sum(spec.nbytes for spec in layout.parameters) for layout in model.layouts}
+    weights = {
+        layout.name: sum(spec.nbytes for spec in layout.parameters) for layout in model.layouts
+    }
     layouts = laid_out_as_on_disk(model.layouts, model.weights) if streamed else model.layouts
     buckets = {layout.name: layout.nbytes for layout in layouts}
     for span in recording.spans:
@@ -167,7 +206,11 @@ def require_bytes_that_were_moved(
     last = max(recording.sweeps, key=lambda sweep: sweep.done).done
     for lane in Lane:
         told = sum(result.lanes[lane].nbytes for result in results)
-        known = [span.nbytes for span in recording.spans if span.lane is lane and span.done.seconds <= last]
+        known = [
+            span.nbytes
+            for span in recording.spans
+            if span.lane is lane and span.done.seconds <= last
+        ]
         assert told == sum(known), "each piece of work counts in one step"
 
 
@@ -177,7 +220,10 @@ def require_bounds(results: list[StepResult], recording: Recording) -> None:
         assert all(0 <= use.busy_seconds <= result.seconds for use in result.lanes.values())
         compute = result.lanes[Lane.REPLAY].busy_seconds + result.lanes[Lane.EVALUATE].busy_seconds
         assert 0 < compute <= result.bound_seconds <= result.seconds
-        assert result.bound_seconds in (compute, *(use.busy_seconds for use in result.lanes.values()))
+        assert result.bound_seconds in (
+            compute,
+            *(use.busy_seconds for use in result.lanes.values()),
+        )
         sweep = recording.of_step(result.step)
         assert sweep.done - sweep.started == pytest.approx(result.seconds, abs=1e-6)
 
@@ -190,20 +236,28 @@ def test_a_trace_and_the_numbers_of_steps_say_what_was_done(
     order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
 ) -> None:
     device = on()
-    model, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
+    model, results, recording = traced_run(
+        base, tmp_path / "t.json", order, device, streamed=streamed
+    )
     require_lanes_in_order(results, recording, device, streamed=streamed)
     require_bytes_that_were_moved(model, results, recording, streamed=streamed)
     assert [result.bytes_moved > 0 for result in results] == [not device.in_place] * STEPS
     require_bounds(results, recording)
 
 
-def span(lane: Lane, begun: float, done: float, nbytes: int = 0, name: str = "block 0", track: int = 0) -> Span:
+def span(
+    lane: Lane, begun: float, done: float, nbytes: int = 0, name: str = "block 0", track: int = 0
+) -> Span:
     return Span(lane, name, PastEvent(begun), PastEvent(done), nbytes, track)
 
 
-def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path, tmp_path: Path) -> None:
+def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(
+    base: Path, tmp_path: Path
+) -> None:
     """An export between two steps, and what is written after the last."""
-    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), trace=tmp_path / "t.json") as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), trace=tmp_path / "t.json"
+    ) as engine:
         engine.step(BATCH)
         for _ in engine.parameters_now():
             pass
@@ -222,17 +276,27 @@ def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path
 
 
 def test_a_trace_is_what_chrome_expects(base: Path, tmp_path: Path) -> None:
-    traced_run(base, tmp_path / "t.json", Order(overlap=False), DEVICES["behind copies"](), streamed=False)
+    traced_run(
+        base, tmp_path / "t.json", Order(overlap=False), DEVICES["behind copies"](), streamed=False
+    )
     events = json.loads((tmp_path / "t.json").read_text())
     assert {event["ph"] for event in events} == {"M", "X"}
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     order = sorted(names.items())
     rows = ["sweep", "read", "upload", "replay", "evaluation 1", "evaluation 2", "offload", "write"]
     assert [name for _, name in order] == rows
-    assert all(event["dur"] >= 0 and event["tid"] in names for event in events if event["ph"] == "X")
+    assert all(
+        event["dur"] >= 0 and event["tid"] in names for event in events if event["ph"] == "X"
+    )
     for tid, name in order[1:]:
-        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid)
-        assert name == "read" or all(one[1] <= other[0] + 1e-3 for one, other in pairwise(own)), "one after the other"
+        own = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid
+        )
+        assert name == "read" or all(one[1] <= other[0] + 1e-3 for one, other in pairwise(own)), (
+            "one after the other"
+        )
 
 
 def written(path: Path) -> Path:
@@ -242,7 +306,9 @@ def written(path: Path) -> Path:
     return path
 
 
-def test_a_trace_reads_back_as_it_was_written_and_cut_anywhere_gives_its_whole_lines(tmp_path: Path) -> None:
+def test_a_trace_reads_back_as_it_was_written_and_cut_anywhere_gives_its_whole_lines(
+    tmp_path: Path,
+) -> None:
     raw = written(tmp_path / "t.json").read_text()
     recording = read_trace(tmp_path / "t.json")
     assert recording.spans == (span(Lane.READ, 1, 2, 10), span(Lane.EVALUATE, 3, 4, track=1))
@@ -253,9 +319,15 @@ def test_a_trace_reads_back_as_it_was_written_and_cut_anywhere_gives_its_whole_l
     for size in range(1, len(raw)):
         (tmp_path / "cut.json").write_text(raw[:size])
         found = read_trace(tmp_path / "cut.json")
-        whole = sum('"ph": "X"' in line for line, end in zip(lines, ends, strict=False) if end < size)
+        whole = sum(
+            '"ph": "X"' in line for line, end in zip(lines, ends, strict=False) if end < size
+        )
         torn = raw[:size].rpartition("\n")[2]
-        whole += '"ph": "X"' in torn and torn.rstrip(",").endswith("}") and torn.count("{") == torn.count("}")
+        whole += (
+            '"ph": "X"' in torn
+            and torn.rstrip(",").endswith("}")
+            and torn.count("{") == torn.count("}")
+        )
         assert len(found.spans) + len(found.sweeps) == whole, size
 
 
@@ -300,7 +372,12 @@ def test_a_disk_that_is_full_is_a_typed_error_and_no_file_without_a_sweep_stays(
 
 
 def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
-    spans = [span(Lane.READ, 0, 4, 5), span(Lane.READ, 1, 3, 6), span(Lane.READ, 8, 12, 7), span(Lane.READ, 20, 30, 8)]
+    spans = [
+        span(Lane.READ, 0, 4, 5),
+        span(Lane.READ, 1, 3, 6),
+        span(Lane.READ, 8, 12, 7),
+        span(Lane.READ, 20, 30, 8),
+    ]
     assert lane_uses(spans)[Lane.READ] == (18, 26)
     assert lane_uses(spans, started=2, done=10)[Lane.READ] == (4, 26), "only within the step"
     timeline = Timeline()
@@ -314,7 +391,9 @@ def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
     assert (found.name, found.nbytes) == ("block 0", 7)
 
 
-def test_of_too_many_spans_the_older_half_goes_and_one_that_is_not_done_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_spans_the_older_half_goes_and_one_that_is_not_done_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(profiling, "_CAPACITY", 4)
     timeline = Timeline()
     for name in "abcdef":
@@ -329,13 +408,25 @@ def sweeps_in(path: str) -> list[str]:
 
 
 def test_the_commands_trace_and_resume(here: Path) -> None:
-    given = ("--model", "base", "--data", "rows.jsonl", "--evaluation", "rows.jsonl", "--steps", 3, "--batch-size", 9)
+    given = (
+        "--model",
+        "base",
+        "--data",
+        "rows.jsonl",
+        "--evaluation",
+        "rows.jsonl",
+        "--steps",
+        3,
+        "--batch-size",
+        9,
+    )
     done("train", *given, "--output", "run", "--trace", "a.json")
     assert sweeps_in("a.json") == ["evaluation", "step 0", "step 1", "step 2", "evaluation"]
     journal = here / "run" / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-2]))  # without the last step, and the evaluation after it
-    for name in ("metrics.jsonl", "scratch.bin", "scratch.jsonl"):  # which know that there was one step more
+    for name in ("metrics.jsonl", "scratch.bin", "scratch.jsonl"):
+        # which know that there was one step more
         (here / "run" / name).unlink(missing_ok=True)
     done("train", "--resume", "run", "--trace", "c.json")
     assert sweeps_in("c.json") == ["step 2", "evaluation"]
@@ -351,15 +442,22 @@ def test_metrics_tell_lanes_bytes_and_the_bound(here: Path) -> None:
         assert list(row["lanes"]) == [lane.value for lane in Lane]
         assert all(0 <= lane["busy"] <= 1 for lane in row["lanes"].values())
         assert row["bytes_moved"] == 0, "computed on where the bytes lie"
-        busiest = max(row["lanes"]["replay"]["busy"] + row["lanes"]["evaluate"]["busy"], row["lanes"]["read"]["busy"])
+        busiest = max(
+            row["lanes"]["replay"]["busy"] + row["lanes"]["evaluate"]["busy"],
+            row["lanes"]["read"]["busy"],
+        )
         assert row["seconds"] * busiest <= row["bound_seconds"] * (1 + 1e-9) <= row["seconds"]
         read = row["lanes"]["read"]["bytes"]
         assert (read > 0) == (row["step"] == 0), "once, then it is all in memory"
 
 
-def test_an_interrupted_run_leaves_a_whole_trace(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_leaves_a_whole_trace(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Engine, "step", fails_at(Engine.step, 3, KeyboardInterrupt()))
-    ended = run_here("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--trace", "t.json")
+    ended = run_here(
+        "train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--trace", "t.json"
+    )
     assert ended.status == 130
     json.loads((here / "t.json").read_text())
     assert sweeps_in("t.json") == ["step 0", "step 1"]

@@ -1,4 +1,6 @@
-"""Updates: what programs they compile to, long replays of them, and whether they change the weights."""
+"""Updates: what programs they compile to, long replays of them, and whether they change the
+weights.
+"""
 
 import random
 from collections.abc import Collection, Sequence
@@ -45,8 +47,14 @@ def update(seeds: tuple[int, ...], *, weight_decay: float = 0.0, in_place: bool 
 
 def moves(program: Program) -> list[tuple[int, float]]:
     """Seed and shift, or projected gradient, of each instruction."""
-    scalars = [move.shift if isinstance(move, Perturb) else move.projected_grad for move in program.instructions]
-    return [(program.seeds[move.direction], scalar) for move, scalar in zip(program.instructions, scalars, strict=True)]
+    scalars = [
+        move.shift if isinstance(move, Perturb) else move.projected_grad
+        for move in program.instructions
+    ]
+    return [
+        (program.seeds[move.direction], scalar)
+        for move, scalar in zip(program.instructions, scalars, strict=True)
+    ]
 
 
 def test_a_step_is_its_walk_through_the_evaluations_and_then_its_descent() -> None:
@@ -60,7 +68,9 @@ def test_a_step_is_its_walk_through_the_evaluations_and_then_its_descent() -> No
     assert moves(program) == [(5, 0.1), (6, 0.2), (7, 0.1), (5, 0.2)]
     assert program.then == Perturb(1, -0.5, 1e-4)
     assert compile_updates((), Evaluation(9, 1.0), 1e-4)[True].seeds == (9,)
-    unrounded = Update(0, (Evaluation(8, 0.0), Evaluation(7, 1.0)), (5,), (0.1,), 1e-2, 1e-3, 0.0, True, (1.0, 1.0))
+    unrounded = Update(
+        0, (Evaluation(8, 0.0), Evaluation(7, 1.0)), (5,), (0.1,), 1e-2, 1e-3, 0.0, True, (1.0, 1.0)
+    )
     assert seeds_of(update((5,))) == (5,)
     assert seeds_of(unrounded) == (7, 5), "an evaluation without a shift moves nothing"
 
@@ -114,7 +124,8 @@ def test_a_sweep_compiles_its_programs_once_for_all_segments(
         programs.clear()
         engine.step(make_batch(40, [5]))
     replays = 2  # with weight decay and without
-    # To the first evaluation, which counter-based noise does in the replay, and from there to the second.
+    # To the first evaluation, which counter-based noise does in the replay, and from there to the
+    # second.
     in_work_buffer = 2 if distribution is None else 1
     assert len(programs) == replays + in_work_buffer
     assert all(len(program.tables) <= 1 for program in programs.values())
@@ -156,7 +167,9 @@ class Watched(SequentialNoise):
         super().fill(*args, **kwargs)
         streams = [*self._streams.values(), *self._recent.values()]
         self.most_streams = max(self.most_streams, len(streams))
-        self.most_generators = max(self.most_generators, sum(1 + len(stream.copies) for stream in streams))
+        self.most_generators = max(
+            self.most_generators, sum(1 + len(stream.copies) for stream in streams)
+        )
 
 
 @pytest.mark.few(1)
@@ -169,7 +182,9 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
     with Engine(model, journal=journal) as engine:
         expected = weights(engine)
     model = toy(tmp_path)
-    generators = 4  # of a seed: its own, the segment's start, and two jumps, as the head is registered before the blocks
+    # of a seed: its own, the segment's start, and two jumps, as the head is registered before the
+    # blocks
+    generators = 4
     noise = Watched(model.layouts, memory=kept * (STREAM + generators * GENERATOR))
     memory = MemoryPolicy(host=HostPlan((), 0, buckets=1 if streamed else None, keep_noise=True))
     drawn, normal_ = 0, torch.Tensor.normal_
@@ -189,16 +204,23 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
     assert noise.most_streams == most < len(seeds)
     assert noise.most_generators <= generators * most
     # Whoever is not kept starts over at each segment, not at each parameter.
-    specs = sorted((spec for layout in model.layouts for spec in layout.parameters), key=lambda spec: spec.index)
+    specs = sorted(
+        (spec for layout in model.layouts for spec in layout.parameters),
+        key=lambda spec: spec.index,
+    )
     before = {spec.name: sum(each.numel for each in specs[:at]) for at, spec in enumerate(specs)}
     own = sum(spec.numel for spec in specs)
     skipped = sum(min(before[spec.name] for spec in layout.parameters) for layout in model.layouts)
     assert drawn <= len(seeds) * (own + skipped)
 
 
-def test_an_engines_generators_fit_into_what_the_plan_leaves(journal: Path, tmp_path: Path, process_memory: int) -> None:
+def test_an_engines_generators_fit_into_what_the_plan_leaves(
+    journal: Path, tmp_path: Path, process_memory: int
+) -> None:
     asked = process_memory + (128 << 20)
-    with Engine(toy(tmp_path), journal=journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
+    with Engine(
+        toy(tmp_path), journal=journal, memory=MemoryPolicy(host=asked, activations=80 << 20)
+    ) as engine:
         assert engine.host_plan is not None
         assert 0 <= engine.host_plan.spare < 24 << 20
         assert engine._runner.host_limit == asked, "no more may be resident"
@@ -209,7 +231,9 @@ def test_an_engines_generators_fit_into_what_the_plan_leaves(journal: Path, tmp_
 @pytest.mark.parametrize("most", [1, 3, 4, 100])
 def test_updates_are_split_into_parts_in_order(most: int) -> None:
     rng = random.Random(1)
-    updates = [drawn_update(step, rng, probes) for step, probes in enumerate([1, 1, 3, 1, 5, 1, 1, 1])]
+    updates = [
+        drawn_update(step, rng, probes) for step, probes in enumerate([1, 1, 3, 1, 5, 1, 1, 1])
+    ]
     parts = list(split_updates(updates, most))
     assert [each for part in parts for each in part] == updates
     for part in parts:
@@ -232,12 +256,18 @@ def sampled(lr: float, *grads: float, step: int = 0) -> Update:
 
 @pytest.mark.parametrize("buckets", [None, 2], ids=["resident", "streamed"])
 @every_noise
-def test_the_share_is_of_the_weights_that_change(noise: NoiseGenerator | None, buckets: int | None, tmp_path: Path) -> None:
-    """Of all weights, where the sample is of a few hundred: in bfloat16, at steps of which about half lands."""
+def test_the_share_is_of_the_weights_that_change(
+    noise: NoiseGenerator | None, buckets: int | None, tmp_path: Path
+) -> None:
+    """Of all weights, where the sample is of a few hundred: in bfloat16, at steps of which about
+    half lands.
+    """
     batch = dict.fromkeys(("input_ids", "labels"), BATCH["input_ids"])
 
     def engine_of(lr: float) -> Engine:
-        model = ToyBlockModel(97, 48, 4, tied=True, dtype=torch.bfloat16, file=tmp_path / f"{lr}.safetensors")
+        model = ToyBlockModel(
+            97, 48, 4, tied=True, dtype=torch.bfloat16, file=tmp_path / f"{lr}.safetensors"
+        )
         estimator = MeZOSGD(lr=lr, zo_eps=0.1, perturb_in_place=False)
         return zeroth_order(model, estimator, noise=noise, memory=memory(buckets, budget=2**28))
 
@@ -246,7 +276,9 @@ def test_the_share_is_of_the_weights_that_change(noise: NoiseGenerator | None, b
     with engine_of(5e-4 / grad) as engine:
         before = weights(engine)
         share_applied = engine.step(batch).share_applied
-        changed = [(tensor != before[name]).sum().item() for name, tensor in engine.parameters_now()]
+        changed = [
+            (tensor != before[name]).sum().item() for name, tensor in engine.parameters_now()
+        ]
     share = sum(changed) / sum(tensor.numel() for tensor in before.values())
     assert 0.2 < share < 0.9
     assert share_applied == pytest.approx(share, abs=0.07)
@@ -254,10 +286,19 @@ def test_the_share_is_of_the_weights_that_change(noise: NoiseGenerator | None, b
 
 @pytest.mark.parametrize(
     ("dtype", "lr", "least", "most"),
-    [("bfloat16", 1e-2, 0.9, 1.0), ("bfloat16", 1e-6, 0.0, 0.2), ("float32", 1e-2, 0.9, 1.0), ("float32", 1e-6, 0.9, 1.0)],
+    [
+        ("bfloat16", 1e-2, 0.9, 1.0),
+        ("bfloat16", 1e-6, 0.0, 0.2),
+        ("float32", 1e-2, 0.9, 1.0),
+        ("float32", 1e-6, 0.9, 1.0),
+    ],
 )
-def test_small_steps_land_in_float32_alone(dtype: str, lr: float, least: float, most: float, base: Path) -> None:
-    with Engine(open_checkpoint(base, dtype=dtype), ZerothOrder(MeZOSGD(lr=lr, zo_eps=1e-2))) as engine:
+def test_small_steps_land_in_float32_alone(
+    dtype: str, lr: float, least: float, most: float, base: Path
+) -> None:
+    with Engine(
+        open_checkpoint(base, dtype=dtype), ZerothOrder(MeZOSGD(lr=lr, zo_eps=1e-2))
+    ) as engine:
         share_applied = engine.step(BATCH).share_applied
     assert share_applied is not None
     assert least <= share_applied <= most
@@ -266,7 +307,9 @@ def test_small_steps_land_in_float32_alone(dtype: str, lr: float, least: float, 
 @pytest.mark.few(2)
 @every_noise
 def test_it_is_looked_at_once_in_a_hundred_steps(noise: NoiseGenerator | None, base: Path) -> None:
-    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise)) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise)
+    ) as engine:
         looked = [step for step in range(EVERY + 3) if engine.step(BATCH).share_applied is not None]
     assert looked == [0, EVERY]
 
@@ -277,14 +320,24 @@ def test_a_run_that_goes_on_looks_at_its_first_step(base: Path, tmp_path: Path) 
     options["write_back"] = WriteBackPolicy(directory=tmp_path / "run", every=None)
     share_applied = []
     for _ in range(2):
-        with zeroth_order(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), **options) as engine:
+        with zeroth_order(
+            open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), **options
+        ) as engine:
             share_applied += [engine.step(BATCH).share_applied for _ in range(3)]
-    assert [share is not None for share in share_applied] == [True, False, False, True, False, False]
+    assert [share is not None for share in share_applied] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def sample(update_loss: UpdateLoss, segment: int, store: Sequence[torch.Tensor]) -> None:
     specs = [
-        ParameterSpec(str(place), tuple(theta.shape), theta.dtype, place, decays=True) for place, theta in enumerate(store)
+        ParameterSpec(str(place), tuple(theta.shape), theta.dtype, place, decays=True)
+        for place, theta in enumerate(store)
     ]
     update_loss.sample(segment, store, specs)
 
@@ -302,7 +355,9 @@ def test_the_sample_is_spread_over_every_segment_and_is_small() -> None:
     """A parameter that stays where it is counts by its size, wherever it lies."""
     large = torch.full((10 * SAMPLED,), 1e9)
     for still in range(3):
-        store = [large if place == still else torch.full((10 * SAMPLED,), 1e-3) for place in range(3)]
+        store = [
+            large if place == still else torch.full((10 * SAMPLED,), 1e-3) for place in range(3)
+        ]
         update_loss = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
         update_loss.begin(0)
         sample(update_loss, 0, store)
@@ -312,11 +367,19 @@ def test_the_sample_is_spread_over_every_segment_and_is_small() -> None:
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_each_direction_rounds_on_its_own_and_dtypes_count_together(queries: int) -> None:
-    """Nine tenths of half the distance to the next smaller bfloat16: however many follow each other, each is lost."""
+    """Nine tenths of half the distance to the next smaller bfloat16: however many follow each
+    other, each is lost.
+    """
     update_loss = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
     update_loss.begin(0)
-    sample(update_loss, 0, [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
-    share = update_loss.share_applied(sampled(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries))))
+    sample(
+        update_loss,
+        0,
+        [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)],
+    )
+    share = update_loss.share_applied(
+        sampled(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries)))
+    )
     assert share == pytest.approx(0.5, abs=0.01)
 
 

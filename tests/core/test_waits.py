@@ -1,7 +1,10 @@
-"""Every wait of a sweep is needed: each one is taken out in turn, and something breaks. Nothing is lost or mixed up.
+"""Every wait of a sweep is needed: each one is taken out in turn, and something breaks.
 
-The device's copies and its compute run in threads. Each case slows down what the wait waits for, so that without it the
-other side comes first, always. Memory that is being filled, and buckets that were given back, are poisoned.
+Nothing is lost or mixed up.
+
+The device's copies and its compute run in threads. Each case slows down what the wait waits for, so
+that without it the other side comes first, always. Memory that is being filled, and buckets that
+were given back, are poisoned.
 """
 
 from __future__ import annotations
@@ -42,9 +45,13 @@ from zo2core.types import Lane
 
 
 class IssuingVisitor(TwoStepVisitor):
-    """Issues its compute to the device's queue, as kernels are launched, and checks there what it finds."""
+    """Issues its compute to the device's queue, as kernels are launched, and checks there what it
+    finds.
+    """
 
-    def __init__(self, source: CheckingSource, streams: ThreadedStreams, case: Case, *, replays: bool) -> None:
+    def __init__(
+        self, source: CheckingSource, streams: ThreadedStreams, case: Case, *, replays: bool
+    ) -> None:
         self.source = source
         self.streams = streams
         self.case = case
@@ -76,14 +83,22 @@ class IssuingVisitor(TwoStepVisitor):
 
     def expect(self, what: str, index: int, store: Store, version: int) -> None:
         if not bool((store[0] == self.source.expected(index, version)).all()):
-            self.source.errors.append(f"{what} of segment {index} found other bytes than version {version}'s")
+            self.source.errors.append(
+                f"{what} of segment {index} found other bytes than version {version}'s"
+            )
 
 
 class Queued:
-    """Work on a device whose copies and compute run in threads: each takes as long as its lane is told."""
+    """Work on a device whose copies and compute run in threads: each takes as long as its lane is
+    told.
+    """
 
-    def __init__(self, delay: Callable[[Lane], float], without: Sequence[Wait], *, issues: bool = True) -> None:
-        self.streams = ThreadedStreams(lambda lane, nbytes: delay(lane), asynchronous=issues, without=without)
+    def __init__(
+        self, delay: Callable[[Lane], float], without: Sequence[Wait], *, issues: bool = True
+    ) -> None:
+        self.streams = ThreadedStreams(
+            lambda lane, nbytes: delay(lane), asynchronous=issues, without=without
+        )
         self.device = ThreadedDevice(self.streams)
         self.timeline = Timeline()
         self.errors: list[str] = []
@@ -104,7 +119,9 @@ class Queued:
         spans = self.timeline.take()
         one, other = ([span for span in spans if span.lane is lane] for lane in lanes)
         return any(
-            up.started.seconds < down.done.seconds and down.started.seconds < up.done.seconds for up in one for down in other
+            up.started.seconds < down.done.seconds and down.started.seconds < up.done.seconds
+            for up in one
+            for down in other
         )
 
 
@@ -131,15 +148,23 @@ CASES: dict[Wait, Case] = {
 class Weights(Queued):
     """Sweeps over segments, whose weights come and go."""
 
-    def __init__(self, case: Case, without: Sequence[Wait] = (), kept: int = 0, capacity: int = BLOCKS) -> None:
-        super().__init__(lambda lane: case.upload() if lane is Lane.UPLOAD else case.offload(), without)
+    def __init__(
+        self, case: Case, without: Sequence[Wait] = (), kept: int = 0, capacity: int = BLOCKS
+    ) -> None:
+        super().__init__(
+            lambda lane: case.upload() if lane is Lane.UPLOAD else case.offload(), without
+        )
         self.case, self.source = case, CheckingSource(capacity)
-        self.scheduler = OverlappedScheduler(self.source, self.device, kept=kept, timeline=self.timeline)
+        self.scheduler = OverlappedScheduler(
+            self.source, self.device, kept=kept, timeline=self.timeline
+        )
 
     def visitor(self, kind: type[IssuingVisitor] = IssuingVisitor) -> IssuingVisitor:
         return kind(self.source, self.streams, self.case, replays=self.case.replays)
 
-    def sweep(self, order: Sequence[int] = range(BLOCKS + 2), kind: type[IssuingVisitor] = IssuingVisitor) -> None:
+    def sweep(
+        self, order: Sequence[int] = range(BLOCKS + 2), kind: type[IssuingVisitor] = IssuingVisitor
+    ) -> None:
         self.scheduler.sweep(self.visitor(kind).visit, order)
 
     def end(self) -> list[str]:
@@ -174,24 +199,37 @@ def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("kept", "capacity", "replays"), each_choice([0, 1, 3, BLOCKS], [1, 2, BLOCKS], [False, True]))
+@pytest.mark.parametrize(
+    ("kept", "capacity", "replays"), each_choice([0, 1, 3, BLOCKS], [1, 2, BLOCKS], [False, True])
+)
 def test_a_sweep_may_turn_back(kept: int, capacity: int, replays: bool) -> None:
-    """Forward over all segments and back, as a first-order step does; at the turn a block comes back that has just left."""
+    """Forward over all segments and back, as a first-order step does; at the turn a block comes
+    back that has just left.
+    """
     some, order = at_random(kept), [*range(BLOCKS + 2), *range(BLOCKS, 0, -1)]
-    for case in (Case(some, some, some, some, replays=replays), Case(upload=slow, offload=slow, replays=replays)):
+    for case in (
+        Case(some, some, some, some, replays=replays),
+        Case(upload=slow, offload=slow, replays=replays),
+    ):
         assert run(case, without=[], kept=kept, order=order, capacity=capacity) == []
 
 
 def test_transfers_and_compute_overlap() -> None:
-    """Each of three lanes takes equally long; were any two one after the other, their spans would not touch."""
+    """Each of three lanes takes equally long; were any two one after the other, their spans would
+    not touch.
+    """
     weights = Weights(Case(slow, slow, evaluate=slow))
     weights.sweep()
     assert weights.end() == []
-    assert weights.together(Lane.UPLOAD, Lane.OFFLOAD), "while a block goes back another one comes in"
+    assert weights.together(Lane.UPLOAD, Lane.OFFLOAD), (
+        "while a block goes back another one comes in"
+    )
     streams = Sweeps(StreamsCase(upload=slow, offload=slow, forward=slow, streams=4))
     streams.run()
     assert streams.end() == []
-    assert streams.together(Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT), "and so do activations of streams"
+    assert streams.together(Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT), (
+        "and so do activations of streams"
+    )
 
 
 class FailingVisitor(IssuingVisitor):
@@ -223,11 +261,15 @@ def test_the_next_sweeps_first_block_comes_in_though_the_host_runs_ahead() -> No
 
 @pytest.mark.parametrize("at", range(1, BLOCKS + 3))
 @pytest.mark.parametrize("lane", [Lane.UPLOAD, Lane.OFFLOAD])
-def test_a_copy_that_cannot_be_started_loses_nothing(lane: Lane, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_started_loses_nothing(
+    lane: Lane, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweeps, failures = Weights(Case()), 0
     copy = sweeps.streams.copy
     failing = fails_at(copy, at, MemoryError())
-    monkeypatch.setattr(sweeps.streams, "copy", lambda of, *given: (failing if of is lane else copy)(of, *given))
+    monkeypatch.setattr(
+        sweeps.streams, "copy", lambda of, *given: (failing if of is lane else copy)(of, *given)
+    )
     for _ in range(3):
         try:
             sweeps.sweep()
@@ -279,9 +321,18 @@ OF_ACTIVATIONS: dict[Wait, StreamsCase] = {
 
 
 class Sweeps(Queued):
-    """Streams whose every number is 100 * stream + segment; compute is issued to a queue, and checks what it finds there."""
+    """Streams whose every number is 100 * stream + segment; compute is issued to a queue, and
+    checks what it finds there.
+    """
 
-    def __init__(self, case: StreamsCase, without: Sequence[Wait] = (), planned: int = 0, *, issues: bool = True) -> None:
+    def __init__(
+        self,
+        case: StreamsCase,
+        without: Sequence[Wait] = (),
+        planned: int = 0,
+        *,
+        issues: bool = True,
+    ) -> None:
         lanes = {Lane.ACTIVATIONS_IN: case.upload}
         super().__init__(lambda lane: lanes.get(lane, case.offload)(), without, issues=issues)
         self.case = case
@@ -297,7 +348,11 @@ class Sweeps(Queued):
             for stream in range(count):
                 found = self.memory.take(segment, stream)
                 if segment + 1 < SEGMENTS:
-                    self.memory.put(segment + 1, stream, self.forward(stream, segment, found, self.case.forward()))
+                    self.memory.put(
+                        segment + 1,
+                        stream,
+                        self.forward(stream, segment, found, self.case.forward()),
+                    )
                 else:
                     self.forward(stream, segment, found, self.case.head())
 
@@ -322,7 +377,7 @@ def sweep_twice(case: StreamsCase, without: Sequence[Wait] = ()) -> list[str]:
     return sweeps.end()
 
 
-def test_streams_take_the_host_memory_that_is_planned_and_allocate_nothing_from_the_second_sweep_on() -> None:
+def test_streams_take_the_planned_host_memory_and_allocate_nothing_after_the_first_sweep() -> None:
     count, pages = 3, (1, 9, 3)
     planned = count * sum(pages) * PAGE
     sweeps = Sweeps(StreamsCase(), planned=planned, issues=False)
@@ -330,7 +385,11 @@ def test_streams_take_the_host_memory_that_is_planned_and_allocate_nothing_from_
     for _ in range(2):
         memory.begin(count)
         for stream in range(count):
-            memory.add(stream, tuple(torch.full((number * PAGE,), stream, dtype=torch.uint8) for number in pages), lambda: 0)
+            memory.add(
+                stream,
+                tuple(torch.full((number * PAGE,), stream, dtype=torch.uint8) for number in pages),
+                lambda: 0,
+            )
         for segment, stream in product(range(1, SEGMENTS), range(count)):
             found = memory.take(segment, stream)
             assert all(bool((tensor == stream).all()) for tensor in found)
@@ -353,14 +412,18 @@ def test_streams_take_the_host_memory_that_is_planned_and_allocate_nothing_from_
 def test_whatever_takes_long_no_stream_is_mixed_up(streams: int, staying: int) -> None:
     some = at_random(streams)
     # Room for the streams that stay, for one forward, and for streams in transit.
-    case = StreamsCase(some, some, some, some, streams=streams, allowed=(staying + 1 + IN_TRANSIT) * STREAM_BYTES)
+    case = StreamsCase(
+        some, some, some, some, streams=streams, allowed=(staying + 1 + IN_TRANSIT) * STREAM_BYTES
+    )
     assert sweep_twice(case) == []
 
 
 def test_streams_wait_only_if_they_must() -> None:
     for staying, streams in ((0, 5), (2, 7), (5, 5)):
         in_transit = IN_TRANSIT if staying < streams else 0
-        sweeps = Sweeps(StreamsCase(streams=streams, allowed=(staying + 1 + in_transit) * STREAM_BYTES))
+        sweeps = Sweeps(
+            StreamsCase(streams=streams, allowed=(staying + 1 + in_transit) * STREAM_BYTES)
+        )
         sweeps.run()
         assert sweeps.end() == []
         names = {span.name.split(", ")[-1] for span in sweeps.timeline.take()}
@@ -378,7 +441,9 @@ def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
     assert sweeps.end() == []
 
 
-def test_a_sweep_begins_once_the_copies_of_a_failed_one_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_begins_once_the_copies_of_a_failed_one_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sweeps, transfers = Sweeps(StreamsCase(upload=slow, offload=slow)), list[Transfer]()
     copy = sweeps.streams.copy
 
@@ -398,9 +463,15 @@ def test_a_sweep_begins_once_the_copies_of_a_failed_one_are_over(monkeypatch: py
 @pytest.mark.few(12)
 @pytest.mark.parametrize("at", range(1, 12))
 @pytest.mark.parametrize("what", ["copy", "resize", "host_memory"])
-def test_a_failed_allocation_or_copy_loses_no_memory(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_or_copy_loses_no_memory(
+    what: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweeps = Sweeps(StreamsCase())
-    owner = {"copy": sweeps.streams, "resize": sweeps.memory._kept._target, "host_memory": sweeps.device}[what]
+    owner = {
+        "copy": sweeps.streams,
+        "resize": sweeps.memory._kept._target,
+        "host_memory": sweeps.device,
+    }[what]
     monkeypatch.setattr(owner, what, fails_at(getattr(owner, what), at, MemoryError()))
     for _ in range(4):
         with suppress(MemoryError):
@@ -437,7 +508,13 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     mask = torch.tensor([[True, False, True]]).expand(4, 3)
     activations = Named(
         base.view(4, 6).t(),
-        [{"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)}, base[5:7], torch.empty(0), "x", 7],
+        [
+            {"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)},
+            base[5:7],
+            torch.empty(0),
+            "x",
+            7,
+        ],
     )
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = StreamActivations(device, 0)
@@ -462,7 +539,9 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
 
 
 class Foreign:
-    """A container of another library, which told torch how to take it apart but not all that is in it."""
+    """A container of another library, which told torch how to take it apart but not all that is in
+    it.
+    """
 
     def __init__(self, tensor: torch.Tensor, *, fresh: bool = True) -> None:
         self.tensor = tensor
@@ -471,7 +550,9 @@ class Foreign:
 
 def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
     register_pytree_node(
-        Foreign, lambda foreign: ([foreign.tensor], None), lambda tensors, _: Foreign(*tensors, fresh=False)
+        Foreign,
+        lambda foreign: ([foreign.tensor], None),
+        lambda tensors, _: Foreign(*tensors, fresh=False),
     )
     cache, hidden = Foreign(torch.ones(3)), torch.arange(4.0)
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
@@ -495,7 +576,12 @@ def test_where_the_device_is_the_host_everything_stays() -> None:
     memory.add(0, [tensor], lambda: 10**9)
     assert memory.take(1, 0)[0] is tensor
     assert timeline.take() == []
-    assert storage_bytes({"a": base[:3], "b": [base[2:], (torch.zeros(1, dtype=torch.int64), "x")], "c": None}) == 48
+    assert (
+        storage_bytes(
+            {"a": base[:3], "b": [base[2:], (torch.zeros(1, dtype=torch.int64), "x")], "c": None}
+        )
+        == 48
+    )
 
 
 NBYTES = PAGE  # of an input
@@ -505,17 +591,24 @@ ALL_ON_HOST = 1 << 20
 
 
 class Computed(Queued):
-    """Sweeps over inputs on a device whose compute is a queue: forwards make them, backwards check them.
+    """Sweeps over inputs on a device whose compute is a queue: forwards make them, backwards check
+    them.
 
-    Memory that is freed is overwritten by the compute that follows; memory that is taken is still being written by compute
-    that was issued before.
+    Memory that is freed is overwritten by the compute that follows; memory that is taken is still
+    being written by compute that was issued before.
     """
 
-    def __init__(self, case: Mapping[Wait, float], without: Sequence[Wait], host_room: int, spill: Path) -> None:
+    def __init__(
+        self, case: Mapping[Wait, float], without: Sequence[Wait], host_room: int, spill: Path
+    ) -> None:
         slow = {Lane.ACTIVATIONS_IN: Wait.ACTIVATIONS_UPLOADED}
-        super().__init__(lambda lane: case.get(slow.get(lane, Wait.STAGING_OFFLOADED), 0.0), without)
+        super().__init__(
+            lambda lane: case.get(slow.get(lane, Wait.STAGING_OFFLOADED), 0.0), without
+        )
         self.case = case
-        self.store = ActivationOffload(self.device, self.timeline, ActivationFile(spill, self.timeline), host_room)
+        self.store = ActivationOffload(
+            self.device, self.timeline, ActivationFile(spill, self.timeline), host_room
+        )
         self.store.resize = self.overwritten  # type: ignore[method-assign]
 
     def overwritten(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -537,7 +630,9 @@ class Computed(Queued):
         for block in range(blocks, 0, -1):
             for stream in range(streams):
                 inputs.take(Use(-block, stream))
-                self.streams.compute(partial(self.check, tensors[block, stream], 10 * block + stream))
+                self.streams.compute(
+                    partial(self.check, tensors[block, stream], 10 * block + stream)
+                )
         inputs.clear()
 
     def make(self, tensor: torch.Tensor, number: int) -> None:
@@ -554,7 +649,11 @@ class Computed(Queued):
 
 
 def swept(
-    spill: Path, case: Mapping[Wait, float], without: Sequence[Wait] = (), room: int = 0, host_room: int = ALL_ON_HOST
+    spill: Path,
+    case: Mapping[Wait, float],
+    without: Sequence[Wait] = (),
+    room: int = 0,
+    host_room: int = ALL_ON_HOST,
 ) -> Computed:
     computed = Computed(case, without, host_room, spill)
     computed.run(room=room)
@@ -564,9 +663,13 @@ def swept(
 
 
 OF_INPUTS = (Wait.COMPUTED, Wait.STAGING_OFFLOADED, Wait.STAGING_READ, Wait.ACTIVATIONS_UPLOADED)
-SLOW_FOR_INPUTS = {Wait.INPUT_OFFLOADED: Wait.STAGING_OFFLOADED, Wait.INPUT_UPLOADED: Wait.ACTIVATIONS_UPLOADED}
+SLOW_FOR_INPUTS = {
+    Wait.INPUT_OFFLOADED: Wait.STAGING_OFFLOADED,
+    Wait.INPUT_UPLOADED: Wait.ACTIVATIONS_UPLOADED,
+}
 
-Fails = Callable[[Path, list[Wait]], list[str]]  # what goes wrong without some waits, with a directory for files
+# what goes wrong without some waits, with a directory for files
+Fails = Callable[[Path, list[Wait]], list[str]]
 
 
 def of_weights(case: Case) -> Fails:
@@ -584,9 +687,15 @@ def of_inputs(slow: Wait, host_room: int = ALL_ON_HOST) -> Fails:
 # To add a wait: what fails without it.
 NEEDED: dict[str, tuple[Wait, Fails]] = {
     **{f"{wait}, of weights": (wait, of_weights(case)) for wait, case in CASES.items()},
-    **{f"{wait}, of activations": (wait, of_activations(case)) for wait, case in OF_ACTIVATIONS.items()},
+    **{
+        f"{wait}, of activations": (wait, of_activations(case))
+        for wait, case in OF_ACTIVATIONS.items()
+    },
     **{f"{wait}, of inputs in host memory": (wait, of_inputs(wait)) for wait in OF_INPUTS},
-    **{f"{wait}, of host memory of inputs": (wait, of_inputs(slow, 0)) for wait, slow in SLOW_FOR_INPUTS.items()},
+    **{
+        f"{wait}, of host memory of inputs": (wait, of_inputs(slow, 0))
+        for wait, slow in SLOW_FOR_INPUTS.items()
+    },
 }
 
 
@@ -609,7 +718,8 @@ def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_p
     assert computed.errors == []
     spans = computed.timeline.take()
     written, offloaded = (
-        sum(span.nbytes for span in spans if span.lane is lane) for lane in (Lane.WRITE, Lane.ACTIVATIONS_OUT)
+        sum(span.nbytes for span in spans if span.lane is lane)
+        for lane in (Lane.WRITE, Lane.ACTIVATIONS_OUT)
     )
     assert written <= offloaded
     sent = offloaded / 2  # in each of the two sweeps
@@ -621,12 +731,19 @@ def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_p
 @pytest.mark.parametrize("host_room", [0, ALL_ON_HOST])
 def test_an_empty_part_of_an_input_moves_like_any_other(host_room: int, tmp_path: Path) -> None:
     computed = Computed({}, (), host_room, tmp_path)
-    inputs, tensors = KeptActivations(computed.store), [torch.full((size,), 3, dtype=torch.uint8) for size in (0, 5)]
+    inputs, tensors = (
+        KeptActivations(computed.store),
+        [torch.full((size,), 3, dtype=torch.uint8) for size in (0, 5)],
+    )
     inputs.room = 0
     for block in range(1, 6):
-        inputs.put(Use(-block, 0), [tensor.untyped_storage() for tensor in tensors] if block == 1 else [])
+        inputs.put(
+            Use(-block, 0), [tensor.untyped_storage() for tensor in tensors] if block == 1 else []
+        )
     for block in range(5, 0, -1):
         inputs.take(Use(-block, 0))
-    computed.streams.compute(lambda: computed.errors.extend([] if tensors[1].tolist() == [3] * 5 else ["lost"]))
+    computed.streams.compute(
+        lambda: computed.errors.extend([] if tensors[1].tolist() == [3] * 5 else ["lost"])
+    )
     inputs.clear()
     assert computed.end() == []

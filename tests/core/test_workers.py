@@ -1,4 +1,6 @@
-"""Several workers on one run, by forwards and by gradients: the bits of one worker, and journals that are equal."""
+"""Several workers on one run, by forwards and by gradients: the bits of one worker, and journals
+that are equal.
+"""
 
 import itertools
 import re
@@ -41,7 +43,14 @@ from zo2core import (
     ZerothOrder,
     ZOEstimator,
 )
-from zo2core.errors import BatchError, ClosedError, JournalError, NonFiniteLossError, OptionError, WorkerError
+from zo2core.errors import (
+    BatchError,
+    ClosedError,
+    JournalError,
+    NonFiniteLossError,
+    OptionError,
+    WorkerError,
+)
 from zo2core.journal import ImpossibleRecordError, decode, encode
 from zo2core.methods.first_order import add_up
 from zo2core.planning.memory import free_memory, resident_memory
@@ -73,18 +82,28 @@ def batch_of(seed: int, rows: int = 4) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def trained(folder: Path, estimator: ZOEstimator, workers: Workers | None = None, **options: Any) -> dict[str, torch.Tensor]:
+def trained(
+    folder: Path, estimator: ZOEstimator, workers: Workers | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
     """Run a few steps on the toy in a folder of its own; the journal stays there."""
     steps = options.pop("steps", STEPS)
-    with zeroth_order(toy(folder), estimator, journal=folder / "journal.jsonl", workers=workers, **options) as engine:
+    with zeroth_order(
+        toy(folder), estimator, journal=folder / "journal.jsonl", workers=workers, **options
+    ) as engine:
         for step in range(engine.version, steps):
             engine.step(batch_of(step))
         return weights(engine)
 
 
-def crew(folder: Path, size: int, estimator: ZOEstimator, split: str = "auto", **options: Any) -> dict[str, torch.Tensor]:
+def crew(
+    folder: Path, size: int, estimator: ZOEstimator, split: str = "auto", **options: Any
+) -> dict[str, torch.Tensor]:
     """The same by workers; journals and weights are compared."""
-    made = worked(size, lambda workers: trained(folder / str(workers.rank), estimator, workers, **options), split=split)
+    made = worked(
+        size,
+        lambda workers: trained(folder / str(workers.rank), estimator, workers, **options),
+        split=split,
+    )
     assert all_equal([(folder / str(rank) / "journal.jsonl").read_bytes() for rank in range(size)])
     for own in made[1:]:
         assert_equal(own, made[0])
@@ -96,7 +115,9 @@ def updates_of(folder: Path) -> list[Update]:
 
 
 @given(size=st.integers(1, 12), evaluations=st.integers(1, 20), rows=st.integers(1, 12))
-def test_every_row_of_every_evaluation_is_one_workers(size: int, evaluations: int, rows: int) -> None:
+def test_every_row_of_every_evaluation_is_one_workers(
+    size: int, evaluations: int, rows: int
+) -> None:
     try:
         split = choose_split("auto", size, evaluations, rows)
     except OptionError:
@@ -120,7 +141,12 @@ def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do()
     assert choose_split("auto", 4, 8, 4) == Split(4, 1)  # of equal ones that by directions
     assert choose_split("auto", 4, 2, 4) == Split(2, 2)
     assert choose_split("auto", 3, 2, 9) == Split(1, 3)
-    for asked, size, units, rows in [("directions", 4, 2, 9), ("rows", 4, 9, 2), ("rows", 2, 2, None), ("2x3", 4, 9, 9)]:
+    for asked, size, units, rows in [
+        ("directions", 4, 2, 9),
+        ("rows", 4, 9, 2),
+        ("rows", 2, 2, None),
+        ("2x3", 4, 9, 9),
+    ]:
         with pytest.raises(OptionError, match="split"):
             choose_split(asked, size, units, rows)
     for name in ["columns", "0x2", "2x", "", "2X2"]:
@@ -130,12 +156,17 @@ def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do()
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_by_directions_all_bits_are_one_workers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_by_directions_all_bits_are_one_workers(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     folder, draw = tmp_path_factory.mktemp("run"), data.draw
     name = draw(st.sampled_from(sorted(ESTIMATORS)))
     estimator = ESTIMATORS[name]
     size = min(draw(st.sampled_from([2, 3, 4])), len(estimator.evaluations(0, iter(range(99)))))
-    storage, stops = draw(st.sampled_from(["planned", "resident", "streamed", "written"])), draw(st.booleans())
+    storage, stops = (
+        draw(st.sampled_from(["planned", "resident", "streamed", "written"])),
+        draw(st.booleans()),
+    )
     options: dict[str, Any] = {}
     if draw(st.booleans()) or name == "fzoo":
         options["noise"] = PhiloxNoise(Distribution.RADEMACHER)
@@ -146,7 +177,13 @@ def test_by_directions_all_bits_are_one_workers(tmp_path_factory: pytest.TempPat
 
         def work(workers: Workers) -> dict[str, torch.Tensor]:
             own = folder / str(workers.rank)
-            return trained(own, estimator, workers, write_back=WriteBackPolicy(directory=own, every=2), **options)
+            return trained(
+                own,
+                estimator,
+                workers,
+                write_back=WriteBackPolicy(directory=own, every=2),
+                **options,
+            )
 
         together = worked(size, work, split="directions")[0]
     else:
@@ -167,10 +204,14 @@ def of_models(
     precision: str = "exact",
     **options: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The weights that one process and workers make of a checkpoint in three steps; journals of workers are compared."""
+    """The weights that one process and workers make of a checkpoint in three steps; journals of
+    workers are compared.
+    """
     ranks: tuple[str | int, ...] = ("alone", *range(size))
     models = {
-        rank: open_checkpoint(base, precision=precision, dtype="auto" if precision == "exact" else "bfloat16")
+        rank: open_checkpoint(
+            base, precision=precision, dtype="auto" if precision == "exact" else "bfloat16"
+        )
         for rank in ranks
     }
 
@@ -192,15 +233,29 @@ def of_models(
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("split", "precision", "buckets"),
-    [("directions", "exact", None), ("directions", "mixed", None), ("2x2", "exact", None), ("2x2", "exact", 1)],
+    [
+        ("directions", "exact", None),
+        ("directions", "mixed", None),
+        ("2x2", "exact", None),
+        ("2x2", "exact", 1),
+    ],
 )
 @pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
 def test_adapters_deal_directions_and_rows(
     tmp_path: Path, kind: str, split: str, precision: str, buckets: int | None
 ) -> None:
-    base = save_model(tmp_path / "base", small_config(kind), torch.bfloat16 if split == "directions" else torch.float32)
-    options: dict[str, Any] = {"memory": memory(buckets, budget=2**28), "noise": PhiloxNoise(Distribution.GAUSSIAN)}
-    alone, made = of_models(tmp_path, base, 4, replace(RGE, q=2), split, precision=precision, **options)
+    base = save_model(
+        tmp_path / "base",
+        small_config(kind),
+        torch.bfloat16 if split == "directions" else torch.float32,
+    )
+    options: dict[str, Any] = {
+        "memory": memory(buckets, budget=2**28),
+        "noise": PhiloxNoise(Distribution.GAUSSIAN),
+    }
+    alone, made = of_models(
+        tmp_path, base, 4, replace(RGE, q=2), split, precision=precision, **options
+    )
     if split == "directions":
         assert_equal(made, alone)
     for name, tensor in made.items():
@@ -208,7 +263,9 @@ def test_adapters_deal_directions_and_rows(
 
 
 def literal_by_rows(folder: Path, parts: int, estimator: ZOEstimator) -> dict[str, torch.Tensor]:
-    """One worker that runs each part of the rows apart, and joins the losses as the definition says."""
+    """One worker that runs each part of the rows apart, and joins the losses as the definition
+    says.
+    """
     with Engine(toy(folder), ZerothOrder(estimator), journal=folder / "journal.jsonl") as engine:
         for step in range(STEPS):
             batch = batch_of(step)
@@ -217,7 +274,11 @@ def literal_by_rows(folder: Path, parts: int, estimator: ZOEstimator) -> dict[st
             tokens = [int((piece["labels"][:, 1:] != -100).sum()) for piece in pieces]
             losses = []
             for at in engine.ask():
-                own = [loss.double().item() for sweep in engine.forwards(pieces, at=at) for loss in sweep]
+                own = [
+                    loss.double().item()
+                    for sweep in engine.forwards(pieces, at=at)
+                    for loss in sweep
+                ]
                 total = 0.0
                 for loss, count in zip(own, tokens, strict=True):
                     total += loss * count
@@ -227,7 +288,9 @@ def literal_by_rows(folder: Path, parts: int, estimator: ZOEstimator) -> dict[st
 
 
 @pytest.mark.parametrize("split", ["1x2", "1x4", "2x2", "3x1"])
-def test_by_rows_losses_are_means_over_all_tokens_in_double_precision(tmp_path: Path, split: str) -> None:
+def test_by_rows_losses_are_means_over_all_tokens_in_double_precision(
+    tmp_path: Path, split: str
+) -> None:
     groups, parts = map(int, split.split("x"))
     together = crew(tmp_path, groups * parts, RGE, split)
     if parts == 1:
@@ -246,29 +309,42 @@ def test_a_part_without_a_labelled_token_says_nothing(tmp_path: Path) -> None:
 
     def run(workers: Workers | None, own: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(
+            toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers
+        ) as engine:
             return engine.step(own).losses
 
     by_rows = worked(2, lambda workers: run(workers, batch), split="rows")
     assert by_rows[0] == by_rows[1] == run(None, kept)
-    assert (tmp_path / "0" / "journal.jsonl").read_bytes() == (tmp_path / "1" / "journal.jsonl").read_bytes()
+    assert (tmp_path / "0" / "journal.jsonl").read_bytes() == (
+        tmp_path / "1" / "journal.jsonl"
+    ).read_bytes()
 
 
 def test_beside_the_activations_stacks_of_one_size_give_the_same_bits(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     estimator = replace(RGE, q=2, perturb_in_place=False, weight_decay=0.0)
-    alone, made = of_models(tmp_path, base, 2, estimator, perturbation=LowRankPerturbation(rank=2, stack=2))
+    alone, made = of_models(
+        tmp_path, base, 2, estimator, perturbation=LowRankPerturbation(rank=2, stack=2)
+    )
     assert_equal(made, alone)
 
 
 def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path) -> None:
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(
+            toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers
+        ) as engine:
             for step in range(2):
                 asked = engine.ask()
                 assert len(asked) == (6 if workers is None else 3)
-                losses = [loss for at in asked for sweep in engine.forwards([batch_of(step)], at=at) for loss in sweep]
+                losses = [
+                    loss
+                    for at in asked
+                    for sweep in engine.forwards([batch_of(step)], at=at)
+                    for loss in sweep
+                ]
                 engine.tell(losses)
             return weights(engine)
 
@@ -283,9 +359,13 @@ def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path)
 def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
     batches = [batch_of(seed, rows=1 + seed % 3) for seed in range(5)]
 
-    def run(workers: Workers | None, estimator: ZOEstimator | None = RGE) -> tuple[float, tuple[float, ...], int]:
+    def run(
+        workers: Workers | None, estimator: ZOEstimator | None = RGE
+    ) -> tuple[float, tuple[float, ...], int]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
-        with Engine(toy(folder), None if estimator is None else ZerothOrder(estimator), workers=workers) as engine:
+        with Engine(
+            toy(folder), None if estimator is None else ZerothOrder(estimator), workers=workers
+        ) as engine:
             result = engine.evaluate(batches)
             return result.loss, result.losses, result.tokens
 
@@ -295,7 +375,7 @@ def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
     assert worked(2, lambda workers: run(workers, None)) == [alone] * 2
 
 
-def test_parts_of_the_rows_are_summed_in_the_order_of_ranks_and_refused_of_other_shares_or_dtypes() -> None:
+def test_parts_of_rows_are_summed_in_the_order_of_ranks_and_other_shares_are_refused() -> None:
     parts = [(1e16, 1), (1.0, 1), (-1e16, 1), (3.0, 5)]
     reports = [Report(0, tokens, "float64", [loss]) for loss, tokens in parts]
     total = 0.0
@@ -306,18 +386,26 @@ def test_parts_of_the_rows_are_summed_in_the_order_of_ranks_and_refused_of_other
     assert joined.item() == total / 8
     assert total != sum(loss * tokens for loss, tokens in reversed(parts))
     with pytest.raises(WorkerError, match="worker 1"):
-        combined([Report(0, 1, "float64", [1.0]), Report(0, 1, "float64", [1.0, 2.0])], Split(2, 1), 2)
+        combined(
+            [Report(0, 1, "float64", [1.0]), Report(0, 1, "float64", [1.0, 2.0])], Split(2, 1), 2
+        )
     reports = [Report(0, 1, dtype, [1.0]) for dtype in ("float32", "float32", "bfloat16")]
     with pytest.raises(WorkerError, match="worker 2: found losses in"):
         combined(reports, Split(3, 1), 3)
 
 
 def test_a_late_worker_takes_what_it_missed_and_goes_on(tmp_path: Path) -> None:
-    """Whether it has no journal, a longer one than worker 0, or one whose last record was torn when it was killed."""
+    """Whether it has no journal, a longer one than worker 0, or one whose last record was torn when
+    it was killed.
+    """
     alone = trained(tmp_path / "alone", RGE, steps=6)
     crew(tmp_path, 2, RGE, "directions", steps=3)
     (tmp_path / "2").mkdir()
-    worked(3, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers, steps=4), split="directions")
+    worked(
+        3,
+        lambda workers: trained(tmp_path / str(workers.rank), RGE, workers, steps=4),
+        split="directions",
+    )
     (tmp_path / "0" / "journal.jsonl").unlink()  # the longest is another's now
     torn = tmp_path / "1" / "journal.jsonl"
     *lines, last = torn.read_bytes().splitlines(keepends=True)
@@ -327,9 +415,13 @@ def test_a_late_worker_takes_what_it_missed_and_goes_on(tmp_path: Path) -> None:
     assert updates_of(tmp_path / "0") == updates_of(tmp_path / "alone")
 
 
-def test_a_journal_of_another_run_is_refused_and_left_and_other_options_spelled_out(tmp_path: Path) -> None:
+def test_a_journal_of_another_run_is_refused_and_left_and_other_options_spelled_out(
+    tmp_path: Path,
+) -> None:
     one, other = replace(RGE, lr=1e-2), replace(RGE, lr=5e-3)
-    errors = attempted(2, lambda own: trained(tmp_path / str(own.rank), (one, other)[own.rank], own))
+    errors = attempted(
+        2, lambda own: trained(tmp_path / str(own.rank), (one, other)[own.rank], own)
+    )
     assert isinstance(errors[1], JournalError)
     assert "estimator.lr 0.01" in str(errors[1])
     assert "estimator.lr 0.005" in str(errors[1])
@@ -346,24 +438,40 @@ def test_a_journal_of_another_run_is_refused_and_left_and_other_options_spelled_
 
 
 DISAGREEMENTS: dict[str, tuple[Callable[[Engine, int], object], type[Exception], str]] = {
-    "another batch": (lambda engine, rank: engine.step(batch_of(rank)), WorkerError, "another batch"),
-    "another seed": (lambda engine, rank: engine.step(batch_of(0), seed=rank), WorkerError, "another batch"),
+    "another batch": (
+        lambda engine, rank: engine.step(batch_of(rank)),
+        WorkerError,
+        "another batch",
+    ),
+    "another seed": (
+        lambda engine, rank: engine.step(batch_of(0), seed=rank),
+        WorkerError,
+        "another batch",
+    ),
     "other batches of an evaluation": (
         lambda engine, rank: engine.evaluate([batch_of(10 * rank), batch_of(10 * rank + 1)]),
         WorkerError,
         "other batches",
     ),
     "a step and an evaluation": (
-        lambda engine, rank: engine.step(batch_of(0)) if rank == 0 else engine.evaluate([batch_of(0)]),
+        lambda engine, rank: (
+            engine.step(batch_of(0)) if rank == 0 else engine.evaluate([batch_of(0)])
+        ),
         WorkerError,
         "worker 1: found batches where worker 0 sent losses.*same order",
     ),
     "a loss that is not finite": (
-        lambda engine, rank: engine.tell([float("nan") if rank == 1 else 1.0 for _ in engine.ask()]),
+        lambda engine, rank: engine.tell(
+            [float("nan") if rank == 1 else 1.0 for _ in engine.ask()]
+        ),
         NonFiniteLossError,
         "",
     ),
-    "a batch that cannot be dealt": (lambda engine, rank: engine.step({"input_ids": [1, 2]}), BatchError, ""),  # type: ignore[dict-item]
+    "a batch that cannot be dealt": (
+        lambda engine, rank: engine.step({"input_ids": [1, 2]}),
+        BatchError,
+        "",
+    ),  # type: ignore[dict-item]
 }
 
 
@@ -373,7 +481,9 @@ def test_what_workers_cannot_do_together_ends_on_all_of_them_and_is_not_recorded
 ) -> None:
     def run(workers: Workers) -> None:
         folder = tmp_path / str(workers.rank)
-        with Engine(toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers) as engine:
+        with Engine(
+            toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers
+        ) as engine:
             do(engine, workers.rank)
 
     for outcome in attempted(2, run, split="directions"):
@@ -382,7 +492,9 @@ def test_what_workers_cannot_do_together_ends_on_all_of_them_and_is_not_recorded
     assert updates_of(tmp_path / "0") == updates_of(tmp_path / "1") == []
 
 
-def test_what_is_closed_or_not_started_by_torchrun_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_closed_or_not_started_by_torchrun_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(OptionError, match="torchrun"):
         Workers.from_torchrun()
@@ -463,7 +575,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("base") / "model", config, torch.float32)
 
 
-OPENING = threading.Lock()  # peft draws an adapter's first values from torch's generator, which threads of a process share
+# peft draws an adapter's first values from torch's generator, which threads of a process share
+OPENING = threading.Lock()
 
 
 def opened(base: Path) -> Any:
@@ -481,7 +594,10 @@ def shards_of(batch: Mapping[str, torch.Tensor], size: int) -> list[dict[str, to
     rows = len(batch["labels"])
     shards = []
     for rank in range(size):
-        shard = {name: value[rank * rows // size : (rank + 1) * rows // size] for name, value in batch.items()}
+        shard = {
+            name: value[rank * rows // size : (rank + 1) * rows // size]
+            for name, value in batch.items()
+        }
         width = int(shard["attention_mask"].sum(dim=1).max())
         shards.append({name: value[:, :width].contiguous() for name, value in shard.items()})
     return shards
@@ -518,7 +634,11 @@ def alone(
 
 
 def together(
-    base: Path, size: int, batches: Callable[[int], Any], forward: Callable[[Any], Any] = lambda model: None, **options: Any
+    base: Path,
+    size: int,
+    batches: Callable[[int], Any],
+    forward: Callable[[Any], Any] = lambda model: None,
+    **options: Any,
 ) -> Outcome:
     """What workers make, which is the same for all of them."""
     first, *others = worked(size, lambda workers: alone(base, batches, forward, workers, **options))
@@ -530,13 +650,19 @@ def together(
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "rows"), [(2, 4), (3, 5), (3, 7)])
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_a_step_is_one_process_accumulating_the_shards(base: Path, size: int, rows: int, clip: float | None) -> None:
+def test_a_step_is_one_process_accumulating_the_shards(
+    base: Path, size: int, rows: int, clip: float | None
+) -> None:
     shared = together(base, size, lambda step: rows_for(step, rows), clip=clip)
     assert_same(shared, alone(base, lambda step: shards_of(rows_for(step, rows), size), clip=clip))
 
 
-def plain_loop(base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[Mapping[str, torch.Tensor]]]]) -> Any:
-    """What transformers, peft and torch.optim make of each worker's micro-batches, whose sums are added up last."""
+def plain_loop(
+    base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[Mapping[str, torch.Tensor]]]]
+) -> Any:
+    """What transformers, peft and torch.optim make of each worker's micro-batches, whose sums are
+    added up last.
+    """
     with Engine(opened(base), FirstOrder(ADAMW)) as engine:
         values = {name: value.detach().clone() for name, value in engine.parameters.items()}
     resident: Any = monolithic(base, LORA, values)
@@ -544,7 +670,9 @@ def plain_loop(base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[
     optimizer = ADAMW(list(trained.values()))
     for step in range(GRADIENT_STEPS):
         workers = shards_of_workers(step)
-        total = sum(int((shard["labels"][:, 1:] != -100).sum()) for shards in workers for shard in shards)
+        total = sum(
+            int((shard["labels"][:, 1:] != -100).sum()) for shards in workers for shard in shards
+        )
         sums: dict[str, torch.Tensor] = {}
         for shards in workers:
             for shard in shards:
@@ -565,11 +693,16 @@ def plain_loop(base: Path, shards_of_workers: Callable[[int], Sequence[Sequence[
 def rows_of(shard: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Each row alone, without padding."""
     lengths = shard["attention_mask"].sum(dim=1).tolist()
-    return [{name: value[row : row + 1, :length] for name, value in shard.items()} for row, length in enumerate(lengths)]
+    return [
+        {name: value[row : row + 1, :length] for name, value in shard.items()}
+        for row, length in enumerate(lengths)
+    ]
 
 
 @pytest.mark.parametrize("micro", [None, 1])
-def test_a_step_is_that_of_transformers_and_peft_that_accumulate_the_shards(base: Path, micro: int | None) -> None:
+def test_a_step_is_that_of_transformers_and_peft_that_accumulate_the_shards(
+    base: Path, micro: int | None
+) -> None:
     def shards(step: int) -> list[list[dict[str, torch.Tensor]]]:
         whole = shards_of(rows_for(step, 5), 3)
         return [[shard] if micro is None else rows_of(shard) for shard in whole]
@@ -621,20 +754,29 @@ def preferences(step: int) -> list[dict[str, torch.Tensor]]:
     """A batch of four preference pairs, which are two rows each."""
     prompts = [[2 + step, 3], [4, 5, 6 + step], [7], [9, 8]]
     completions = [[[8, 9], [10]], [[11], [12, 13, 14]], [[15, 16], [17, 18]], [[19], [20]]]
-    return [preference_batch(prompts, completions, [[-3.0, -4.0], [-2.5, -7.0], [-6.0, -5.0], [-1.0, -2.0]])]
+    return [
+        preference_batch(
+            prompts, completions, [[-3.0, -4.0], [-2.5, -7.0], [-6.0, -5.0], [-1.0, -2.0]]
+        )
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_objective_is_split_as_it_says(base: Path, size: int) -> None:
     def parts(step: int) -> list[dict[str, torch.Tensor]]:
         [whole] = preferences(step)
-        return [{name: value[at : at + 8 // size] for name, value in whole.items()} for at in range(0, 8, 8 // size)]
+        return [
+            {name: value[at : at + 8 // size] for name, value in whole.items()}
+            for at in range(0, 8, 8 // size)
+        ]
 
     shared = together(base, size, preferences, PreferenceLoss)
     assert_same(shared, alone(base, parts, PreferenceLoss))
 
 
-def raised(base: Path, size: int, step: Callable[[Engine, Workers], Any], **options: Any) -> list[BaseException]:
+def raised(
+    base: Path, size: int, step: Callable[[Engine, Workers], Any], **options: Any
+) -> list[BaseException]:
     def work(workers: Workers) -> None:
         with Engine(opened(base), FirstOrder(ADAMW), workers=workers) as engine:
             step(engine, workers)
@@ -643,12 +785,17 @@ def raised(base: Path, size: int, step: Callable[[Engine, Workers], Any], **opti
 
 
 @pytest.mark.parametrize(
-    ("split", "kinds"), [("directions", [OptionError] * 2), ("2x1", [OptionError] * 2), ("1x2", []), ("rows", [])]
+    ("split", "kinds"),
+    [("directions", [OptionError] * 2), ("2x1", [OptionError] * 2), ("1x2", []), ("rows", [])],
 )
-def test_a_split_by_rows_is_taken_and_one_by_directions_refused(base: Path, split: str, kinds: list[Any]) -> None:
+def test_a_split_by_rows_is_taken_and_one_by_directions_refused(
+    base: Path, split: str, kinds: list[Any]
+) -> None:
     errors = raised(base, 2, lambda engine, workers: engine.step(rows_for(0, 2)), split=split)
     assert [type(error) for error in errors] == kinds
-    assert all(f"split: found {split}, 2 workers for one gradient" in str(error) for error in errors)
+    assert all(
+        f"split: found {split}, 2 workers for one gradient" in str(error) for error in errors
+    )
 
 
 def fail_later(engine: Engine, workers: Workers) -> None:
@@ -662,7 +809,10 @@ def changed(**changes: Callable[[torch.Tensor], Any]) -> Callable[[Engine, Worke
     """A step on a batch with other columns, or without those for which None is returned."""
 
     def step(engine: Engine, workers: Workers) -> None:
-        batch = {name: changes.get(name, torch.Tensor.clone)(value) for name, value in rows_for(0, 4).items()}
+        batch = {
+            name: changes.get(name, torch.Tensor.clone)(value)
+            for name, value in rows_for(0, 4).items()
+        }
         engine.step({name: value for name, value in batch.items() if value is not None})
 
     return step
@@ -672,13 +822,23 @@ BROKEN = "another worker: found a broken connection"
 # What is done, the error of each worker, and what worker 0's says.
 REFUSED: Mapping[str, tuple[Callable[[Engine, Workers], Any], list[type[BaseException]], str]] = {
     "too few rows": (
-        changed(**dict.fromkeys(("input_ids", "attention_mask", "labels"), lambda value: value[:1])),
+        changed(
+            **dict.fromkeys(("input_ids", "attention_mask", "labels"), lambda value: value[:1])
+        ),
         [BatchError] * 2,
         "found 1 rows that can be separated, and 2",
     ),
-    "labels of one row": (changed(labels=lambda value: value[0]), [BatchError] * 2, "found no labels of shape"),
+    "labels of one row": (
+        changed(labels=lambda value: value[0]),
+        [BatchError] * 2,
+        "found no labels of shape",
+    ),
     "no labels": (changed(labels=lambda value: None), [BatchError] * 2, "found no labels of shape"),
-    "no labelled token": (changed(labels=lambda value: value.fill_(-100)), [BatchError, WorkerError], "no token to predict"),
+    "no labelled token": (
+        changed(labels=lambda value: value.fill_(-100)),
+        [BatchError, WorkerError],
+        "no token to predict",
+    ),
     "a function that does not say how parts join": (
         lambda engine, workers: engine.step(rows_for(0, 4), cast("Any", object())),
         [OptionError] * 2,
@@ -694,14 +854,22 @@ REFUSED: Mapping[str, tuple[Callable[[Engine, Workers], Any], list[type[BaseExce
 
 
 @pytest.mark.parametrize(("step", "kinds", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_one_cannot_do_ends_the_step_of_all(base: Path, step: Any, kinds: list[type[BaseException]], told: str) -> None:
+def test_what_one_cannot_do_ends_the_step_of_all(
+    base: Path, step: Any, kinds: list[type[BaseException]], told: str
+) -> None:
     errors = raised(base, len(kinds), step)
     assert [type(error) for error in errors] == kinds
     assert told in str(errors[0])
-    assert all(BROKEN in str(error) for error in errors if isinstance(error, WorkerError) and len({*kinds}) > 1)
+    assert all(
+        BROKEN in str(error)
+        for error in errors
+        if isinstance(error, WorkerError) and len({*kinds}) > 1
+    )
 
 
-def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, tmp_path: Path) -> None:
+def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(
+    base: Path, tmp_path: Path
+) -> None:
     def work(workers: Workers) -> None:
         with durable(base, tmp_path / str(workers.rank), workers) as engine:
             engine.step(rows_for(0, 4))
@@ -726,7 +894,9 @@ def durable(base: Path, folder: Path, workers: Workers | None) -> Engine:
     )
 
 
-def run(base: Path, folder: Path, workers: Workers, *, until: int, every: int = 2) -> dict[str, torch.Tensor]:
+def run(
+    base: Path, folder: Path, workers: Workers, *, until: int, every: int = 2
+) -> dict[str, torch.Tensor]:
     """Take the remaining steps, with snapshots."""
     with durable(base, folder / str(workers.rank), workers) as engine:
         while engine.version < until:
@@ -743,7 +913,9 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("lost", ["nothing", "a snapshot", "a journal", "a directory", "damage"])
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
-def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_path: Path, lost: str) -> None:
+def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(
+    base: Path, tmp_path: Path, lost: str
+) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for folder in (whole, stopped):
         for rank in range(2):
@@ -770,7 +942,11 @@ def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_pa
 
 def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
     """Not the sign of a zero either. Parameters of several dtypes lie in one message."""
-    gradients: list[list[float | None]] = [[None, None, 0.5], [-0.0, None, 0.25], [None, None, None]]
+    gradients: list[list[float | None]] = [
+        [None, None, 0.5],
+        [-0.0, None, 0.25],
+        [None, None, None],
+    ]
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
 
     def work(workers: Workers) -> list[torch.Tensor | None]:

@@ -1,4 +1,6 @@
-"""Workers on machines of other kinds, and workers that are killed: one journal, and nothing is lost but a step under way."""
+"""Workers on machines of other kinds, and workers that are killed: one journal, and nothing is lost
+but a step under way.
+"""
 
 import contextlib
 import multiprocessing
@@ -40,7 +42,8 @@ def without_kernels(kind: str) -> None:
 def trained(
     base: Path, folder: Path, rank: int, size: int, port: int, split: str, exact: bool
 ) -> tuple[list[float], bytes] | str:
-    """Losses that this machine computes alone, and the weights that the workers come to; or what it was refused with.
+    """Losses that this machine computes alone, and the weights that the workers come to; or what it
+    was refused with.
 
     The port is of the store; ``exact`` draws MeZO's noise.
     """
@@ -53,29 +56,37 @@ def trained(
     options: Any = {"journal": folder / "journal.jsonl", "memory": memory(1, budget=2**28)}
     try:
         with Workers(group_of(store, rank, size), split=split) as workers:
-            _, made = outcome(Engine(open_checkpoint(base), method, workers=workers, **options), batches)
+            _, made = outcome(
+                Engine(open_checkpoint(base), method, workers=workers, **options), batches
+            )
             return alone, b"".join(tensor.numpy().tobytes() for tensor in made.values())
     except ZO2Error as error:
         return str(error)
 
 
-Machines = dict[str, ProcessPoolExecutor]  # one of each kind, for one test after the other: starting them takes seconds
+# one of each kind, for one test after the other: starting them takes seconds
+Machines = dict[str, ProcessPoolExecutor]
 
 
-def train_on(machines: Machines, base: Path, folder: Path, kinds: Sequence[str], split: str, *, exact: bool) -> list[Any]:
+def train_on(
+    machines: Machines, base: Path, folder: Path, kinds: Sequence[str], split: str, *, exact: bool
+) -> list[Any]:
     """Train as workers of one run, on machines of these kinds."""
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     futures = []
     for rank, kind in enumerate(kinds):
         own = folder / str(rank)
         own.mkdir()
-        futures.append(machines[kind].submit(trained, base, own, rank, len(kinds), store.port, split, exact))
+        futures.append(
+            machines[kind].submit(trained, base, own, rank, len(kinds), store.port, split, exact)
+        )
     return [future.result(SECONDS) for future in futures]
 
 
 pytestmark = pytest.mark.long_profile  # processes that import everything
 several_kinds = pytest.mark.skipif(
-    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
+    dispatch.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="this machine is of one kind",
 )
 
 
@@ -85,7 +96,10 @@ def machines() -> Iterator[Machines]:
     with contextlib.ExitStack() as opened, pytest.MonkeyPatch.context() as patch:
         for kind in KINDS:
             patch.setenv("ATEN_CPU_CAPABILITY", kind)
-            options: Any = {"mp_context": multiprocessing.get_context("spawn"), "initializer": without_kernels}
+            options: Any = {
+                "mp_context": multiprocessing.get_context("spawn"),
+                "initializer": without_kernels,
+            }
             made[kind] = opened.enter_context(ProcessPoolExecutor(1, **options, initargs=(kind,)))
             made[kind].submit(int).result()  # starts the process
         yield made
@@ -99,12 +113,18 @@ def test_machines_whose_forwards_differ_have_one_journal_and_the_same_bits(
     made = train_on(machines, base, tmp_path, KINDS, split, exact=False)
     assert not all_equal([losses for losses, _ in made]), "machines of one kind show nothing"
     assert all_equal([weights for _, weights in made])
-    assert all_equal([(tmp_path / str(rank) / "journal.jsonl").read_bytes() for rank in range(len(KINDS))])
+    assert all_equal(
+        [(tmp_path / str(rank) / "journal.jsonl").read_bytes() for rank in range(len(KINDS))]
+    )
 
 
 @several_kinds
-def test_machines_that_draw_other_noise_are_refused(base: Path, tmp_path: Path, machines: Machines) -> None:
-    """Torch draws normal numbers in another way without vector instructions: the same record would be another update."""
+def test_machines_that_draw_other_noise_are_refused(
+    base: Path, tmp_path: Path, machines: Machines
+) -> None:
+    """Torch draws normal numbers in another way without vector instructions: the same record would
+    be another update.
+    """
     first, second = train_on(machines, base, tmp_path, KINDS[::2], "directions", exact=True)
     assert "other torch-cpu-sequential noise than worker 0's" in first
     assert "PhiloxNoise" in first
@@ -115,23 +135,44 @@ def test_machines_that_draw_other_noise_are_refused(base: Path, tmp_path: Path, 
 def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
     """Two hosts, each with a torchrun and a run directory of its own, here on one machine."""
     options = small_run(tmp_path)
-    asked = ["train", "--model", options.model, "--data", options.data, "--steps", 3, "--lr", 1e-3, "--batch-size", 4]
+    asked = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--steps",
+        3,
+        "--lr",
+        1e-3,
+        "--batch-size",
+        4,
+    ]
     outputs = [tmp_path / "first host", tmp_path / "second host"]
-    meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=1 --local-addr=127.0.0.1"
+    meeting = (
+        f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=1 "
+        "--local-addr=127.0.0.1"
+    )
     agents = []
     for output in outputs:
         command = torchrun_command(1, "-m", "zo2adapters", *asked, "--output", output)
         place = command.index("--standalone")
         command[place : place + 1] = meeting.split()
-        agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        agents.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
     said = [agent.communicate(timeout=SECONDS)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert sum("journal: " in own for own in said) == 1
     journals = [(output / "journal.jsonl").read_bytes() for output in outputs]
     assert journals[0] == journals[1]
     assert run_here(*asked, "--output", tmp_path / "alone").status == 0
-    [exported] = [path for output in outputs if (path := output / "model" / "model.safetensors").exists()]
-    assert exported.read_bytes() == (tmp_path / "alone" / "model" / "model.safetensors").read_bytes()
+    [exported] = [
+        path for output in outputs if (path := output / "model" / "model.safetensors").exists()
+    ]
+    assert (
+        exported.read_bytes() == (tmp_path / "alone" / "model" / "model.safetensors").read_bytes()
+    )
 
 
 SIZE = 3
@@ -146,9 +187,13 @@ def toy_batch(seed: int) -> dict[str, torch.Tensor]:
 
 def toy_trained(folder: Path, rank: int, steps: int, workers: Workers | None) -> list[bytes]:
     """Go on until the journal of this rank has so many steps; the bytes of the weights."""
-    model = ToyBlockModel(11, 8, 3, tied=True, dtype=torch.float32, file=folder / f"{rank}.safetensors")
+    model = ToyBlockModel(
+        11, 8, 3, tied=True, dtype=torch.float32, file=folder / f"{rank}.safetensors"
+    )
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)
-    with Engine(model, ZerothOrder(estimator), journal=folder / f"{rank}.jsonl", workers=workers) as engine:
+    with Engine(
+        model, ZerothOrder(estimator), journal=folder / f"{rank}.jsonl", workers=workers
+    ) as engine:
         for step in range(engine.version, steps):
             engine.step(toy_batch(step))
         return [tensor.numpy().tobytes() for _, tensor in engine.parameters_now()]
@@ -175,7 +220,10 @@ def pid_of(folder: Path, rank: int) -> int | None:
 
 
 def run_with_kills(folder: Path, rng: random.Random, kills: int) -> list[bytes]:
-    """One run to its end, of which workers are killed, also while they start. Returns the longest journal at each kill."""
+    """One run to its end, of which workers are killed, also while they start.
+
+    Returns the longest journal at each kill.
+    """
     folder.mkdir()
     process = launched(folder, KILLED_STEPS)
     seen: list[bytes] = []
@@ -189,13 +237,17 @@ def run_with_kills(folder: Path, rng: random.Random, kills: int) -> list[bytes]:
                 seen.append(longest_journal(folder))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                killed |= {own for rank in range(SIZE) if (own := pid_of(folder, rank)) is not None}  # all start again
+                # all start again
+                killed |= {own for rank in range(SIZE) if (own := pid_of(folder, rank)) is not None}
             time.sleep(0.01)
         output = (folder / "output").read_text()
         assert process.poll() == 0, output[-2000:]
-        # One that is killed while others connect refuses these, a few times each. Those of the next attempt do not meet it.
+        # One that is killed while others connect refuses these, a few times each. Those of the next
+        # attempt do not meet it.
         most = 30 * len(seen)
-        assert output.count("Connection refused") <= most, "workers that started again were sent to those that were stopped"
+        assert output.count("Connection refused") <= most, (
+            "workers that started again were sent to those that were stopped"
+        )
     finally:
         process.kill()
     return seen
@@ -217,7 +269,8 @@ def test_killed_workers_lose_the_step_under_way_and_nothing_else(tmp_path: Path)
         done, runs = done + len(seen), runs + 1
 
 
-if __name__ == "__main__":  # what ``torchrun`` starts: a worker that trains the toy until its steps are taken
+if __name__ == "__main__":
+    # what ``torchrun`` starts: a worker that trains the toy until its steps are taken
     own_folder = Path(sys.argv[1])
     (own_folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     with Workers.from_torchrun(split="directions", timeout=20.0) as own_workers:

@@ -1,7 +1,9 @@
-"""Make goldens anew: ``python -m tests.goldens``, or ``python -m tests.goldens NAME ...`` for those whose names contain one.
+"""Make goldens anew: ``python -m tests.goldens``, or ``python -m tests.goldens NAME ...`` for those
+whose names contain one.
 
-Run it from the root of the repository where a mended fault changes results, and say in the commit what changed and why. It
-prints the goldens that changed. On another machine than that of the file all of them are made anew.
+Run it from the root of the repository where a mended fault changes results, and say in the commit
+what changed and why. It prints the goldens that changed. On another machine than that of the file
+all of them are made anew.
 """
 
 import os
@@ -32,7 +34,9 @@ def main(parts: list[str]) -> None:
     for name in sorted(goldens.keys() | before["goldens"].keys()):
         old, new = (those.get(name, {}) for those in (before["goldens"], goldens))
         if old != new:
-            print(f"{name}: {', '.join(key for key in (new or old) if old.get(key) != new.get(key))}")
+            print(
+                f"{name}: {', '.join(key for key in (new or old) if old.get(key) != new.get(key))}"
+            )
     store(goldens)
 
 

@@ -20,7 +20,10 @@ def exact(value: Any) -> Any:
 
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Digest of named tensors in any order: names, dtypes, shapes and bytes. Each is read before the next one is made."""
+    """Digest of named tensors in any order: names, dtypes, shapes and bytes.
+
+    Each is read before the next one is made.
+    """
     digests = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in tensors}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
@@ -38,7 +41,9 @@ def exported_digest(directory: Path) -> str:
 
 
 def journal_of(path: Path) -> Trajectory:
-    """The steps that a journal records, and a digest of everything that a replay reads, but not of the file's format."""
+    """The steps that a journal records, and a digest of everything that a replay reads, but not of
+    the file's format.
+    """
     journal = Journal(path)
     if journal.commits:
         commits = journal.commits

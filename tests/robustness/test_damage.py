@@ -1,4 +1,6 @@
-"""Damaged files of a run, a journal that lost its end, and checked runs: the undisturbed bits or one typed line."""
+"""Damaged files of a run, a journal that lost its end, and checked runs: the undisturbed bits or
+one typed line.
+"""
 
 import json
 import random
@@ -67,12 +69,18 @@ def files(run: Path) -> list[Path]:
 
 
 def damaged_copy(rng: random.Random, runs: Runs, run: Path) -> Iterator[str]:
-    """Copy a run, damage it, and say what was done; files of copies of other moments and of each other are mixed up, too."""
+    """Copy a run, damage it, and say what was done; files of copies of other moments and of each
+    other are mixed up, too.
+    """
     taken = rng.choice(SNAPSHOTS)
     shutil.copytree(runs.copies[taken], run)
     yield f"after {taken} steps"
     for _ in range(rng.choice([1, 1, 2, 3])):
-        file, other, partner = rng.choice(files(run)), runs.copies[rng.choice(SNAPSHOTS)], rng.choice(files(run))
+        file, other, partner = (
+            rng.choice(files(run)),
+            runs.copies[rng.choice(SNAPSHOTS)],
+            rng.choice(files(run)),
+        )
         kind = rng.choice([flip, *IN_LINES, "from another copy", "exchange", "remove"])
         if callable(kind):
             damage_file(file, kind, rng)
@@ -87,7 +95,9 @@ def damaged_copy(rng: random.Random, runs: Runs, run: Path) -> Iterator[str]:
         yield f"{kind} {file.name}"
 
 
-def test_damage_ends_in_the_same_bits_or_a_typed_line(runs: Runs, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_damage_ends_in_the_same_bits_or_a_typed_line(
+    runs: Runs, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     examples = EXAMPLES["long" if request.config.getoption("--long") else "short"]
     silent = []
     outcomes = {0: 0, 2: 0}
@@ -165,7 +175,10 @@ def test_a_lost_step_is_refused_if_the_metrics_know_it_and_said_otherwise(
     (short_run / "metrics.jsonl").unlink()
     ended = used(command, short_run, tmp_path)
     assert ended.status == 0, ended
-    told = "journal.jsonl: the last record is damaged or incomplete and is ignored; the run has 2 steps"
+    told = (
+        "journal.jsonl: the last record is damaged or incomplete and is ignored; the run has 2 "
+        "steps"
+    )
     assert (told in ended.err) == (kind != "cut")
 
 
@@ -175,13 +188,20 @@ def test_a_damaged_end_is_said_without_a_run_and_not_where_an_earlier_step_is_ex
     damage(short_run, "damaged")
     base, journal = finished_run.parent / "base", short_run / "journal.jsonl"
     ended = done("export", "--model", base, "--journal", journal, "--output", tmp_path / "whole")
-    assert "the last record is damaged or incomplete and is ignored; the run has 2 steps" in ended.err
+    assert (
+        "the last record is damaged or incomplete and is ignored; the run has 2 steps" in ended.err
+    )
     ended = used("export", short_run, tmp_path, "--at", 2)
     assert (ended.status, "damaged" in ended.err) == (0, False), ended
 
 
 def test_a_header_of_a_stranger_cannot_change_a_terminal(tmp_path: Path) -> None:
-    values = {"note": "\x1b[31m", "\x1b[2J": [{"a": "\r"}], "nothing": None, "model": {"model_type": "\x07"}}
+    values = {
+        "note": "\x1b[31m",
+        "\x1b[2J": [{"a": "\r"}],
+        "nothing": None,
+        "model": {"model_type": "\x07"},
+    }
     journal = Journal(tmp_path / "journal.jsonl")
     journal.begin({"base": "0", "seed": 0, **values})
     journal.close()
@@ -195,14 +215,26 @@ def options(tmp_path: Path) -> TrainOptions:
     return small_run(tmp_path, storage=Storage(write_back_every=2))
 
 
-def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(options: TrainOptions) -> None:
+def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(
+    options: TrainOptions,
+) -> None:
     with Trainer(options, quiet=True) as trainer:
-        assert re.search(r"Disk writes: negligible, [0-9.]+ MB in 1,000 steps", trainer.first_lines()[0])
-    beside = replace(options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage())
+        assert re.search(
+            r"Disk writes: negligible, [0-9.]+ MB in 1,000 steps", trainer.first_lines()[0]
+        )
+    beside = replace(
+        options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage()
+    )
     rows = (
         (Storage(), r"factors of finished periods, [0-9.]+ [kM]B in 1,000 steps"),
-        (Storage(write_limit_tb=1e-12), "no factors of finished periods, because of --write-limit-tb"),
-        (Storage(write_back_every="never"), "no factors of finished periods, because of --write-back-every never"),
+        (
+            Storage(write_limit_tb=1e-12),
+            "no factors of finished periods, because of --write-limit-tb",
+        ),
+        (
+            Storage(write_back_every="never"),
+            "no factors of finished periods, because of --write-back-every never",
+        ),
     )
     for number, (storage, kept) in enumerate(rows):
         told = replace(beside, storage=storage, output=options.output.with_name(f"beside {number}"))
@@ -211,10 +243,16 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
             trainer.train()
         assert (told.output / "factors.bin").exists() == (storage == Storage())
     storage = replace(options.storage, write_limit_tb=1e-6)
-    with pytest.raises(OptionError, match=r"write_back: found writing every 2 steps.*MB in 1,000; expected at most"):
-        Trainer(replace(options, output=options.output.with_name("other"), storage=storage), quiet=True)
+    with pytest.raises(
+        OptionError, match=r"write_back: found writing every 2 steps.*MB in 1,000; expected at most"
+    ):
+        Trainer(
+            replace(options, output=options.output.with_name("other"), storage=storage), quiet=True
+        )
     storage = replace(storage, write_back_every="auto")
-    with Trainer(replace(options, output=options.output.with_name("third"), storage=storage), quiet=True) as trainer:
+    with Trainer(
+        replace(options, output=options.output.with_name("third"), storage=storage), quiet=True
+    ) as trainer:
         every = trainer.engine.write_back_every
         assert every is not None
         layouts = trainer.engine._runner.layouts
@@ -222,7 +260,10 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
 
 
 def test_the_whole_base_is_compared_when_that_is_asked_for(
-    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    options: TrainOptions,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = str(options.output)
     finish(options)
@@ -238,20 +279,32 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
     data = bytearray(shard.read_bytes())
     data[entry.start + entry.nbytes // 3] ^= 1
     with pytest.MonkeyPatch.context() as patch:  # as if no sample had met it
-        patch.setattr(SafetensorsReader, "fingerprint", Journal(options.output / "journal.jsonl").header["base"])  # type: ignore[index]
+        patch.setattr(
+            SafetensorsReader,
+            "fingerprint",
+            Journal(options.output / "journal.jsonl").header["base"],
+        )  # type: ignore[index]
         shard.write_bytes(data)
         for verify in (True, False):
-            with pytest.raises(CheckpointError, match=r"model\.safetensors: .*: found content of digest"):
-                Export(run_directory=options.output, output=tmp_path / "more", verify_base=verify).run()
+            with pytest.raises(
+                CheckpointError, match=r"model\.safetensors: .*: found content of digest"
+            ):
+                Export(
+                    run_directory=options.output, output=tmp_path / "more", verify_base=verify
+                ).run()
     assert not (tmp_path / "more").exists()
 
 
-def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, tmp_path: Path) -> None:
+def test_a_journal_without_digests_cannot_verify_a_base(
+    options: TrainOptions, tmp_path: Path
+) -> None:
     with Trainer(options, quiet=True):
         pass
     with pytest.raises(JournalError, match="no digest for 5 of 5 segments of the base"):
         Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
-    with Trainer(options, resume=True, quiet=True, execution=Execution(verify_base=True)) as trainer:
+    with Trainer(
+        options, resume=True, quiet=True, execution=Execution(verify_base=True)
+    ) as trainer:
         assert len(trainer.engine.journal.base_digests) == 5
     Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
 
@@ -260,7 +313,9 @@ def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions) -> No
     plan = ("plan", "--model", options.model, "--output", options.data.parent, "--batch-size", 1)
     assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", done(*plan).out)
     for more in ((), ("--device-memory", "1GB")):
-        plans = (done(*plan, *more, *limit, "--json").out for limit in ((), ("--write-limit-tb", "1e-8")))
+        plans = (
+            done(*plan, *more, *limit, "--json").out for limit in ((), ("--write-limit-tb", "1e-8"))
+        )
         unlimited, limited = (json.loads(planned)["terabytes_per_1000_steps"] for planned in plans)
         assert 0 < limited <= 1e-8 < unlimited
     assert "found 0.0; expected a finite number above 0" in refusal(*plan, "--write-limit-tb", "0")

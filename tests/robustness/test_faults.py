@@ -1,6 +1,9 @@
-"""Faults below Python's file calls: short transfers, failing reads, full disks, failing syncs. No step is lost or wrong.
+"""Faults below Python's file calls: short transfers, failing reads, full disks, failing syncs.
 
-``faults.c`` is compiled and preloaded into one process that has imported everything; each scenario runs in a fork of it.
+No step is lost or wrong.
+
+``faults.c`` is compiled and preloaded into one process that has imported everything; each scenario
+runs in a fork of it.
 """
 
 import contextlib
@@ -40,7 +43,14 @@ from zo2core.planning.speeds import write_bytes_per_second
 STEPS = 4
 SECONDS = 60  # until a run counts as hung; it takes a fraction of one
 BATCH = make_batch(len(WORDS), [9, 5])
-PLAN = Plan(lr=1e-2, zo_eps=1e-3, weight_decay=0.1, perturb_in_place=True, seeds=[11, 5, 2**40, 7], between=[])
+PLAN = Plan(
+    lr=1e-2,
+    zo_eps=1e-3,
+    weight_decay=0.1,
+    perturb_in_place=True,
+    seeds=[11, 5, 2**40, 7],
+    between=[],
+)
 
 CHECKPOINT = "/base/model.safetensors"
 DATA = "/scratch.bin"
@@ -68,17 +78,28 @@ class Call(IntFlag):
 
 
 class Rule:
-    """A rule in the preloaded library, until all are cleared: which calls on files of a path fail, or transfer little.
+    """A rule in the preloaded library, until all are cleared: which calls on files of a path fail,
+    or transfer little.
 
     Args:
-        first: The first matching call that is hit, from 1. A rule that is only to count has one that never comes.
+        first: The first matching call that is hit, from 1. A rule that is only to count has one
+            that never comes.
         error: errno they fail with; None for a short transfer.
     """
 
     def __init__(
-        self, calls: Call, path: str, first: int = 1, count: int = 1, *, error: int | None = None, most: int = 0
+        self,
+        calls: Call,
+        path: str,
+        first: int = 1,
+        count: int = 1,
+        *,
+        error: int | None = None,
+        most: int = 0,
     ) -> None:
-        self._number = library().faults_add(int(calls), path.encode(), first, count, error or 0, most)
+        self._number = library().faults_add(
+            int(calls), path.encode(), first, count, error or 0, most
+        )
         assert self._number >= 0, "too many rules"
 
     @property
@@ -96,7 +117,13 @@ NEVER = 1 << 60  # first: only count
 @cache
 def library() -> ctypes.CDLL:
     made = ctypes.CDLL(None)  # what is preloaded
-    made.faults_add.argtypes = [ctypes.c_int, ctypes.c_char_p, *[ctypes.c_long] * 2, ctypes.c_int, ctypes.c_long]
+    made.faults_add.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        *[ctypes.c_long] * 2,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     made.faults_seen.restype = made.faults_hits.restype = ctypes.c_long
     return made
 
@@ -125,8 +152,13 @@ def retried(errors: list[ZO2Error], kinds: Sequence[type[ZO2Error]], do: Callabl
     raise AssertionError(f"still fails: {errors[-1]}")
 
 
-def take_steps(engine: Engine, kinds: Sequence[type[ZO2Error]] = (), until: int = STEPS) -> list[ZO2Error]:
-    """Go on to a step, repeating those that fail with errors of these kinds. A failed one was not taken."""
+def take_steps(
+    engine: Engine, kinds: Sequence[type[ZO2Error]] = (), until: int = STEPS
+) -> list[ZO2Error]:
+    """Go on to a step, repeating those that fail with errors of these kinds.
+
+    A failed one was not taken.
+    """
     errors: list[ZO2Error] = []
     while (version := engine.version) < until:
         retried(errors, kinds, lambda version=version: engine.step(BATCH, seed=PLAN.seeds[version]))  # type: ignore[misc]
@@ -141,7 +173,9 @@ def trajectory(
         return {name: bits(tensor) for name, tensor in engine.parameters_now()}
 
     losses = [update.losses for update in engine.journal.updates]
-    return Trajectory(losses, retried(list(errors), kinds, weights), (run / "journal.jsonl").read_bytes())
+    return Trajectory(
+        losses, retried(list(errors), kinds, weights), (run / "journal.jsonl").read_bytes()
+    )
 
 
 def opened(storage: Storage, folder: Path, run: Path) -> Engine:
@@ -157,11 +191,19 @@ def make_undisturbed(folder: Path) -> None:
 
 
 def require_end(
-    engine: Engine, run: Path, folder: Path, errors: Sequence[ZO2Error] = (), kinds: Sequence[type[ZO2Error]] = ()
+    engine: Engine,
+    run: Path,
+    folder: Path,
+    errors: Sequence[ZO2Error] = (),
+    kinds: Sequence[type[ZO2Error]] = (),
 ) -> None:
     """The run came to the undisturbed end."""
     found, expected = trajectory(engine, run, errors, kinds), torch.load(folder / "undisturbed.pt")
-    different = [name for name, own, other in zip(Trajectory._fields, found, expected, strict=True) if own != other]
+    different = [
+        name
+        for name, own, other in zip(Trajectory._fields, found, expected, strict=True)
+        if own != other
+    ]
     assert not different, different
 
 
@@ -202,7 +244,9 @@ def fresh(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def tried(storage: Storage, folder: Path, until: int = 0) -> Iterator[tuple[Engine, Path]]:
-    """The engine of a new run, after some steps: it leaves nothing open, and its run leads to the undisturbed end."""
+    """The engine of a new run, after some steps: it leaves nothing open, and its run leads to the
+    undisturbed end.
+    """
     run = fresh(folder)
     with nothing_left(), opened(storage, folder, run) as engine:
         take_steps(engine, until=until)
@@ -241,7 +285,8 @@ def short_transfers(calls: Call, storage: Storage, mode: str, folder: Path) -> N
                 for path in (CHECKPOINT, DATA):
                     Rule(refused, path, count=EVER, error=errno.EINVAL)
             rules = [Rule(calls, path, count=EVER, most=SHORT[size]) for path in (CHECKPOINT, DATA)]
-            for until in (2, STEPS):  # what was written back is read again, by a resident source too
+            for until in (2, STEPS):
+                # what was written back is read again, by a resident source too
                 with opened(storage, folder, run) as engine:
                     take_steps(engine, until=until)
                     if until == STEPS:
@@ -288,7 +333,8 @@ def count_calls(fault: Fault, storage: Storage, folder: Path) -> int:
 
 
 def one_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
-    """One call, whichever, fails, and what failed is repeated; or the run is closed there and resumed.
+    """One call, whichever, fails, and what failed is repeated; or the run is closed there and
+    resumed.
 
     A read may have failed ahead of its need: then it is repeated without a word.
     """
@@ -304,7 +350,8 @@ def one_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
                 rule = Rule(fault.calls, fault.path, nth, error=fault.error)
                 errors = take_steps(engine, fault.kinds)
                 require_end(engine, run, folder, errors, fault.kinds)
-                # Not at all if it met what nobody asked for; how far is read ahead in the end is a matter of time.
+                # Not at all if it met what nobody asked for; how far is read ahead in the end is a
+                # matter of time.
                 assert len(errors) <= rule.hits <= 1
             reported += len(errors)
         if long() or turn % 2 == 1:
@@ -317,7 +364,9 @@ def one_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
 
 
 def reads_fail_until_reported(fault: Fault, storage: Storage, folder: Path) -> None:
-    """The disk breaks at a read, and is mended as soon as that is reported: nothing of it is heard a second time."""
+    """The disk breaks at a read, and is mended as soon as that is reported: nothing of it is heard
+    a second time.
+    """
     reported = 0
     for nth in some(count_calls(fault, storage, folder)):
         with tried(storage, folder) as (engine, run):
@@ -334,7 +383,9 @@ def reads_fail_until_reported(fault: Fault, storage: Storage, folder: Path) -> N
 
 
 def every_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
-    """The disk stays broken: each attempt reports it, nothing hangs, and once it is mended all is well."""
+    """The disk stays broken: each attempt reports it, nothing hangs, and once it is mended all is
+    well.
+    """
     with tried(storage, folder, until=1) as (engine, _):
         rule = Rule(fault.calls, fault.path, count=EVER, error=fault.error)
         failures = 0
@@ -350,10 +401,13 @@ def every_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
 
 
 def torn_then_full(storage: Storage, folder: Path) -> None:
-    """The disk takes half of the record, then is full; the next step takes the torn record's place."""
+    """The disk takes half of the record, then is full; the next step takes the torn record's
+    place.
+    """
     for nth, resume in product(some(STEPS), (False, True)):
         with tried(storage, folder) as (engine, run):
-            write = nth if nth == 1 else nth + 1  # the first step's first record has the digests of the base
+            # the first step's first record has the digests of the base
+            write = nth if nth == 1 else nth + 1
             Rule(Call.WRITE, JOURNAL, write, most=HALF)
             rule = Rule(Call.WRITE, JOURNAL, write + 1, error=errno.ENOSPC)
             take_steps(engine, until=nth - 1)
@@ -367,9 +421,11 @@ def torn_then_full(storage: Storage, folder: Path) -> None:
 
 
 def stale_record(storage: Storage, folder: Path) -> None:
-    """A record that was written but not synced must not count for the bytes that its slot gets later.
+    """A record that was written but not synced must not count for the bytes that its slot gets
+    later.
 
-    The manifest's sync fails once, then the next write, which goes into the same slot, breaks off half-way.
+    The manifest's sync fails once, then the next write, which goes into the same slot, breaks off
+    half-way.
     """
     met = 0
     for nth in some(count_calls(FAULTS["EIO, syncing the manifest"], storage, folder) - 1):
@@ -379,7 +435,8 @@ def stale_record(storage: Storage, folder: Path) -> None:
                 Rule(Call.WRITE, DATA, nth + 1, most=HALF),
                 Rule(Call.WRITE, DATA, nth + 2, EVER, error=errno.EIO),
             ]
-            for _ in range(STEPS + 3):  # beyond the failure, so that its slot is used again for sure
+            for _ in range(STEPS + 3):
+                # beyond the failure, so that its slot is used again for sure
                 with contextlib.suppress(ScratchError):
                     take_steps(engine, until=min(engine.version + 1, STEPS))
             met += all(rule.hits for rule in rules)
@@ -397,12 +454,17 @@ def measured_buffered(folder: Path) -> None:
 
 
 def unsynced_journal(storage: Storage, folder: Path) -> None:
-    """A resumed run counts no record that it could not sync: it writes no block back, and says why."""
+    """A resumed run counts no record that it could not sync: it writes no block back, and
+    says why.
+    """
     run = fresh(folder)
     with opened(storage, folder, run) as engine:
         take_steps(engine, until=2)
     with nothing_left():
-        rules = [Rule(Call.SYNC, JOURNAL, count=EVER, error=errno.EIO), Rule(Call.WRITE, "/scratch.", NEVER)]
+        rules = [
+            Rule(Call.SYNC, JOURNAL, count=EVER, error=errno.EIO),
+            Rule(Call.WRITE, "/scratch.", NEVER),
+        ]
         with pytest.raises(JournalError, match="Input/output error"), opened(storage, folder, run):
             pass
         assert rules[0].hits == 1
@@ -445,7 +507,9 @@ def of_adapter(folder: Path, run: Path) -> Engine:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     return Engine(
         open_checkpoint(folder / "base", adapter=Adapter(config=config, seed=1)),
-        FirstOrder(partial(torch.optim.AdamW, lr=1e-2), lr=lambda step: 1e-2, options={"name": "adamw"}),
+        FirstOrder(
+            partial(torch.optim.AdamW, lr=1e-2), lr=lambda step: 1e-2, options={"name": "adamw"}
+        ),
         run=run,
         memory=memory(1, 1),
     )
@@ -458,7 +522,9 @@ def adapter_after(engine: Engine, batches: Sequence[dict[str, torch.Tensor]]) ->
 
 
 def inputs_fail(calls: Call, error: int, folder: Path) -> None:
-    """Inputs cannot be written, or read: the step is not taken, the run goes on with other batches, or is resumed."""
+    """Inputs cannot be written, or read: the step is not taken, the run goes on with other batches,
+    or is resumed.
+    """
     batches = [BATCH, SMALL_BATCH, BATCH]
     with of_adapter(folder, fresh(folder)) as engine:
         rule = Rule(calls, UNNAMED, NEVER)
@@ -483,7 +549,8 @@ def inputs_fail(calls: Call, error: int, folder: Path) -> None:
             with of_adapter(folder, run) as engine, pytest.raises(ScratchError):
                 adapter_after(engine, batches)
             clear()
-            with of_adapter(folder, run) as engine:  # no snapshot was taken: it begins anew, and compares its steps
+            with of_adapter(folder, run) as engine:
+                # no snapshot was taken: it begins anew, and compares its steps
                 assert adapter_after(engine, batches) == expected
     assert not [path for path in run.iterdir() if path.name != "journal.jsonl"]
 
@@ -496,7 +563,9 @@ def train_options(folder: Path) -> TrainOptions:
         output=fresh(folder),
         steps=3,
         batching=Batching(batch_size=2),
-        storage=replace(TrainOptions(model="", data=Path(), output=Path()).storage, write_back_every=1),
+        storage=replace(
+            TrainOptions(model="", data=Path(), output=Path()).storage, write_back_every=1
+        ),
     )
 
 
@@ -511,7 +580,9 @@ def finish(options: TrainOptions, *, resume: bool = False) -> bytes:
 
 
 def run_cannot_begin(rule: Callable[[], Rule], kind: type[ZO2Error], folder: Path) -> None:
-    """The constructor raises the right error and leaves neither threads, descriptors nor the new directory."""
+    """The constructor raises the right error and leaves neither threads, descriptors nor the new
+    directory.
+    """
     options = train_options(folder)
     finish(options)  # whatever is opened once and for all, is open now
     options = replace(options, output=fresh(folder))
@@ -526,17 +597,38 @@ def run_cannot_begin(rule: Callable[[], Rule], kind: type[ZO2Error], folder: Pat
 
 
 BEGINNINGS: dict[str, tuple[Callable[[], Rule], type[ZO2Error]]] = {
-    "a checkpoint that cannot be read": (lambda: Rule(Call.READ, CHECKPOINT, 4, EVER, error=errno.EIO), CheckpointError),
-    "a journal that cannot be written": (lambda: Rule(Call.WRITE, JOURNAL, error=errno.ENOSPC), JournalError),
-    "a journal that cannot be synced": (lambda: Rule(Call.SYNC, JOURNAL, error=errno.EIO), JournalError),
+    "a checkpoint that cannot be read": (
+        lambda: Rule(Call.READ, CHECKPOINT, 4, EVER, error=errno.EIO),
+        CheckpointError,
+    ),
+    "a journal that cannot be written": (
+        lambda: Rule(Call.WRITE, JOURNAL, error=errno.ENOSPC),
+        JournalError,
+    ),
+    "a journal that cannot be synced": (
+        lambda: Rule(Call.SYNC, JOURNAL, error=errno.EIO),
+        JournalError,
+    ),
     "a manifest that cannot be written": (
         lambda: Rule(Call.WRITE, "/.scratch.jsonl.partial", error=errno.ENOSPC),
         ScratchError,
     ),
-    "options that cannot be written": (lambda: Rule(Call.WRITE, "/.options.json.partial", error=errno.ENOSPC), OutputError),
-    "options that cannot be synced": (lambda: Rule(Call.SYNC, "/.options.json.partial", error=errno.EIO), OutputError),
-    "a directory that cannot be synced": (lambda: Rule(Call.SYNC, "/room", error=errno.EIO), OutputError),
-    "options whose name cannot be synced": (lambda: Rule(Call.SYNC, "/run", 2, error=errno.EIO), OutputError),
+    "options that cannot be written": (
+        lambda: Rule(Call.WRITE, "/.options.json.partial", error=errno.ENOSPC),
+        OutputError,
+    ),
+    "options that cannot be synced": (
+        lambda: Rule(Call.SYNC, "/.options.json.partial", error=errno.EIO),
+        OutputError,
+    ),
+    "a directory that cannot be synced": (
+        lambda: Rule(Call.SYNC, "/room", error=errno.EIO),
+        OutputError,
+    ),
+    "options whose name cannot be synced": (
+        lambda: Rule(Call.SYNC, "/run", 2, error=errno.EIO),
+        OutputError,
+    ),
 }
 
 
@@ -560,8 +652,12 @@ def run_breaks_off(rule: Callable[[], Rule], folder: Path) -> None:
 RUNNING: dict[str, Callable[[], Rule]] = {
     "the journal's disk is full": lambda: Rule(Call.WRITE, JOURNAL, 2, error=errno.ENOSPC),
     "the scratch's disk is full": lambda: Rule(Call.WRITE, DATA, 2, error=errno.ENOSPC),
-    "the metrics' disk is full": lambda: Rule(Call.WRITE, "/metrics.jsonl", 2, EVER, error=errno.ENOSPC),
-    "the model's disk is full": lambda: Rule(Call.WRITE, ".model.partial", 2, EVER, error=errno.ENOSPC),
+    "the metrics' disk is full": lambda: Rule(
+        Call.WRITE, "/metrics.jsonl", 2, EVER, error=errno.ENOSPC
+    ),
+    "the model's disk is full": lambda: Rule(
+        Call.WRITE, ".model.partial", 2, EVER, error=errno.ENOSPC
+    ),
     "the model cannot be synced": lambda: Rule(Call.SYNC, ".model.partial", error=errno.EIO),
     "the checkpoint cannot be read": lambda: Rule(Call.READ, CHECKPOINT, 9, EVER, error=errno.EIO),
 }
@@ -573,15 +669,23 @@ def scenarios() -> Iterator[tuple[str, Callable[[Path], None]]]:
         for mode in MODES:
             yield f"short reads, {mode}: {name}", partial(short_transfers, Call.READ, storage, mode)
             if is_written:
-                yield f"short writes, {mode}: {name}", partial(short_transfers, Call.WRITE, storage, mode)
+                yield (
+                    f"short writes, {mode}: {name}",
+                    partial(short_transfers, Call.WRITE, storage, mode),
+                )
         for fault_name, fault in FAULTS.items():
             reads_back = fault.path == CHECKPOINT or storage.buckets is not None
             if is_written or fault.path in (CHECKPOINT, JOURNAL):
                 yield f"once {fault_name}: {name}", partial(one_call_fails, fault, storage)
-            if (is_written or fault.path in (CHECKPOINT, JOURNAL)) and (reads_back or fault.calls is not Call.READ):
+            if (is_written or fault.path in (CHECKPOINT, JOURNAL)) and (
+                reads_back or fault.calls is not Call.READ
+            ):
                 yield f"ever {fault_name}: {name}", partial(every_call_fails, fault, storage)
                 if fault.calls is Call.READ:
-                    yield f"until reported {fault_name}: {name}", partial(reads_fail_until_reported, fault, storage)
+                    yield (
+                        f"until reported {fault_name}: {name}",
+                        partial(reads_fail_until_reported, fault, storage),
+                    )
         yield f"a torn record on a full disk: {name}", partial(torn_then_full, storage)
         if is_written:
             yield f"an unsynced record of a slot used again: {name}", partial(stale_record, storage)
@@ -589,7 +693,10 @@ def scenarios() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "the disk is measured where direct transfers are refused", measured_buffered
     yield "reading ahead fails for a later block", read_ahead_fails
     yield "closing while reads and writes fail", closed_while_failing
-    yield "inputs of blocks on disk: the disk is full", partial(inputs_fail, Call.WRITE, errno.ENOSPC)
+    yield (
+        "inputs of blocks on disk: the disk is full",
+        partial(inputs_fail, Call.WRITE, errno.ENOSPC),
+    )
     yield "inputs of blocks on disk: writing fails", partial(inputs_fail, Call.WRITE, errno.EIO)
     yield "inputs of blocks on disk: reading fails", partial(inputs_fail, Call.READ, errno.EIO)
     for name, (rule, kind) in BEGINNINGS.items():
@@ -602,7 +709,9 @@ SCENARIOS = dict(scenarios())
 
 
 def prepare(folder: Path) -> None:
-    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=4))
+    base = save_model(
+        folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=4)
+    )
     save_tokenizer(base)
     rows = [{"prompt": f"the cat {word}", "completion": " yes"} for word in WORDS[5:]]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -630,7 +739,9 @@ def forked(folder: Path, run: Scenario) -> str:
 
 
 def main(folder: Path) -> None:
-    """Run each scenario that is asked for on standard input, and say on standard output what became of it."""
+    """Run each scenario that is asked for on standard input, and say on standard output what became
+    of it.
+    """
     torch.set_num_threads(1)
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
     assert not forked(folder, make_undisturbed)
@@ -645,7 +756,9 @@ def main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Callable[[str], str]]:
     """Runs a scenario; says what went wrong."""
     folder = tmp_path_factory.mktemp("faults")
     shim, log = folder / "faults.so", folder / "log"
@@ -670,7 +783,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         assert told is not None
 
         def run(name: str) -> str:
-            with contextlib.suppress(BrokenPipeError):  # the process is gone, which its log explains
+            with contextlib.suppress(BrokenPipeError):
+                # the process is gone, which its log explains
                 asked.write(json.dumps(name) + "\n")
                 asked.flush()
             line = told.readline()

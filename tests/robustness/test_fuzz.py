@@ -1,4 +1,6 @@
-"""Damaged and hostile input files: each reader uses or refuses them by a typed error, in bounded time and memory."""
+"""Damaged and hostile input files: each reader uses or refuses them by a typed error, in bounded
+time and memory.
+"""
 
 import contextlib
 import copy
@@ -36,11 +38,35 @@ MEMORY = 1 << 30  # bytes; every file here is smaller than 200 kB
 
 NESTED = "nested \0"  # stands for lists this deep, which json.dumps cannot write
 SURROGATES = ["\ud800", "\udcff", "a\ud83d"]
-PATHS = ["", ".", "..", "../x.safetensors", "/etc/passwd", "/dev/zero", "a\0b", "sub/", "x" * 300, *SURROGATES]
+PATHS = [
+    "",
+    ".",
+    "..",
+    "../x.safetensors",
+    "/etc/passwd",
+    "/dev/zero",
+    "a\0b",
+    "sub/",
+    "x" * 300,
+    *SURROGATES,
+]
 FLOATS = [0.0, -0.0, 1.0, 1.5, 1e308, float("nan"), float("inf"), float("-inf")]
 INTEGERS = [-1, 0, 1, 2, 3, 2**31, 2**40, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400]
 
-HOSTILE: list[Any] = [None, True, False, *INTEGERS, *FLOATS, *PATHS, [], {}, [[]], [None], {"a": 1}, f"{NESTED}100000"]
+HOSTILE: list[Any] = [
+    None,
+    True,
+    False,
+    *INTEGERS,
+    *FLOATS,
+    *PATHS,
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+    f"{NESTED}100000",
+]
 
 
 @contextlib.contextmanager
@@ -79,7 +105,13 @@ def to_json(value: object) -> bytes:
 def places(value: object, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """The paths of all values inside a JSON value, itself included."""
     yield place
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*place, key))
 
@@ -118,7 +150,14 @@ def check_types(updates: Sequence[Update]) -> None:
         assert each.step == step
         integers = (each.step, *each.seeds, *(evaluation.seed for evaluation in each.evaluations))
         shifts = (evaluation.shift for evaluation in each.evaluations)
-        reals = (*each.projected_grads, each.lr, each.zo_eps, each.weight_decay, *each.losses, *shifts)
+        reals = (
+            *each.projected_grads,
+            each.lr,
+            each.zo_eps,
+            each.weight_decay,
+            *each.losses,
+            *shifts,
+        )
         assert all(type(value) is int for value in integers)
         assert all(type(value) is float and math.isfinite(value) for value in reals)
         assert type(each.perturb_in_place) is bool
@@ -139,7 +178,8 @@ def go_on(path: Path) -> None:
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role.strip() }} {{ message['content'] }} "
-    "{% for call in message.tool_calls %}{{ call | tojson }} {{ call.function.name + ' ' }}{% endfor %}{% endfor %}"
+    "{% for call in message.tool_calls %}{{ call | tojson }} {{ call.function.name + ' ' }}{% "
+    "endfor %}{% endfor %}"
     "{% if add_generation_prompt %}the {% endif %}"
 )
 CHAT: list[dict[str, Any]] = [
@@ -152,9 +192,32 @@ ROWS: list[dict[str, Any]] = [
     {"messages": CHAT},
     {"prompt": CHAT[:1], "completion": CHAT[1:]},
 ]
-ADDED = ["quantization_config", "auto_map", "dtype", "torch_dtype", "text_config", "head_dim", "layer_types", "rope_theta"]
-ADDED += ["architectures", "attn_implementation", "rope_scaling", "num_labels", "id2label", "is_encoder_decoder"]
-ADDED += ["use_cache", "_attn_implementation", "transformers_version", "model_type", "return_dict", "pruned_heads"]
+ADDED = [
+    "quantization_config",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "text_config",
+    "head_dim",
+    "layer_types",
+    "rope_theta",
+]
+ADDED += [
+    "architectures",
+    "attn_implementation",
+    "rope_scaling",
+    "num_labels",
+    "id2label",
+    "is_encoder_decoder",
+]
+ADDED += [
+    "use_cache",
+    "_attn_implementation",
+    "transformers_version",
+    "model_type",
+    "return_dict",
+    "pruned_heads",
+]
 ADDED += ["sliding_window"]
 
 
@@ -180,14 +243,23 @@ def shard(folder: Path) -> Reader:
     def packed(parts: Sequence[bytes]) -> bytes:
         return struct.pack("<Q", len(parts[0])) + parts[0] + whole[-20:]
 
-    return Reader(folder / "x.safetensors", [json.loads(whole[8:-20])], packed, read_shard, [*HOSTILE, "C64", "F4"])
+    return Reader(
+        folder / "x.safetensors",
+        [json.loads(whole[8:-20])],
+        packed,
+        read_shard,
+        [*HOSTILE, "C64", "F4"],
+    )
 
 
 def index(folder: Path) -> Reader:
     (folder / "sub").mkdir()
     for name in ("a", "b"):
         save_file({name: torch.ones(2)}, folder / f"{name}.safetensors")
-    part = {"metadata": {"total_size": 16}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    part = {
+        "metadata": {"total_size": 16},
+        "weight_map": {"a": "a.safetensors", "b": "b.safetensors"},
+    }
     hostile = [*HOSTILE, "sub", "missing.safetensors", "model.safetensors.index.json"]
     return Reader(folder / "model.safetensors.index.json", [part], b"".join, find_inside, hostile)
 
@@ -206,14 +278,17 @@ def config(model_type: str, folder: Path) -> Reader:
     part = json.loads((folder / "config.json").read_bytes())
     part |= {field: part.get(field) for field in ADDED}
     hostile = [2**31, -1, "x", None]
-    return Reader(folder / "config.json", [part], b"".join, lambda path: open_checkpoint(path.parent), hostile)
+    return Reader(
+        folder / "config.json", [part], b"".join, lambda path: open_checkpoint(path.parent), hostile
+    )
 
 
 def row(number: int, folder: Path) -> Reader:
     save_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
-    render_chat(CHAT[:1], tokenizer)  # starts the process that renders, which takes longer than an example may
+    # starts the process that renders, which takes longer than an example may
+    render_chat(CHAT[:1], tokenizer)
 
     def use(path: Path) -> None:
         dataset = RowReader(tokenizer, 8).read(path)
@@ -256,9 +331,14 @@ def test_a_file_with_any_value_is_used_or_refused(reader: Reader) -> None:
             used_or_refused(lambda: reader.use(reader.path))
 
 
-def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    made = {name: READERS[name](tmp_path_factory.mktemp(name)) for name in ("shard", "journal", "row 0")}
-    for depth in range(100, 1000, 15):  # the interpreter's limit is 1000; each parser and printer meets it elsewhere
+def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    made = {
+        name: READERS[name](tmp_path_factory.mktemp(name)) for name in ("shard", "journal", "row 0")
+    }
+    for depth in range(100, 1000, 15):
+        # the interpreter's limit is 1000; each parser and printer meets it elsewhere
         deep = f"{NESTED}{depth}"
         hostile: dict[str, list[Any]] = {
             "shard": [{"a": deep}, {"a": {"dtype": "F32", "shape": deep, "data_offsets": [0, 0]}}],

@@ -24,13 +24,17 @@ DIGESTS = {"embedding": "0a", "block 0": "0b"}
 CORE = Path(zo2core.__file__).parent
 WRITERS = ("journal.py", "io/durable.py", "sources/slot_file.py", "perturbation.py")
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
-assert all(Path(name).exists() for name in INTERRUPTED), "a file that was renamed would not be interrupted"
+assert all(Path(name).exists() for name in INTERRUPTED), (
+    "a file that was renamed would not be interrupted"
+)
 
 pytestmark = pytest.mark.usefixtures("no_power_loss")
 
 
 def interrupted(action: Callable[[], Any], at: int) -> bool:
-    """Run an action, interrupted before its line number ``at`` of files that write; say whether it came to that line."""
+    """Run an action, interrupted before its line number ``at`` of files that write; say whether it
+    came to that line.
+    """
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -56,7 +60,9 @@ def interrupted(action: Callable[[], Any], at: int) -> bool:
 
 
 def every_line(make: Callable[[int], Callable[[], Any]], check: Callable[[int], None]) -> None:
-    """Interrupt an action at its first line, made anew at its second line, and so on, and check what is left each time."""
+    """Interrupt an action at its first line, made anew at its second line, and so on, and check
+    what is left each time.
+    """
     at = 1
     while interrupted(make(at), at):
         check(at)
@@ -68,22 +74,36 @@ def every_line(make: Callable[[int], Callable[[], Any]], check: Callable[[int], 
 def state(journal: Journal) -> tuple[object, ...]:
     version = len(journal.updates)
     chain = [journal.chain(at) for at in range(version + 2)]
-    return journal.header, list(journal.updates), dict(journal.base_digests), journal.checksum, chain
+    return (
+        journal.header,
+        list(journal.updates),
+        dict(journal.base_digests),
+        journal.checksum,
+        chain,
+    )
 
 
-# Whether the journal was begun, how many steps it has, whether it is opened anew, and what is interrupted.
+# Whether the journal was begun, how many steps it has, whether it is opened anew, and what is
+# interrupted.
 ACTIONS: dict[str, tuple[bool, int, bool, Callable[[Journal], Any]]] = {
     "begin": (False, 0, False, lambda journal: journal.begin(HEADER)),
     "the first append": (True, 0, False, lambda journal: journal.append(update_of(0))),
     "a later append": (True, 2, False, lambda journal: journal.append(update_of(2))),
-    "an append that also opens and locks": (True, 1, True, lambda journal: journal.append(update_of(1))),
+    "an append that also opens and locks": (
+        True,
+        1,
+        True,
+        lambda journal: journal.append(update_of(1)),
+    ),
     "note_base": (True, 1, False, lambda journal: journal.note_base(DIGESTS)),
     "withdraw": (True, 0, False, lambda journal: journal.withdraw()),
 }
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_an_interrupt_at_any_line_leaves_file_and_memory_of_a_journal_alike(action: str, tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_leaves_file_and_memory_of_a_journal_alike(
+    action: str, tmp_path: Path
+) -> None:
     begun, steps, reopens, act = ACTIONS[action]
     journal = Journal()
 
@@ -132,7 +152,9 @@ def content(segment: int, version: int) -> torch.Tensor:
     return torch.full((4096,), 16 * segment + version, dtype=torch.uint8)
 
 
-def test_an_interrupt_at_any_line_of_a_write_back_loses_no_slot_and_no_bytes(tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_of_a_write_back_loses_no_slot_and_no_bytes(
+    tmp_path: Path,
+) -> None:
     scratch: Scratch
 
     def make(at: int) -> Callable[[], Any]:
@@ -152,7 +174,8 @@ def test_an_interrupt_at_any_line_of_a_write_back_loses_no_slot_and_no_bytes(tmp
         holds(scratch, at)
         versions = [scratch.version(segment) for segment in (1, 2)]
         records = {
-            record["segment"]: record["version"] for record in RecordFile(tmp_path / str(at) / "scratch.jsonl").loaded[1:]
+            record["segment"]: record["version"]
+            for record in RecordFile(tmp_path / str(at) / "scratch.jsonl").loaded[1:]
         }
         assert [records[1], records[2]] == versions, at
         for segment in (2, 1, 2):
@@ -167,7 +190,9 @@ def test_an_interrupt_at_any_line_of_a_write_back_loses_no_slot_and_no_bytes(tmp
     every_line(make, check)
 
 
-def test_an_interrupt_at_any_line_of_keeping_a_period_leaves_a_manifest_that_counts(tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_of_keeping_a_period_leaves_a_manifest_that_counts(
+    tmp_path: Path,
+) -> None:
     spec = ParameterSpec("p", (3,), torch.float32, 0, decays=False)
     sums = [torch.full((3,), float(period)) for period in range(3)]
     journal = Journal()

@@ -1,7 +1,8 @@
-"""Runs killed at any moment, again and again, end as the undisturbed ones: weights, losses and journal, bit for bit.
+"""Runs killed at any moment, again and again, end as the undisturbed ones: weights, losses and
+journal, bit for bit.
 
-They are killed by SIGKILL in three ways: at a named call, at the n-th call that changes a file (in its middle, or after it
-where it has none), and by the clock, which hits what nobody thought of.
+They are killed by SIGKILL in three ways: at a named call, at the n-th call that changes a file (in
+its middle, or after it where it has none), and by the clock, which hits what nobody thought of.
 """
 
 import mmap
@@ -42,8 +43,10 @@ from zo2adapters.models.conversion import quantize
 STEPS = 6
 MOST_KILLS = 6  # of one run, which then goes on to its end
 FILES = {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
-KEPT = {"scratch.bin", "scratch.jsonl", "factors.bin", "factors.jsonl", "samples.jsonl"}  # by some kinds of runs
-DRAWN = {"reward", "best", "completion", "generated", "drift"}  # first words of what the journal does not have of a step
+# by some kinds of runs
+KEPT = {"scratch.bin", "scratch.jsonl", "factors.bin", "factors.jsonl", "samples.jsonl"}
+# first words of what the journal does not have of a step
+DRAWN = {"reward", "best", "completion", "generated", "drift"}
 
 Place = tuple[str, str, str, int, str]  # module, owner, function, call from 1, moment
 SLOTS, RECORDS = "zo2core.sources.slot_file", "zo2core.io.durable"
@@ -60,11 +63,19 @@ SNAPSHOT_PLACES: Mapping[str, Place] = {
     "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
     "before a row of metrics": (METRICS, "", "write_row", 6, "before"),
     "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
-    "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
+    "a snapshot is durable, and the older ones are still there": (
+        SNAPSHOTS,
+        "",
+        "replace_file",
+        3,
+        "after",
+    ),
     "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
 }
 UPDATE_PLACES: Mapping[str, Place] = {
-    f"{moment} update {at}": (*TORCH_UPDATE, PROBES + at, moment) for at in (1, 5, 9, 14) for moment in ("after", "before")
+    f"{moment} update {at}": (*TORCH_UPDATE, PROBES + at, moment)
+    for at in (1, 5, 9, 14)
+    for moment in ("after", "before")
 }
 TURN_PLACES: Mapping[str, Place] = {
     **ENDS,
@@ -77,7 +88,13 @@ TURN_PLACES: Mapping[str, Place] = {
 }
 COMMIT_PLACES: Mapping[str, Place] = {
     **ENDS,
-    "a step is recorded, and its blocks are not committed": (JOURNAL, "Journal", "append", 4, "after"),
+    "a step is recorded, and its blocks are not committed": (
+        JOURNAL,
+        "Journal",
+        "append",
+        4,
+        "after",
+    ),
     "before a block is written": (SLOTS, "Generations", "write", 9, "before"),
     "a block is written": (SLOTS, "Generations", "write", 10, "after"),
     "all blocks are written, and none is durable": (SLOTS, "Generations", "commit", 3, "before"),
@@ -108,20 +125,56 @@ class Kind(NamedTuple):
 
     @property
     def command(self) -> list[object]:
-        told = ["train", "--data", "rows.jsonl", "--output", "run", "--steps", self.steps, "--batch-size", 3, "--seed", 3]
+        told = [
+            "train",
+            "--data",
+            "rows.jsonl",
+            "--output",
+            "run",
+            "--steps",
+            self.steps,
+            "--batch-size",
+            3,
+            "--seed",
+            3,
+        ]
         return [*told, "--evaluation", "rows.jsonl", *self.options]
 
 
-def zeroth(buckets: int | None, write: int | Literal["never"], *more: object, keeps: bool = True) -> Kind:
+def zeroth(
+    buckets: int | None, write: int | Literal["never"], *more: object, keeps: bool = True
+) -> Kind:
     """Zeroth-order steps, with blocks in memory, or some at a time."""
-    options = ("--model", "base", "--lr", 1e-2, "--decay", "linear", "--warmup-steps", 2, "--evaluate-every", 2)
+    options = (
+        "--model",
+        "base",
+        "--lr",
+        1e-2,
+        "--decay",
+        "linear",
+        "--warmup-steps",
+        2,
+        "--evaluate-every",
+        2,
+    )
     patch = beforehand(arrange, buckets=buckets, keep_noise=keeps)
     return Kind((*options, "--write-back-every", write, *more), {}, "zeroth, never written", patch)
 
 
 def first_order(method: str, *more: object) -> tuple[object, ...]:
     turns = ("--method", "switch_every=2") if method == "badam" else ()
-    return ("--model", "base", "--method", method, "--lr", 1e-2, "--evaluate-every", 2, *turns, *more)
+    return (
+        "--model",
+        "base",
+        "--method",
+        method,
+        "--lr",
+        1e-2,
+        "--evaluate-every",
+        2,
+        *turns,
+        *more,
+    )
 
 
 SNAPSHOTS_KEPT = ("--keep-best", "--snapshot-every", 2)
@@ -131,8 +184,21 @@ REWARDS = ("rewards.py:fingerprint", "length=0.1")
 
 
 def rewarded(*more: object, patch: str = "") -> Kind:
-    """Steps that learn from rewards, in which the drift is measured before the first and the eleventh."""
-    options: tuple[object, ...] = ("--reward", *REWARDS, "--estimator", "es", "--queries", 3, "--lr", 0.05, "--zo-eps", 0.1)
+    """Steps that learn from rewards, in which the drift is measured before the first and the
+    eleventh.
+    """
+    options: tuple[object, ...] = (
+        "--reward",
+        *REWARDS,
+        "--estimator",
+        "es",
+        "--queries",
+        3,
+        "--lr",
+        0.05,
+        "--zo-eps",
+        0.1,
+    )
     options += ("--reward-options", "max_new_tokens=4", "--evaluate-every", 4, "--samples", 2)
     temporary = beforehand(keep_temporary_files, "temporary")
     return Kind((*options, *more), {}, None, temporary + patch, 12, ("--reward", *REWARDS))
@@ -150,7 +216,10 @@ KINDS: dict[str, Kind] = {
     "zeroth, streamed, snapshots": zeroth(1, 4, "--snapshot-every", 3),
     "adapter": Kind(first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT), SNAPSHOT_PLACES),
     "adapter, streamed, inputs on disk": Kind(
-        first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT, "--memory", "activations=1", "--micro-batch-size", 1), patch=TIGHT
+        first_order(
+            "adamw", *ADAPTER, *SNAPSHOTS_KEPT, "--memory", "activations=1", "--micro-batch-size", 1
+        ),
+        patch=TIGHT,
     ),
     "adamw": Kind(first_order("adamw", *SNAPSHOTS_KEPT), {**SNAPSHOT_PLACES, **UPDATE_PLACES}),
     "adamw, streamed": Kind(first_order("adamw", *STREAMED), COMMIT_PLACES, "adamw"),
@@ -159,16 +228,35 @@ KINDS: dict[str, Kind] = {
     "lomo": Kind(first_order("lomo", *SNAPSHOTS_KEPT)),
     "lomo, streamed": Kind(first_order("lomo", *STREAMED, "--snapshot-every", 2), {}, "lomo"),
     "adalomo": Kind(first_order("adalomo", *SNAPSHOTS_KEPT)),
-    "adalomo, streamed": Kind(first_order("adalomo", *STREAMED, "--snapshot-every", 2), {}, "adalomo"),
-    "rewards": rewarded("--model", "base", "--rank", 2, "--reward-options", "temperature=0.8,seconds=500")._replace(
-        places=REWARD_PLACES
+    "adalomo, streamed": Kind(
+        first_order("adalomo", *STREAMED, "--snapshot-every", 2), {}, "adalomo"
     ),
+    "rewards": rewarded(
+        "--model", "base", "--rank", 2, "--reward-options", "temperature=0.8,seconds=500"
+    )._replace(places=REWARD_PLACES),
     "rewards, a quantised base, one row at a time": rewarded(
-        *("--model", "nf4", "--rank", "2:period=3", "--memory", "activations=1", "--estimator", "es:fitness=ranks"),
+        *(
+            "--model",
+            "nf4",
+            "--rank",
+            "2:period=3",
+            "--memory",
+            "activations=1",
+            "--estimator",
+            "es:fitness=ranks",
+        ),
         patch=TIGHT,
     ),
     "rewards, weights on disk": rewarded(
-        *("--model", "base", "--write-back-every", 2, "--reward-options", "temperature=0.8,top_p=0.9"), patch=TIGHT
+        *(
+            "--model",
+            "base",
+            "--write-back-every",
+            2,
+            "--reward-options",
+            "temperature=0.8,top_p=0.9",
+        ),
+        patch=TIGHT,
     ),
 }
 
@@ -176,14 +264,17 @@ REWARD = '''
 import hashlib, os, pathlib, signal, time
 
 def fingerprint(prompt, completion, row):
-    """A number that differs for any two texts, so that the losses in the journal tell what was generated."""
+    """A number that differs for any two texts, so that the losses in the journal tell what
+    was generated.
+    """
     time.sleep(0.001)
     strike = pathlib.Path("strike")
     if strike.exists() and pathlib.Path("run/journal.jsonl").read_bytes().count(b"seeds") == 3:
         strike.unlink()
         os.kill(int(pathlib.Path("pid").read_text()), signal.SIGKILL)
         time.sleep(600)
-    return int.from_bytes(hashlib.sha256(f"{row['completion']} {completion}".encode()).digest()[:4], "big") / 2**32
+    digest = hashlib.sha256(f"{row['completion']} {completion}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32
 '''
 
 
@@ -203,14 +294,19 @@ def ended(run: Path) -> dict[str, object]:
     names = {path.name for path in run.iterdir()}
     snapshots = {name for name in names if name.startswith("snapshot")}
     assert len(snapshots) <= 3, "the last two, and the best"
-    assert FILES <= names - snapshots <= FILES | KEPT, "a killed process's leavings are cleared away"
+    assert FILES <= names - snapshots <= FILES | KEPT, (
+        "a killed process's leavings are cleared away"
+    )
     wait_until(lambda: not reward_processes())  # none outlives its run
     assert not list(Path("temporary").iterdir())
     told = outcome(run)
     for row in told["metrics"]:
         for key in [key for key in row if key.partition("_")[0] in DRAWN]:
             del row[key]
-    return {**told, "samples": (run / "samples.jsonl").read_bytes() if "samples.jsonl" in names else b""}
+    return {
+        **told,
+        "samples": (run / "samples.jsonl").read_bytes() if "samples.jsonl" in names else b"",
+    }
 
 
 def reward_processes() -> list[psutil.Process]:
@@ -218,7 +314,9 @@ def reward_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.cwd() == str(Path.cwd()) and any(part.endswith("reward_program.py") for part in process.cmdline()):
+            if process.cwd() == str(Path.cwd()) and any(
+                part.endswith("reward_program.py") for part in process.cmdline()
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -238,7 +336,9 @@ class Runs:
         self.kind = KINDS[name]
         self.hits = Counter[str]()  # kills by the clock, by phase
         self._apart = apart
-        self._phase, self._calls = (self._mapped(file, nbytes) for file, nbytes in (("phase", 1), ("calls", 8)))
+        self._phase, self._calls = (
+            self._mapped(file, nbytes) for file, nbytes in (("phase", 1), ("calls", 8))
+        )
         if name not in undisturbed:
             undisturbed[name] = self._undisturbed()
         self.expected = undisturbed[name]
@@ -247,7 +347,9 @@ class Runs:
         run = Path("run")
         is_begun = (run / "options.json").exists()
         if not is_begun and run.exists():
-            assert {path.name for path in run.iterdir()} <= {"lock", ".options.json.partial"}, "nothing was begun"
+            assert {path.name for path in run.iterdir()} <= {"lock", ".options.json.partial"}, (
+                "nothing was begun"
+            )
             shutil.rmtree(run)
         self._phase[0] = 0
         command = ["train", "--resume", "run", *self.kind.again] if is_begun else self.kind.command
@@ -275,7 +377,11 @@ class Runs:
     def killed_by_the_clock(self, rng: random.Random, most: int) -> None:
         """Run and kill, at most so often, and then run to the end."""
         for _ in range(rng.randint(1, min(most, MOST_KILLS))):
-            left = max(self.kind.steps - _recorded(), 1) / self.kind.steps if Path("run/options.json").exists() else 1.0
+            left = (
+                max(self.kind.steps - _recorded(), 1) / self.kind.steps
+                if Path("run/options.json").exists()
+                else 1.0
+            )
             self.start(beforehand(mark_phases) + beforehand(die_at_write, pauses=True))
             self._wait_for_a_step()
             time.sleep(rng.uniform(0, left * self.expected.seconds))
@@ -293,7 +399,9 @@ class Runs:
             last = time.perf_counter() if self._phase[0] > 1 else last
             time.sleep(0.001)
         assert not self.finish()
-        made = Undisturbed(ended(Path("run")), struct.unpack_from("<q", self._calls)[0], last - began)
+        made = Undisturbed(
+            ended(Path("run")), struct.unpack_from("<q", self._calls)[0], last - began
+        )
         shutil.rmtree("run")
         return made
 
@@ -327,22 +435,33 @@ def runs(kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed
 
 
 def kinds(*short: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("kind", short_first(short, [name for name in KINDS if name not in short]))
+    return pytest.mark.parametrize(
+        "kind", short_first(short, [name for name in KINDS if name not in short])
+    )
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.reference])
-def test_where_weights_are_changes_no_bit(kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed]) -> None:
+def test_where_weights_are_changes_no_bit(
+    kind: str, here: Path, apart: Apart, undisturbed: dict[str, Undisturbed]
+) -> None:
     reference = KINDS[kind].reference
     assert reference is not None
-    found, expected = (Runs(name, apart, undisturbed).expected.outcome for name in (kind, reference))
+    found, expected = (
+        Runs(name, apart, undisturbed).expected.outcome for name in (kind, reference)
+    )
     assert (found["journal"], found["weights"]) == (expected["journal"], expected["weights"])
 
 
 def places() -> list[Any]:
     """Each place of each kind; one of each in the default profile."""
     return [
-        pytest.param(name, place, id=f"{name}: {place}", marks=() if at == number % len(kind.places) else LONG)
+        pytest.param(
+            name,
+            place,
+            id=f"{name}: {place}",
+            marks=() if at == number % len(kind.places) else LONG,
+        )
         for number, (name, kind) in enumerate(KINDS.items())
         for at, place in enumerate(kind.places)
     ]
@@ -386,17 +505,24 @@ def test_a_run_killed_by_the_clock_ends_as_the_undisturbed_one(
 @pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("zeroth")])
 def test_writes_cut_in_half_are_made_up_for(kind: str, runs: Runs) -> None:
     is_written = "written every" in kind or "snapshots" in kind
-    for file in ("journal.jsonl", *(("scratch.bin", "scratch.jsonl") if is_written else ()), "metrics.jsonl"):
+    for file in (
+        "journal.jsonl",
+        *(("scratch.bin", "scratch.jsonl") if is_written else ()),
+        "metrics.jsonl",
+    ):
         assert runs.is_killed(beforehand(die_at_write, 2, file)), file
     runs.require_same_end()
 
 
 @pytest.mark.long_profile
-@pytest.mark.parametrize("kind", ["zeroth, written every step", "zeroth, streamed, written every second step"])
+@pytest.mark.parametrize(
+    "kind", ["zeroth, written every step", "zeroth, streamed, written every second step"]
+)
 def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs: Runs) -> None:
     options = runs.kind.options[: runs.kind.options.index("--write-back-every")]
     runs.kind = runs.kind._replace(options=(*options, "--write-back-every", "auto"))
-    for call in range(1, 12):  # at each start, a little later: among them are all calls of the probe
+    for call in range(1, 12):
+        # at each start, a little later: among them are all calls of the probe
         assert runs.is_killed(beforehand(die_at_write, call))
     runs.require_same_end()
 
@@ -404,13 +530,33 @@ def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(kind: str, runs:
 @pytest.mark.parametrize(
     ("kind", "place", "told"),
     [
-        ("adapter", (METRICS, "", "write_row", 8), "from the snapshot of step 4, or to get its adapter"),
-        pytest.param("adamw", (METRICS, "", "write_row", 8), "from the snapshot of step 4, or to get its model", marks=LONG),
-        pytest.param("adamw", (*TORCH_UPDATE, PROBES + 18), "from the snapshot of step 4, or to get its model", marks=LONG),
-        ("adamw, streamed", (METRICS, "", "write_row", 5), "the run goes on from the commit of step "),
+        (
+            "adapter",
+            (METRICS, "", "write_row", 8),
+            "from the snapshot of step 4, or to get its adapter",
+        ),
+        pytest.param(
+            "adamw",
+            (METRICS, "", "write_row", 8),
+            "from the snapshot of step 4, or to get its model",
+            marks=LONG,
+        ),
+        pytest.param(
+            "adamw",
+            (*TORCH_UPDATE, PROBES + 18),
+            "from the snapshot of step 4, or to get its model",
+            marks=LONG,
+        ),
+        (
+            "adamw, streamed",
+            (METRICS, "", "write_row", 5),
+            "the run goes on from the commit of step ",
+        ),
     ],
 )
-def test_interrupted_runs_say_how_to_go_on(runs: Runs, apart: Apart, place: tuple[str, str, str, int], told: str) -> None:
+def test_interrupted_runs_say_how_to_go_on(
+    runs: Runs, apart: Apart, place: tuple[str, str, str, int], told: str
+) -> None:
     interrupted: Ended = apart.run(*runs.kind.command, patch=strike(*place, "SIGTERM"))
     assert interrupted.status == 143, interrupted
     assert told in interrupted.err

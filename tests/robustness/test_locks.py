@@ -1,4 +1,6 @@
-"""Files of a run that others hold, link or block: one engine writes them at a time, and nothing is written through links."""
+"""Files of a run that others hold, link or block: one engine writes them at a time, and nothing is
+written through links.
+"""
 
 import contextlib
 import os
@@ -21,10 +23,24 @@ from toy import ToyBlockModel
 from zo2adapters import open_checkpoint
 from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
-from zo2core import Engine, Journal, LowRankPerturbation, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZerothOrder
+from zo2core import (
+    Engine,
+    Journal,
+    LowRankPerturbation,
+    MeZOSGD,
+    PhiloxNoise,
+    WriteBackPolicy,
+    ZerothOrder,
+)
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
 from zo2core.io import durable
-from zo2core.io.durable import DisturbedFileError, LockedFileError, RecordFile, close_locked, open_locked
+from zo2core.io.durable import (
+    DisturbedFileError,
+    LockedFileError,
+    RecordFile,
+    close_locked,
+    open_locked,
+)
 from zo2core.journal import copy_journal
 from zo2core.perturbation import DATA as FACTORS
 from zo2core.sources.slot_file import DATA, MANIFEST
@@ -34,10 +50,14 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 def toy(run: Path) -> ToyBlockModel:
-    return ToyBlockModel(50, 40, 4, tied=True, dtype=torch.float32, file=run.parent / "toy.safetensors")
+    return ToyBlockModel(
+        50, 40, 4, tied=True, dtype=torch.float32, file=run.parent / "toy.safetensors"
+    )
 
 
-def engine(run: Path, *, journal: Journal | Path | None = None, every: int = 1, lr: float = 1e-2) -> Engine:
+def engine(
+    run: Path, *, journal: Journal | Path | None = None, every: int = 1, lr: float = 1e-2
+) -> Engine:
     return zeroth_order(
         toy(run),
         MeZOSGD(lr=lr, zo_eps=1e-3),
@@ -51,7 +71,9 @@ def engine(run: Path, *, journal: Journal | Path | None = None, every: int = 1, 
 def beside(base: Path, run: Path, journal: Path) -> Engine:
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     method = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, period=2))
-    return Engine(open_checkpoint(base), method, journal=journal, write_back=WriteBackPolicy(directory=run))
+    return Engine(
+        open_checkpoint(base), method, journal=journal, write_back=WriteBackPolicy(directory=run)
+    )
 
 
 @contextlib.contextmanager
@@ -70,7 +92,9 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
-def test_a_second_engine_on_the_directory_of_a_live_one_is_refused_and_changes_no_bit(tmp_path: Path) -> None:
+def test_a_second_engine_on_the_directory_of_a_live_one_is_refused_and_changes_no_bit(
+    tmp_path: Path,
+) -> None:
     run, path, copy = tmp_path / "run", tmp_path / "journal.jsonl", tmp_path / "copy.jsonl"
     with engine(tmp_path / "alone", every=3) as alone:
         expected = [alone.step(BATCH).losses for _ in range(10)]
@@ -79,7 +103,10 @@ def test_a_second_engine_on_the_directory_of_a_live_one_is_refused_and_changes_n
         shutil.copy(path, copy)
         before = contents(run)
         with (
-            pytest.raises(ScratchError, match=r"scratch\.bin: found a file that another engine writes.*choose another"),
+            pytest.raises(
+                ScratchError,
+                match=r"scratch\.bin: found a file that another engine writes.*choose another",
+            ),
             engine(run, journal=copy, every=1) as second,
         ):
             second.evaluate([BATCH])
@@ -104,7 +131,9 @@ def resume(run: Path, version: int = 3) -> None:
         assert again.version == version
 
 
-def test_a_directory_that_another_process_uses_is_refused_until_that_process_is_killed(run: Path) -> None:
+def test_a_directory_that_another_process_uses_is_refused_until_that_process_is_killed(
+    run: Path,
+) -> None:
     before = contents(run)
     with held_by_another_process(run / DATA), pytest.raises(ScratchError, match="another engine"):
         resume(run)
@@ -116,7 +145,10 @@ def test_a_training_engine_locks_its_journal_when_it_opens(run: Path, tmp_path: 
     journal = tmp_path / "journal.jsonl"
     with engine(run, journal=journal):  # takes no step
         before = journal.read_bytes()
-        with pytest.raises(JournalError, match=r"journal\.jsonl: found a file that another engine writes.*close that"):
+        with pytest.raises(
+            JournalError,
+            match=r"journal\.jsonl: found a file that another engine writes.*close that",
+        ):
             engine(tmp_path / "other", journal=journal)
         assert journal.read_bytes() == before
         assert not (tmp_path / "other").exists()
@@ -150,11 +182,15 @@ def test_a_refused_engine_leaves_no_lock_and_no_file(run: Path, tmp_path: Path) 
     journal.close()
 
 
-def test_a_file_that_its_last_writer_moved_before_its_lock_was_free_is_not_taken(tmp_path: Path) -> None:
+def test_a_file_that_its_last_writer_moved_before_its_lock_was_free_is_not_taken(
+    tmp_path: Path,
+) -> None:
     path, moved = tmp_path / "file", tmp_path / "moved"
     path.touch()
     with (
-        patch.object(durable, "lock_descriptor", side_effect=lambda *given, **named: path.rename(moved)),
+        patch.object(
+            durable, "lock_descriptor", side_effect=lambda *given, **named: path.rename(moved)
+        ),
         pytest.raises(DisturbedFileError),
     ):
         open_locked(path)
@@ -217,7 +253,9 @@ def test_ended_periods_have_one_writer(base: Path, tmp_path: Path) -> None:
         for _ in range(4):
             one.step(batch)
         before = contents(run)
-        with pytest.raises(ScratchError, match=rf"{FACTORS}: found a file that another engine writes"):
+        with pytest.raises(
+            ScratchError, match=rf"{FACTORS}: found a file that another engine writes"
+        ):
             beside(base, run, tmp_path / "two.jsonl")
         assert not (tmp_path / "two.jsonl").exists()
         with late, warnings.catch_warnings(record=True) as warned:
@@ -249,8 +287,12 @@ def test_written_back_blocks_are_not_opened_through_a_fifo(name: str, run: Path)
         resume(run)
 
 
-def test_written_back_blocks_are_not_written_through_a_link_but_a_directory_may_be_one(run: Path, victim: Path) -> None:
-    partial, data, manifest = (run / name for name in (".scratch.jsonl.partial", "scratch.bin", "scratch.jsonl"))
+def test_written_back_blocks_are_not_written_through_a_link_but_a_directory_may_be_one(
+    run: Path, victim: Path
+) -> None:
+    partial, data, manifest = (
+        run / name for name in (".scratch.jsonl.partial", "scratch.bin", "scratch.jsonl")
+    )
     data.rename(run / "kept")
     data.symlink_to(victim)
     with pytest.raises(ScratchError, match=r"scratch\.bin: found a symbolic link"):
@@ -269,7 +311,9 @@ def test_written_back_blocks_are_not_written_through_a_link_but_a_directory_may_
     assert victim.read_bytes() == SECRET
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent.parent / "victim")])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to(path.parent.parent / "victim")]
+)
 @pytest.mark.parametrize("name", ["factors.bin", ".factors.jsonl.partial"])
 def test_ended_periods_are_not_written_through_links_and_fifos(
     name: str, make: Callable[[Path], None], base: Path, victim: Path, tmp_path: Path
@@ -307,7 +351,9 @@ def test_a_journal_is_read_through_a_link_and_not_written(run: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n", b"\nmore\n", b"\n" + bytes(9)])
-@pytest.mark.parametrize("content", [SECRET, b'{"format":' + SECRET, b'{"key": "%s"}' % SECRET, b"01234567 " + SECRET])
+@pytest.mark.parametrize(
+    "content", [SECRET, b'{"format":' + SECRET, b'{"key": "%s"}' % SECRET, b"01234567 " + SECRET]
+)
 def test_an_error_about_a_file_that_is_no_journal_prints_nothing_of_it(
     content: bytes, ending: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,7 +364,9 @@ def test_an_error_about_a_file_that_is_no_journal_prints_nothing_of_it(
     assert "horse" not in capsys.readouterr().out
 
 
-def test_replaced_files_replace_links_and_leave_files_of_the_same_stem(run: Path, victim: Path, tmp_path: Path) -> None:
+def test_replaced_files_replace_links_and_leave_files_of_the_same_stem(
+    run: Path, victim: Path, tmp_path: Path
+) -> None:
     for name in ("options.json", ".options.json.partial"):
         (tmp_path / name).symlink_to(victim)
     for name in ("options.partial", "options.json.partial"):

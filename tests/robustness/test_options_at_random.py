@@ -1,4 +1,6 @@
-"""Options drawn at random for every command: a result, or one typed line; never a traceback, a hang or a leftover."""
+"""Options drawn at random for every command: a result, or one typed line; never a traceback, a hang
+or a leftover.
+"""
 
 import json
 import os
@@ -38,8 +40,20 @@ OUTPUTS = ["{place}/new", "{place}/deep/new", *PATHS]
 
 RUNS = ["{place}/run", *PATHS]
 VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has it
-    **dict.fromkeys(("batch-size", "micro-batch-size", "loss-chunk", "sequence-length", "tokens", "max-new-tokens"), WHOLE),
-    **dict.fromkeys(("at", "last", "seed", "evaluate-every", "snapshot-every", "warmup-steps"), WHOLE),
+    **dict.fromkeys(
+        (
+            "batch-size",
+            "micro-batch-size",
+            "loss-chunk",
+            "sequence-length",
+            "tokens",
+            "max-new-tokens",
+        ),
+        WHOLE,
+    ),
+    **dict.fromkeys(
+        ("at", "last", "seed", "evaluate-every", "snapshot-every", "warmup-steps"), WHOLE
+    ),
     **dict.fromkeys(("lr", "zo-eps", "weight-decay", "temperature", "top-p"), REAL),
     **dict.fromkeys(("memory", "device-memory", "activation-memory", "bus"), SIZES),
     **dict.fromkeys(("perturb-in-place", "json"), FLAG),
@@ -65,10 +79,30 @@ VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has i
 BATCHING = ["batch-size", "micro-batch-size", "loss-chunk", "sequence-length"]
 STEP = ["model", "journal", "run", "at", "dtype", "memory", "device", "device-memory"]
 STEPS = ["steps", "seed", "lr", "zo-eps", "weight-decay"]
-RUN = ["evaluate-every", "perturb-in-place", "decay", "warmup-steps", "write-back-every", "snapshot-every", "clip", "trace"]
+RUN = [
+    "evaluate-every",
+    "perturb-in-place",
+    "decay",
+    "warmup-steps",
+    "write-back-every",
+    "snapshot-every",
+    "clip",
+    "trace",
+]
 MODEL = ["model", "dtype", "noise", "estimator", "queries", "memory", "device-memory"]
 OPTIONS = {
-    "train": [*BATCHING, *STEPS, *RUN, *MODEL, "data", "evaluation", "output", "device", "scheduler", "resume"],
+    "train": [
+        *BATCHING,
+        *STEPS,
+        *RUN,
+        *MODEL,
+        "data",
+        "evaluation",
+        "output",
+        "device",
+        "scheduler",
+        "resume",
+    ],
     "evaluate": [*STEP, *BATCHING, "data", "activation-memory", "trace"],
     "generate": [*STEP, "prompt", "max-new-tokens", "temperature", "top-p", "seed"],
     "export": [*STEP, "output"],
@@ -79,9 +113,15 @@ OPTIONS = {
     "demo": ["keep", "seed"],
 }
 
-# What a command line holds unless something else was drawn: most draws should come as far as the model.
+# What a command line holds unless something else was drawn: most draws should come as far as the
+# model.
 DEFAULTS: dict[str, dict[str, str]] = {
-    "train": {"model": "{place}/base", "data": "{place}/rows.jsonl", "output": "{place}/new", "steps": "2"},
+    "train": {
+        "model": "{place}/base",
+        "data": "{place}/rows.jsonl",
+        "output": "{place}/new",
+        "steps": "2",
+    },
     "evaluate": {"model": "{place}/base", "data": "{place}/rows.jsonl"},
     "generate": {"model": "{place}/base", "prompt": "the cat", "max-new-tokens": "2"},
     "export": {"run": "{place}/run", "output": "{place}/new"},
@@ -96,7 +136,14 @@ DEFAULTS: dict[str, dict[str, str]] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_place(tmp_path_factory.mktemp("random"))
-    given = ("--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run")
+    given = (
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output",
+        folder / "run",
+    )
     done("train", *given, "--steps", 4, "--batch-size", 3, "--trace", folder / "trace.json")
     os.mkfifo(folder / "pipe")
     shutil.copytree(folder / "run", folder / "kept run")

@@ -14,13 +14,28 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import Apart, Ended, assert_typed, environment, make_place, refusal, run_here, write_rows
+from command_lines import (
+    Apart,
+    Ended,
+    assert_typed,
+    environment,
+    make_place,
+    refusal,
+    run_here,
+    write_rows,
+)
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.options import as_zo2_error
 from zo2core import Engine, Journal
-from zo2core.errors import DivergenceError, MemoryBudgetError, MissingPackageError, OptionError, ZO2Error
+from zo2core.errors import (
+    DivergenceError,
+    MemoryBudgetError,
+    MissingPackageError,
+    OptionError,
+    ZO2Error,
+)
 
 HUGE = "9" * 400
 
@@ -40,7 +55,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(prepared: Path, tmp_path: Path) -> Path:
     """A folder of one's own with base and rows, whose run is not there yet."""
     for name in ("base", "rows.jsonl", "choices.jsonl"):
-        (shutil.copytree if (prepared / name).is_dir() else shutil.copy)(prepared / name, tmp_path / name)
+        (shutil.copytree if (prepared / name).is_dir() else shutil.copy)(
+            prepared / name, tmp_path / name
+        )
     return tmp_path
 
 
@@ -53,7 +70,14 @@ def run(prepared: Path, place: Path) -> Path:
 
 
 def train(folder: Path, output: str = "run") -> list[object]:
-    places = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / output]
+    places = [
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output",
+        folder / output,
+    ]
     return ["train", *places, "--batch-size", 3]
 
 
@@ -79,18 +103,51 @@ def refused_apart(ended: Ended) -> str:
     ("arguments", "said"),
     [
         (["verify", "--model", "{base}", "--steps", "0"], "--steps: found 0; expected at least 1"),
-        (["verify", "--model", "{base}", "--batch-size", "0"], "--batch-size: found 0; expected at least 1"),
-        (["verify", "--model", "{base}", "--tokens", "1"], "--tokens: found 1; expected at least 2"),
-        (["verify", "--model", "{base}", "--tokens", "13"], "--tokens: found 13; expected at most 12"),
-        (["verify", "--model", "{base}", "--lr", "1e6"], "--lr: found 1000000.0; expected at most 1"),
-        (["verify", "--model", "{base}", "--seed", HUGE], "--seed: found a number of more than 24 digits"),
+        (
+            ["verify", "--model", "{base}", "--batch-size", "0"],
+            "--batch-size: found 0; expected at least 1",
+        ),
+        (
+            ["verify", "--model", "{base}", "--tokens", "1"],
+            "--tokens: found 1; expected at least 2",
+        ),
+        (
+            ["verify", "--model", "{base}", "--tokens", "13"],
+            "--tokens: found 13; expected at most 12",
+        ),
+        (
+            ["verify", "--model", "{base}", "--lr", "1e6"],
+            "--lr: found 1000000.0; expected at most 1",
+        ),
+        (
+            ["verify", "--model", "{base}", "--seed", HUGE],
+            "--seed: found a number of more than 24 digits",
+        ),
         (["plan", "--model", "{base}", "--memory", HUGE], "--memory: found '9999999999"),
-        (["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"], "--at: found 3; expected none without --run"),
-        (["evaluate", "--run", "{run}", "--data", "{rows}", "--at", "-1"], "--at: found -1; expected at least 0"),
-        (["evaluate", "--run", "{run}", "--data", "{rows}", "--activation-memory", HUGE], "--activation-memory: found '99"),
-        (["evaluate", "--model", "{base}", "--data", "{rows}", "--trace", "{rows}"], "something at this path"),
-        (["export", "--run", "{run}", "--at", HUGE, "--output", "{new}"], "--at: found a number of more than 24 digits"),
-        (["export", "--run", "{run}", "--dtype", "bfloat16", "--output", "{new}"], "--dtype: found bfloat16; expected auto"),
+        (
+            ["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"],
+            "--at: found 3; expected none without --run",
+        ),
+        (
+            ["evaluate", "--run", "{run}", "--data", "{rows}", "--at", "-1"],
+            "--at: found -1; expected at least 0",
+        ),
+        (
+            ["evaluate", "--run", "{run}", "--data", "{rows}", "--activation-memory", HUGE],
+            "--activation-memory: found '99",
+        ),
+        (
+            ["evaluate", "--model", "{base}", "--data", "{rows}", "--trace", "{rows}"],
+            "something at this path",
+        ),
+        (
+            ["export", "--run", "{run}", "--at", HUGE, "--output", "{new}"],
+            "--at: found a number of more than 24 digits",
+        ),
+        (
+            ["export", "--run", "{run}", "--dtype", "bfloat16", "--output", "{new}"],
+            "--dtype: found bfloat16; expected auto",
+        ),
         (["export", "--run", "{base}", "--output", "{new}"], "found no readable options.json"),
         (
             ["evaluate", "--model", "{adapter}", "--data", "{rows}"],
@@ -98,14 +155,32 @@ def refused_apart(ended: Ended) -> str:
         ),
         (["evaluate", "--run", "{adapter}"], "What to do: this is an adapter: pass --adapter"),
         (["evaluate", "--run", "{base}"], "What to do: this is a model: pass --model"),
-        (["generate", "--model", "{base}", "--prompt", ""], "found an empty prompt; expected at least one token"),
-        (["generate", "--model", "{base}", "--prompt", "the", "--max-new-tokens", HUGE], "--max-new-tokens: found"),
-        (["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"], "--top-p: found 0.5 with a temperature"),
-        (["generate", "--model", "{base}", "--prompt", "the", "--temperature", "-1"], "--temperature: found -1.0"),
+        (
+            ["generate", "--model", "{base}", "--prompt", ""],
+            "found an empty prompt; expected at least one token",
+        ),
+        (
+            ["generate", "--model", "{base}", "--prompt", "the", "--max-new-tokens", HUGE],
+            "--max-new-tokens: found",
+        ),
+        (
+            ["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"],
+            "--top-p: found 0.5 with a temperature",
+        ),
+        (
+            ["generate", "--model", "{base}", "--prompt", "the", "--temperature", "-1"],
+            "--temperature: found -1.0",
+        ),
         (["export", "{run}", "--output", "{new}"], "did you mean --run {run}"),
-        (["export", "{base}", "--output", "{new}"], "without an option; expected options of zo2 export"),
+        (
+            ["export", "{base}", "--output", "{new}"],
+            "without an option; expected options of zo2 export",
+        ),
         (["init", "--model", "{base}"], "command line: found no --data; expected --data PATH"),
-        (["init"], "command line: found no --model, no --data; expected --model TEXT and --data PATH"),
+        (
+            ["init"],
+            "command line: found no --model, no --data; expected --model TEXT and --data PATH",
+        ),
         (["merge", "--run", "{run}"], "command line: found no --output; expected --output"),
         (["journal"], "command line: found no RUN_DIRECTORY; expected RUN_DIRECTORY"),
         (["journal", "{run}", "--last", "0"], "--last: found 0; expected at least 1"),
@@ -129,18 +204,29 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
         (["--zo-eps", "small"], "found 'small' as --zo-eps; expected a number"),
         (
             ["--method", "adam"],
-            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, sgd; did you mean adamw",
+            "found 'adam' as --method; expected one of adalomo, adamw, badam, lomo, sgd; did you "
+            "mean adamw",
         ),
         (["--steps"], "found no value after --steps; expected a value"),
-        (["--lr", "1e6"], "--lr: found 1000000.0; expected at most 1: an update moves each weight by"),
+        (
+            ["--lr", "1e6"],
+            "--lr: found 1000000.0; expected at most 1: an update moves each weight by",
+        ),
         (["--zo-eps", "50"], "--zo-eps: found 50.0; expected at most 1: weights are perturbed"),
-        (["--lr", "0.1", "--weight-decay", "11"], "--weight-decay: found 11.0; expected at most 10"),
+        (
+            ["--lr", "0.1", "--weight-decay", "11"],
+            "--weight-decay: found 11.0; expected at most 10",
+        ),
         (
             ["--stepz", "3"],
-            "command line: found the unknown option --stepz; expected an option of zo2 train; did you mean --steps",
+            "command line: found the unknown option --stepz; expected an option of zo2 train; did "
+            "you mean --steps",
         ),
         (["--memory", "8"], "--memory: found 8 bytes; expected at least"),
-        (["--memory", "300MB", "--batch-size", "60000"], "with --micro-batch-size, --loss-chunk, --sequence-length"),
+        (
+            ["--memory", "300MB", "--batch-size", "60000"],
+            "with --micro-batch-size, --loss-chunk, --sequence-length",
+        ),
         (["--output", "{long}"], "File name too long"),
         (["--data", "{long}"], "File name too long"),
         (["--model", "./{long}"], "File name too long"),
@@ -152,14 +238,21 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
 )
 def test_a_run_that_is_refused_leaves_nothing(place: Path, arguments: list[str], said: str) -> None:
     before = sorted(place.rglob("*"))
-    arguments = [argument.format(long="n" * 300, rows=place / "rows.jsonl") for argument in arguments]
+    arguments = [
+        argument.format(long="n" * 300, rows=place / "rows.jsonl") for argument in arguments
+    ]
     assert said in refusal(*train(place), *arguments)
     assert sorted(place.rglob("*")) == before
 
 
-def test_an_absurd_learning_rate_and_a_batch_larger_than_the_data_end_with_a_warning(place: Path) -> None:
+def test_an_absurd_learning_rate_and_a_batch_larger_than_the_data_end_with_a_warning(
+    place: Path,
+) -> None:
     ended = run_here(*train(place), "--steps", 30, "--lr", 1.0, "--no-guard", "--batch-size", 100)
-    assert ended.err.count("the data has 9 rows: a batch of 100 contains the same ones more than once") == 1
+    assert (
+        ended.err.count("the data has 9 rows: a batch of 100 contains the same ones more than once")
+        == 1
+    )
     if ended.status == 0:
         assert "the steps were too large and destroyed the model; zo2 tune" in ended.err
     else:
@@ -170,7 +263,10 @@ def test_a_run_refused_at_its_first_step_can_be_given_again(place: Path) -> None
     before = (place / "base/model.safetensors").read_bytes()
     spoil(place, "model.layers.1.mlp.up_proj.weight", 38, float("nan"))
     said = refusal(*train(place, "deep/run"), "--steps", 2)
-    assert "model.layers.1.mlp.up_proj.weight: found nan at element 38; expected finite weights in the checkpoint" in said
+    assert (
+        "model.layers.1.mlp.up_proj.weight: found nan at element 38; expected finite weights in "
+        "the checkpoint" in said
+    )
     assert "lower" not in said
     assert not (place / "deep").exists()
     (place / "base/model.safetensors").write_bytes(before)
@@ -183,7 +279,15 @@ def test_a_checkpoint_that_holds_infinity_is_named(place: Path, command: str) ->
     data = place / ("choices.jsonl" if command == "choose" else "rows.jsonl")
     arguments: dict[str, list[object]] = {
         "verify": ["verify", "--model", place / "base", "--tokens", 9],
-        "generate": ["generate", "--model", place / "base", "--prompt", "the cat", "--max-new-tokens", 3],
+        "generate": [
+            "generate",
+            "--model",
+            place / "base",
+            "--prompt",
+            "the cat",
+            "--max-new-tokens",
+            3,
+        ],
     }
     said = refusal(*arguments.get(command, ["evaluate", "--model", place / "base", "--data", data]))
     assert "model.norm.weight: found inf at element 1" in said
@@ -191,7 +295,12 @@ def test_a_checkpoint_that_holds_infinity_is_named(place: Path, command: str) ->
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--memory", "1MB"], ["--lr", "1e6"], ["--steps", 2], ["--steps", 2, "--evaluation", "choices.jsonl"]],
+    [
+        ["--memory", "1MB"],
+        ["--lr", "1e6"],
+        ["--steps", 2],
+        ["--steps", 2, "--evaluation", "choices.jsonl"],
+    ],
     ids=lambda arguments: " ".join(map(str, arguments)),
 )
 def test_a_refused_run_keeps_a_users_directory(
@@ -212,17 +321,29 @@ METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "bytes that are no text": lambda lines: [lines[0], b"\xff\xfe\x00" * 40, *lines[1:]],
     "a zeroed page": lambda lines: [bytes(4096)],
     "no objects": lambda lines: [b"[1, 2]\n", b"7\n", b"null\n", *lines],
-    "a step that is a word": lambda lines: [lines[0].replace(b'"step": 0', b'"step": "0"'), *lines[1:]],
-    "a step that is a list": lambda lines: [lines[0].replace(b'"step": 0', b'"step": [0]'), *lines[1:]],
+    "a step that is a word": lambda lines: [
+        lines[0].replace(b'"step": 0', b'"step": "0"'),
+        *lines[1:],
+    ],
+    "a step that is a list": lambda lines: [
+        lines[0].replace(b'"step": 0', b'"step": [0]'),
+        *lines[1:],
+    ],
     "losses that are an object": lambda lines: [
         b'{"step": 2, "loss": 1.0, "losses": {}, "projected_grads": null}\n',
         *lines,
     ],
-    "a number of 400 digits": lambda lines: [*lines, b'{"step": %b, "loss": 1.0}\n' % HUGE.encode()],
+    "a number of 400 digits": lambda lines: [
+        *lines,
+        b'{"step": %b, "loss": 1.0}\n' % HUGE.encode(),
+    ],
     "a number of 5000 digits": lambda lines: [*lines, b'{"step": %b}\n' % (b"9" * 5000)],
     "a deep nest": lambda lines: [*lines, b"[" * 100_000 + b"\n"],
     "rows of a far step": lambda lines: [*lines, lines[-1].replace(b'"step": 5', b'"step": 95')],
-    "a row whose step was damaged": lambda lines: [*lines[:-1], lines[-1].replace(b'"step": 5', b'"step": 6')],
+    "a row whose step was damaged": lambda lines: [
+        *lines[:-1],
+        lines[-1].replace(b'"step": 5', b'"step": 6'),
+    ],
     "rows twice": lambda lines: [*lines, *lines],
     "rows in disorder": lambda lines: lines[::-1],
     "another loss": lambda lines: [lines[0].replace(b'"loss": 2', b'"loss": 3'), *lines[1:]],
@@ -232,7 +353,9 @@ METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("damage", METRICS)
-def test_damaged_metrics_block_no_resume_and_are_made_up_from_the_journal(run: Path, damage: str) -> None:
+def test_damaged_metrics_block_no_resume_and_are_made_up_from_the_journal(
+    run: Path, damage: str
+) -> None:
     unfinish(run)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join(METRICS[damage](lines)))
@@ -260,7 +383,10 @@ def test_rows_that_the_journal_has_lost_are_told_and_kept(run: Path) -> None:
     (run / "journal.jsonl").write_bytes(b"".join(lines[:-2]))
     metrics = (run / "metrics.jsonl").read_bytes()
     said = refusal("train", "--resume", run)
-    assert "journal.jsonl: found 4 steps; expected at least 6, since metrics.jsonl knows of step 5" in said
+    assert (
+        "journal.jsonl: found 4 steps; expected at least 6, since metrics.jsonl knows of step 5"
+        in said
+    )
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert (run / "journal.jsonl").read_bytes() == b"".join(lines[:-2])
     (run / "metrics.jsonl").unlink()
@@ -296,7 +422,9 @@ OPTIONS = [(key, value) for key, values in WRONG.items() for value in values]
 
 
 @pytest.mark.few(14)
-@pytest.mark.parametrize(("key", "value"), OPTIONS, ids=[f"{key} {str(value)[:12]!r}" for key, value in OPTIONS])
+@pytest.mark.parametrize(
+    ("key", "value"), OPTIONS, ids=[f"{key} {str(value)[:12]!r}" for key, value in OPTIONS]
+)
 def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value: object) -> None:
     record = json.loads((run / "options.json").read_text())
     *groups, name = key.split(".")
@@ -310,7 +438,16 @@ def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value
 
 def test_options_that_are_none_are_told_and_do_not_hang(run: Path) -> None:
     path, export = run / "options.json", ["export", "--run", run, "--output", run.parent / "new"]
-    for content in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"options": {}}', bytes(99)):
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"options": {}}',
+        bytes(99),
+    ):
         path.write_bytes(content)
         for arguments in (["train", "--resume", run], export):
             assert "options.json" in refusal(*arguments)
@@ -335,14 +472,23 @@ def test_a_header_without_noise_is_told(run: Path) -> None:
 
 
 def test_a_damaged_tokenizer_is_told(place: Path) -> None:
-    for content in (b"", b"{}", b"[]", b"\xff", b'{"model": 3}', b'{"version": "1.0", "model": {"type": "BPE"}}'):
+    for content in (
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b'{"model": 3}',
+        b'{"version": "1.0", "model": {"type": "BPE"}}',
+    ):
         (place / "base/tokenizer.json").write_bytes(content)
         refusal(*train(place))
         refusal("generate", "--model", place / "base", "--prompt", "the")
         assert not (place / "run").exists()
 
 
-def test_pipes_directories_and_numbers_of_many_digits_in_place_of_data_are_told(place: Path) -> None:
+def test_pipes_directories_and_numbers_of_many_digits_in_place_of_data_are_told(
+    place: Path,
+) -> None:
     os.mkfifo(place / "pipe")
     (place / "folder").mkdir()
     for name, said in (("pipe", "no regular file"), ("folder", "no regular file")):
@@ -351,8 +497,13 @@ def test_pipes_directories_and_numbers_of_many_digits_in_place_of_data_are_told(
         assert said in refusal("evaluate", "--model", place / "base", "--data", place / name)
     (place / "many.jsonl").write_text('{"text": ' + "9" * 5000 + "}\n")
     assert "many.jsonl, line 1" in refusal(*train(place), "--data", place / "many.jsonl")
-    write_rows(place / "few.jsonl", [{"prompt": "the", "candidates": [" cat", " dog"], "answer": int(HUGE)}])
-    assert "few.jsonl, line 1" in refusal("evaluate", "--model", place / "base", "--data", place / "few.jsonl")
+    write_rows(
+        place / "few.jsonl",
+        [{"prompt": "the", "candidates": [" cat", " dog"], "answer": int(HUGE)}],
+    )
+    assert "few.jsonl, line 1" in refusal(
+        "evaluate", "--model", place / "base", "--data", place / "few.jsonl"
+    )
     (place / "base/tokenizer.json").unlink()
     os.mkfifo(place / "base/tokenizer.json")
     assert "base/tokenizer.json" in refusal(*train(place))
@@ -372,7 +523,9 @@ def test_a_model_that_is_none_is_told_and_a_directory_that_is_empty_filled(run: 
     assert (model / "model.safetensors").exists()
 
 
-def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_vanishes_is_named(
+    run: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unfinish(run)
     (place / "base").rename(place / "elsewhere")
     said = refusal("train", "--resume", run)
@@ -393,16 +546,29 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
 def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
     unfinish(run)
     journal = (run / "journal.jsonl").read_bytes()
-    anew = ["--memory", "4GiB:activations=64MB", "--write-back-every", "never", "--snapshot-every", 2]
+    anew = [
+        "--memory",
+        "4GiB:activations=64MB",
+        "--write-back-every",
+        "never",
+        "--snapshot-every",
+        2,
+    ]
     assert run_here("train", "--resume", run, *anew).status == 0
     options = json.loads((run / "options.json").read_text())["options"]["storage"]
-    assert [options[name] for name in ("memory", "write_back_every", "snapshot_every")] == ["4GiB", "never", 2]
+    assert [options[name] for name in ("memory", "write_back_every", "snapshot_every")] == [
+        "4GiB",
+        "never",
+        2,
+    ]
     assert run_here("train", "--resume", run, "--memory", "auto").status == 0
     assert json.loads((run / "options.json").read_text())["options"]["storage"]["memory"] == "auto"
     assert (run / "journal.jsonl").read_bytes() == journal
 
 
-def test_a_resumed_run_refuses_what_decides_its_result(run: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_refuses_what_decides_its_result(
+    run: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(place)
     options = (run / "options.json").read_bytes()
     for option, value, said in (
@@ -414,10 +580,17 @@ def test_a_resumed_run_refuses_what_decides_its_result(run: Path, place: Path, m
     ):
         assert f"{option}: {said}" in refusal("train", "--resume", run, option, value)
         assert (run / "options.json").read_bytes() == options
-    assert run_here("train", "--resume", run, "--lr", "1e-2", "--data", "rows.jsonl", "--model", "base").status == 0
+    assert (
+        run_here(
+            "train", "--resume", run, "--lr", "1e-2", "--data", "rows.jsonl", "--model", "base"
+        ).status
+        == 0
+    )
 
 
-def test_more_steps_lengthen_a_run_as_if_it_had_had_them_but_for_one_whose_schedule_ends(run: Path, place: Path) -> None:
+def test_more_steps_lengthen_a_run_as_if_it_had_had_them_but_for_one_whose_schedule_ends(
+    run: Path, place: Path
+) -> None:
     assert run_here("train", "--resume", run, "--steps", 9).status == 0
     assert run_here(*train(place, "whole"), "--steps", 9, "--lr", 1e-2).status == 0
     ours, theirs = (Journal(place / name / "journal.jsonl").updates for name in ("run", "whole"))
@@ -439,19 +612,25 @@ def test_output_that_nobody_takes_is_told(run: Path, apart: Apart) -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(run: Path, apart: Apart) -> None:
-    ended = apart.run("journal", run, patch="import os; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)")
+    ended = apart.run(
+        "journal", run, patch="import os; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)"
+    )
     assert ended.status == 141
     assert not ended.err
 
 
-def test_a_path_called_as_an_option_is_none(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_called_as_an_option_is_none(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
     line = refusal("evaluate", "--model", "run", "--data", place / "rows.jsonl")
     assert line.startswith("zo2: run: found no usable tokenizer")
 
 
-def test_what_libraries_say_of_kernels_that_nothing_uses_is_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_libraries_say_of_kernels_that_nothing_uses_is_left_out(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = logging.getLogger("bitsandbytes")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     refusal("plan", "--model", place / "none")
@@ -464,7 +643,9 @@ import threading
 def start(self): raise RuntimeError("can't start new thread")
 threading.Thread.start = start
 """
-    assert "threads: found that no more can be started" in refused_apart(apart.run(*train(place), patch=patch))
+    assert "threads: found that no more can be started" in refused_apart(
+        apart.run(*train(place), patch=patch)
+    )
     assert not (place / "run").exists()
 
 
@@ -476,7 +657,16 @@ import psutil, resource
 limit = psutil.Process().memory_info().vms + {room}
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 """
-    arguments = ["--batch-size", 20_000, "--memory", "activations=1MB", "--queries", 40, "--steps", 1]
+    arguments = [
+        "--batch-size",
+        20_000,
+        "--memory",
+        "activations=1MB",
+        "--queries",
+        40,
+        "--steps",
+        1,
+    ]
     refused_apart(apart.run(*train(place), *arguments, patch=patch))
     assert not (place / "run").exists()
 
@@ -504,7 +694,10 @@ def test_no_more_memory_is_told() -> None:
     for error in (
         MemoryError(),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried"
+        ),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         SystemError("error return without exception set"),
         SystemError("<function f at 0x7f> returned NULL without setting an exception"),
@@ -512,8 +705,13 @@ def test_no_more_memory_is_told() -> None:
     ):
         told = as_zo2_error(error)
         assert isinstance(told, MemoryBudgetError)
-        assert told.where == ("device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory")
-    for defect in (ZeroDivisionError(), SyntaxError("expected ':'", ("own.py", 1, 1, "def f()", 1, 8))):
+        assert told.where == (
+            "device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory"
+        )
+    for defect in (
+        ZeroDivisionError(),
+        SyntaxError("expected ':'", ("own.py", 1, 1, "def f()", 1, 8)),
+    ):
         assert as_zo2_error(defect) is None, "a defect of this program keeps its traceback"
 
 
@@ -529,7 +727,13 @@ for line in sys.argv[1:]:
 
 
 def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path) -> None:
-    asked = [*(f"{name} --help-all" for name in COMMANDS), *(f"{name} --unknown" for name in COMMANDS), "", "--help", "none"]
+    asked = [
+        *(f"{name} --help-all" for name in COMMANDS),
+        *(f"{name} --unknown" for name in COMMANDS),
+        "",
+        "--help",
+        "none",
+    ]
     run = "train --model base --data {rows} --output new"
     refused = [
         "train --steps x",
@@ -548,7 +752,11 @@ def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path)
     given = [line.format(rows=prepared / "rows.jsonl") for line in (*asked, *refused)]
     code = IMPORTS.format(unused={"torch", "transformers", "numpy"})
     ended = subprocess.run(
-        [sys.executable, "-c", code, *given], capture_output=True, text=True, env=environment(), check=True
+        [sys.executable, "-c", code, *given],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=True,
     )
     assert ended.stderr.count("What to do:") == len(COMMANDS) + 1 + len(refused)
 
@@ -580,13 +788,17 @@ def test_the_shell_completes_commands_options_and_values() -> None:
     code = [sys.executable, "-c", COMPLETE, *COMPLETED]
     ended = subprocess.run(code, capture_output=True, text=True, env=environment(), check=True)
     *offered, _ = ended.stdout.split("=\n")
-    assert {line: set(words.split()) for line, words in zip(COMPLETED, offered, strict=True)} == COMPLETED
+    assert {
+        line: set(words.split()) for line, words in zip(COMPLETED, offered, strict=True)
+    } == COMPLETED
 
 
 def test_a_command_imports_what_it_uses(prepared: Path) -> None:
     code = IMPORTS.format(unused={"transformers", "matplotlib"})
     line = f"journal {prepared / 'run'}"
-    subprocess.run([sys.executable, "-c", code, line], check=True, capture_output=True, env=environment())
+    subprocess.run(
+        [sys.executable, "-c", code, line], check=True, capture_output=True, env=environment()
+    )
 
 
 def test_the_help_is_what_people_need_first() -> None:
@@ -606,7 +818,9 @@ def test_the_help_is_what_people_need_first() -> None:
 
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 @pytest.mark.parametrize("kind", [ZO2Error, OptionError, MissingPackageError, DivergenceError])
-def test_an_error_of_another_process_arrives_with_its_message_and_fields(kind: Any, protocol: int) -> None:
+def test_an_error_of_another_process_arrives_with_its_message_and_fields(
+    kind: Any, protocol: int
+) -> None:
     more = {"best_step": 7} if kind is DivergenceError else {}
     error = kind(Path("rows.jsonl"), found="7", expected="8", remedy="wait", **more)
     arrived = pickle.loads(pickle.dumps(error, protocol))

@@ -1,4 +1,6 @@
-"""SIGINT, SIGTERM and SIGHUP at any moment of a command: no traceback, nothing torn, one line that says how to go on."""
+"""SIGINT, SIGTERM and SIGHUP at any moment of a command: no traceback, nothing torn, one line that
+says how to go on.
+"""
 
 import json
 import os
@@ -48,7 +50,18 @@ def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def train(folder: Path, output: Path) -> list[object]:
     given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", output]
-    return ["train", *given, "--steps", STEPS, "--batch-size", 3, "--lr", 1e-3, "--write-back-every", 2]
+    return [
+        "train",
+        *given,
+        "--steps",
+        STEPS,
+        "--batch-size",
+        3,
+        "--lr",
+        1e-3,
+        "--write-back-every",
+        2,
+    ]
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
@@ -88,7 +101,9 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=LONG), 50])
-def test_many_signals_are_as_one(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int) -> None:
+def test_many_signals_are_as_one(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals, count: int
+) -> None:
     run = under_way(apart, prepared, tmp_path / "run", 3)
     for _ in range(count):
         apart.send(number)
@@ -99,11 +114,16 @@ def test_many_signals_are_as_one(prepared: Path, tmp_path: Path, apart: Apart, n
 
 
 @pytest.mark.parametrize(
-    ("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)]
+    ("number", "after"),
+    [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), pytest.param(signal.SIGINT, 2.0, marks=LONG)],
 )
-def test_a_signal_at_the_start_leaves_nothing(prepared: Path, tmp_path: Path, number: signal.Signals, after: float) -> None:
+def test_a_signal_at_the_start_leaves_nothing(
+    prepared: Path, tmp_path: Path, number: signal.Signals, after: float
+) -> None:
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(*train(prepared, tmp_path / "run")), env=environment(), **pipes)
+    process = subprocess.Popen(
+        command(*train(prepared, tmp_path / "run")), env=environment(), **pipes
+    )
     wait_until_handled(process.pid)
     time.sleep(after)
     process.send_signal(number)
@@ -138,14 +158,18 @@ writer._write_header = slow
 """
 
 
-def test_a_signal_leaves_no_half_of_a_model(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
+def test_a_signal_leaves_no_half_of_a_model(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
+) -> None:
     apart.start("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=SLOWLY)
     wait_until(lambda: list(tmp_path.glob(".new.partial-*/new/model.safetensors")))
     apart.send(number)
     apart.send(number)
     ended = apart.finish()
     assert_interrupted(ended, number)
-    assert f"{tmp_path / 'new'} was not written; run the same command again to write it" in ended.err
+    assert (
+        f"{tmp_path / 'new'} was not written; run the same command again to write it" in ended.err
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -159,24 +183,46 @@ writer.shutil.rmtree = interrupted
 """
 
 
-def test_a_signal_after_a_model_was_written_says_that_it_is_there(prepared: Path, tmp_path: Path, apart: Apart) -> None:
-    ended = apart.run("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=TOO_LATE)
+def test_a_signal_after_a_model_was_written_says_that_it_is_there(
+    prepared: Path, tmp_path: Path, apart: Apart
+) -> None:
+    ended = apart.run(
+        "export", "--model", prepared / "base", "--output", tmp_path / "new", patch=TOO_LATE
+    )
     assert_interrupted(ended, signal.SIGTERM)
     assert ended.line == f"{tmp_path / 'new'} is complete"
-    assert run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status == 0
+    assert (
+        run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status
+        == 0
+    )
 
 
 @pytest.mark.long_profile
-def test_a_signal_in_tuning_says_how_to_go_on(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
-    given = ["--model", prepared / "base", "--data", prepared / "rows.jsonl", "--batch-size", 3, "--forwards", 400]
+def test_a_signal_in_tuning_says_how_to_go_on(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
+) -> None:
+    given = [
+        "--model",
+        prepared / "base",
+        "--data",
+        prepared / "rows.jsonl",
+        "--batch-size",
+        3,
+        "--forwards",
+        400,
+    ]
     arguments = ["tune", *given, "--learning-rates", "1e-4", "1e-3"]
     apart.start(*arguments, "--output", tmp_path / "tuned")
     wait_for_steps(tmp_path / "tuned" / "lr-0.0001-eps-0.001", 5)
     apart.send(number)
     ended = apart.finish()
     assert_interrupted(ended, number)
-    assert ended.line.startswith(f"run the same command again to continue: finished work is in {tmp_path / 'tuned'}")
-    again, whole = (run_here(*arguments, "--output", tmp_path / name) for name in ("tuned", "whole"))
+    assert ended.line.startswith(
+        f"run the same command again to continue: finished work is in {tmp_path / 'tuned'}"
+    )
+    again, whole = (
+        run_here(*arguments, "--output", tmp_path / name) for name in ("tuned", "whole")
+    )
     assert (again.status, again.err.splitlines()[-1]) == (whole.status, whole.err.splitlines()[-1])
 
 
@@ -186,14 +232,19 @@ os.setsid()
 terminal = os.open({!r}, os.O_RDWR)
 fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 os.dup2(terminal, 2)
-sys.stderr = open(2, "w", buffering=1, closefd=False)  # as a process has it that starts on a terminal
+# as a process has it that starts on a terminal
+sys.stderr = open(2, "w", buffering=1, closefd=False)
 """
 
 
 @pytest.mark.long_profile
-def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(
+    prepared: Path, tmp_path: Path, apart: Apart
+) -> None:
     ours, terminal = os.openpty()
-    run = under_way(apart, prepared, tmp_path / "run", 5, ON_A_TERMINAL.format(os.ttyname(terminal)))
+    run = under_way(
+        apart, prepared, tmp_path / "run", 5, ON_A_TERMINAL.format(os.ttyname(terminal))
+    )
     os.close(terminal)
     os.close(ours)
     assert apart.finish().status == 128 + signal.SIGHUP
@@ -201,8 +252,16 @@ def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, t
 
 
 @pytest.mark.long_profile
-def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path, apart: Apart) -> None:
-    under_way(apart, prepared, tmp_path / "run", 3, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
+def test_a_signal_that_was_ignored_stays_ignored(
+    prepared: Path, tmp_path: Path, apart: Apart
+) -> None:
+    under_way(
+        apart,
+        prepared,
+        tmp_path / "run",
+        3,
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
+    )
     apart.send(signal.SIGINT)
     assert apart.finish().status == 0
 
@@ -211,7 +270,11 @@ def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path,
     ("error", "status", "said"),
     [
         (RuntimeError("trying to pop from empty mode stack"), 143, "zo2: interrupted"),
-        (OutputError("trace.json", found="no space", expected="room", remedy="free some"), 143, "found no space"),
+        (
+            OutputError("trace.json", found="no space", expected="room", remedy="free some"),
+            143,
+            "found no space",
+        ),
     ],
 )
 def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
@@ -231,14 +294,22 @@ def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
 
 @pytest.mark.long_profile
 def test_signals_at_random_moments_tear_nothing(
-    prepared: Path, tmp_path: Path, apart: Apart, whole: dict[str, object], request: pytest.FixtureRequest
+    prepared: Path,
+    tmp_path: Path,
+    apart: Apart,
+    whole: dict[str, object],
+    request: pytest.FixtureRequest,
 ) -> None:
-    """From the first option to the last byte of the model, again and again, with one signal, two or three."""
+    """From the first option to the last byte of the model, again and again, with one signal, two or
+    three.
+    """
     rng = random.Random(5)
     wanted = 300 if request.config.getoption("--long") else 2
     run, interrupted, attempts = tmp_path / "run", 0, 0
     while True:
-        arguments = ["train", "--resume", run] if (run / "options.json").exists() else train(prepared, run)
+        arguments = (
+            ["train", "--resume", run] if (run / "options.json").exists() else train(prepared, run)
+        )
         apart.start(*arguments)
         if interrupted < wanted:
             wait_until_handled(apart.pid)

@@ -36,7 +36,11 @@ NEEDS = (  # what commands import later: a process that is forked has it
     "torch.distributed",
     *(["peft"] if importlib.util.find_spec("peft") else []),
 )
-ROWS = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
+ROWS = [
+    {"prompt": f"the cat {word}", "completion": f" {other}"}
+    for word in WORDS[5:8]
+    for other in WORDS[8:]
+]
 
 
 class Ended(NamedTuple):
@@ -53,7 +57,9 @@ class Ended(NamedTuple):
 
 
 def ended(program: Callable[[], int | None]) -> Ended:
-    """What becomes of a program in this process; an exception that is none of a command line's own comes through."""
+    """What becomes of a program in this process; an exception that is none of a command line's own
+    comes through.
+    """
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -106,8 +112,17 @@ def command(*arguments: object) -> list[str]:
 
 
 def torchrun_command(size: int, *arguments: object) -> list[str]:
-    """The arguments of a process that lets ``torchrun`` start so many workers, on ports of their own."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    """The arguments of a process that lets ``torchrun`` start so many workers, on ports of their
+    own.
+    """
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+    ]
     return [*launcher, *map(str, arguments)]
 
 
@@ -145,11 +160,18 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Forker:
-    """A process that has imported everything, and forks one for each command. One serves all tests of a session."""
+    """A process that has imported everything, and forks one for each command.
+
+    One serves all tests of a session.
+    """
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
         )
 
     def fork(self, **told: object) -> int:
@@ -178,7 +200,8 @@ class Forker:
 
 
 class Apart:
-    """Commands in processes of their own, with signals and limits of their own, one after the other.
+    """Commands in processes of their own, with signals and limits of their own, one after the
+    other.
 
     What a command became is read before the next one starts.
     """
@@ -218,7 +241,9 @@ class Apart:
 
     @property
     def is_running(self) -> bool:
-        """Whether the command has not ended; its process is there until ``finish`` has waited for it."""
+        """Whether the command has not ended; its process is there until ``finish`` has waited for
+        it.
+        """
         try:
             return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
@@ -231,7 +256,9 @@ class Apart:
 
 
 def serve() -> None:
-    """Fork a process for each command of standard input, and wait for those that are asked for; answer with a number."""
+    """Fork a process for each command of standard input, and wait for those that are asked for;
+    answer with a number.
+    """
     torch.set_num_threads(1)
     speeds._BYTES = PROBED_BYTES
     for name in COMMANDS:
@@ -283,7 +310,9 @@ def run_forked(patch: str, *, shuts_down: bool) -> NoReturn:
 
 def make_place(folder: Path, *, layers: int = 2) -> Path:
     """Lay a base, training rows and rows of choices into a folder."""
-    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers))
+    base = save_model(
+        folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers)
+    )
     save_tokenizer(base)
     write_rows(folder / "rows.jsonl", ROWS)
     choices = [{"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"}]
@@ -293,7 +322,10 @@ def make_place(folder: Path, *, layers: int = 2) -> Path:
 
 def leaves(values: dict[str, Any]) -> dict[str, Any]:
     """Options of a run without their groups."""
-    nested = [leaves(value) if isinstance(value, dict) else {name: value} for name, value in values.items()]
+    nested = [
+        leaves(value) if isinstance(value, dict) else {name: value}
+        for name, value in values.items()
+    ]
     return {name: value for group in nested for name, value in group.items()}
 
 

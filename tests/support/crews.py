@@ -63,7 +63,8 @@ def free_port() -> int:
 
 
 class Crew:
-    """Processes that run a command together, as if ``torchrun`` had started them: which takes many times as long.
+    """Processes that run a command together, as if ``torchrun`` had started them: which takes many
+    times as long.
 
     What each is told of the others stands in its environment, as ``torchrun`` puts it there.
     """
@@ -80,7 +81,9 @@ class Crew:
         return [member.finish() for member in self._members]
 
     def killed(self, rank: int, patch: str, *arguments: object) -> list[Ended]:
-        """As ``run``, with a member that dies: the others are told to stop, as ``torchrun`` tells them."""
+        """As ``run``, with a member that dies: the others are told to stop, as ``torchrun`` tells
+        them.
+        """
         self._start(arguments, {rank: patch})
         dead = self._members[rank].finish()
         others = [member for member in self._members if member is not self._members[rank]]
@@ -95,7 +98,10 @@ class Crew:
         told = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         told |= {"LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "crew"}
         for rank, member in enumerate(self._members):
-            own = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            own = {
+                name: str(value)
+                for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()
+            }
             patch = f"import os; os.environ.update({own!r})\n{patches.get(rank, '')}"
             member.start(*arguments, patch=patch)
 

@@ -13,7 +13,9 @@ INSERTED = [b"\n", b"{}\n", b'{"step":3}\n', b'{"a":1,', b'"a":', b"[" * 5000, b
 
 def _stretch(raw: bytes, rng: random.Random) -> tuple[int, int]:
     """Its beginning and its end, as often as not near the beginning of all."""
-    begin = rng.randrange(min(300, len(raw)) + 1) if rng.random() < 0.5 else rng.randrange(len(raw) + 1)
+    begin = (
+        rng.randrange(min(300, len(raw)) + 1) if rng.random() < 0.5 else rng.randrange(len(raw) + 1)
+    )
     return begin, min(begin + rng.choice([1, rng.randint(1, 40), 512, 4096]), len(raw))
 
 
@@ -88,7 +90,18 @@ def move_lines(raw: bytes, rng: random.Random) -> bytes:
     return b"".join(lines)
 
 
-ANYWHERE: Sequence[Damage] = (flip, zero, number, overwrite, insert, grow, cut, delete, double, exchange)
+ANYWHERE: Sequence[Damage] = (
+    flip,
+    zero,
+    number,
+    overwrite,
+    insert,
+    grow,
+    cut,
+    delete,
+    double,
+    exchange,
+)
 IN_LINES: Sequence[Damage] = (*ANYWHERE, drop_line, double_line, move_lines)
 
 

@@ -1,4 +1,6 @@
-"""Engines from mixed options, of which those of a method go to the method, and what tests do with engines."""
+"""Engines from mixed options, of which those of a method go to the method, and what tests do with
+engines.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -42,9 +44,15 @@ def weights(engine: Engine, part: str = "") -> dict[str, torch.Tensor]:
 
 
 def memory(
-    buckets: int | None = None, activations: int = 1 << 28, *, kept: int | None = None, budget: int = 0
+    buckets: int | None = None,
+    activations: int = 1 << 28,
+    *,
+    kept: int | None = None,
+    budget: int = 0,
 ) -> MemoryPolicy:
-    """Host memory for so many blocks, for all of them if None; a device of its own memory keeps so many of them."""
+    """Host memory for so many blocks, for all of them if None; a device of its own memory keeps so
+    many of them.
+    """
     device = "auto" if kept is None else DevicePlan((), 1 << 40, kept, activations)
     host = HostPlan((), budget, buckets, keep_noise=False)
     return MemoryPolicy(host=host, device=device, activations=activations)
@@ -53,14 +61,18 @@ def memory(
 @contextmanager
 def behind_copies(seconds: float = 0.0, *, per_byte: float = 0.0) -> Iterator[ThreadedDevice]:
     """A device with memory of its own, to and from which each copy takes so long."""
-    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: seconds + nbytes * per_byte))) as device:
+    with closing(
+        ThreadedDevice(ThreadedStreams(lambda lane, nbytes: seconds + nbytes * per_byte))
+    ) as device:
         yield device
 
 
 def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     assert ours.dtype == theirs.dtype, name
-    assert torch.equal(ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)), name
+    assert torch.equal(
+        ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)
+    ), name
 
 
 def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
@@ -97,7 +109,9 @@ def fails_at(real: Callable[..., Any], at: int, error: BaseException) -> Callabl
 
 
 class Proxy:
-    """An object, some of whose methods are others: each of these gets the object's own method first."""
+    """An object, some of whose methods are others: each of these gets the object's own method
+    first.
+    """
 
     def __init__(self, wrapped: Any, **changed: Any) -> None:
         self._wrapped, self._changed = wrapped, changed
@@ -111,13 +125,19 @@ class Proxy:
 def really_held(activations: Any) -> int:
     """Bytes of all storages that tensors in there use, each counted once."""
     tensors = [leaf for leaf in pytree.tree_leaves(activations) if isinstance(leaf, torch.Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def check_held_bytes(model: Any, forward: Forward, batch: Batch) -> None:
-    """What a forward says it holds of a batch, without running the model, is what it holds, or less than twice that."""
+    """What a forward says it holds of a batch, without running the model, is what it holds, or less
+    than twice that.
+    """
     prepared = forward.prepared(batch)
-    with patch.object(model.skeleton, "forward", side_effect=AssertionError("the model must not run")):
+    with patch.object(
+        model.skeleton, "forward", side_effect=AssertionError("the model must not run")
+    ):
         planned, of_batch = forward.held_bytes(prepared), forward.held_bytes(batch)
     assert planned == of_batch
     with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""GGUF files, written byte by byte so that tests can write wrong ones, and tiny models as llama.cpp's converter has them."""
+"""GGUF files, written byte by byte so that tests can write wrong ones, and tiny models as
+llama.cpp's converter has them.
+"""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -57,14 +59,17 @@ def scalar(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + text(value)
     if isinstance(value, list):
-        kind, layout = {**_SCALARS, str: (8, ""), int: (5, "i")}[type(value[0])]  # llama.cpp has signed ones in arrays
+        # llama.cpp has signed ones in arrays
+        kind, layout = {**_SCALARS, str: (8, ""), int: (5, "i")}[type(value[0])]
         items = (text(item) if kind == 8 else struct.pack(f"<{layout}", item) for item in value)
         return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
     kind, layout = _SCALARS[type(value)]
     return struct.pack(f"<I{layout}", kind, value)
 
 
-def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: int = 3, alignment: int = 32) -> bytes:
+def gguf_bytes(
+    metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: int = 3, alignment: int = 32
+) -> bytes:
     """A GGUF file."""
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     header += b"".join(text(key) + scalar(value) for key, value in metadata.items())
@@ -73,14 +78,33 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, versio
         offset = len(data) if tensor.offset is None else tensor.offset
         number = tensor.kind if isinstance(tensor.kind, int) else TYPE_NUMBERS[tensor.kind]
         sizes = struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape))
-        header += text(tensor.name) + struct.pack("<I", len(tensor.shape)) + sizes + struct.pack("<IQ", number, offset)
+        header += (
+            text(tensor.name)
+            + struct.pack("<I", len(tensor.shape))
+            + sizes
+            + struct.pack("<IQ", number, offset)
+        )
         data += tensor.content + bytes(-len(tensor.content) % alignment)
     return header + bytes(-len(header) % alignment) + data
 
 
-MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
+MERGES = [
+    ("t", "h"),
+    ("th", "e"),
+    ("Ġ", "the"),
+    ("a", "t"),
+    ("c", "at"),
+    ("Ġ", "cat"),
+    ("i", "s"),
+    ("Ġ", "is"),
+]
 MERGES += [("1", "2"), ("Ġ", "12")]  # which bind where digits are not split
-TOKENS: list[str] = [*bytes_to_unicode().values(), *("".join(pair) for pair in MERGES), "<|bos|>", "<|endoftext|>"]  # type: ignore[no-untyped-call]
+TOKENS: list[str] = [
+    *bytes_to_unicode().values(),
+    *("".join(pair) for pair in MERGES),
+    "<|bos|>",
+    "<|endoftext|>",
+]  # type: ignore[no-untyped-call]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 _KINDS: dict[str, type[PretrainedConfig]] = {
@@ -134,7 +158,11 @@ SCALES: dict[str, tuple[int, ...]] = {
     "TQ2_0": (64,),
 }
 # Types that the gguf package cannot encode.
-_RANDOM = {name: SCALES[name] for name in SCALES if name not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0")}
+_RANDOM = {
+    name: SCALES[name]
+    for name in SCALES
+    if name not in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0")
+}
 
 
 def packed(values: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
@@ -144,7 +172,9 @@ def packed(values: np.ndarray, kind: str, rng: np.random.Generator) -> bytes:
         return gguf.quantize(values, gguf.GGMLQuantizationType[kind]).tobytes()
     codes = rng.integers(0, 256, (values.size // block.weights, block.nbytes), dtype=np.uint8)
     for at in _RANDOM[kind]:
-        codes[:, at : at + 2] = rng.uniform(1e-4, 4e-4, (len(codes), 1)).astype("<f2").view(np.uint8)
+        codes[:, at : at + 2] = (
+            rng.uniform(1e-4, 4e-4, (len(codes), 1)).astype("<f2").view(np.uint8)
+        )
     return codes.tobytes()
 
 
@@ -186,7 +216,10 @@ def metadata(architecture: str, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def tensors(
-    architecture: str, model: PreTrainedModel, kind_of: Callable[[str], str], rng: np.random.Generator
+    architecture: str,
+    model: PreTrainedModel,
+    kind_of: Callable[[str], str],
+    rng: np.random.Generator,
 ) -> list[Tensor]:
     """A model's tensors, as llama.cpp's converter has them."""
     config = model.config
@@ -200,14 +233,24 @@ def tensors(
             places = [f"blk.{path.split('.')[2]}.ffn_{part}_exps.weight" for part in parts]
         else:
             places = [f"{names.get_name(path)}.{leaf}"]
-        for place, own in zip(places, np.split(values, len(places), axis=1) if len(places) > 1 else [values], strict=True):
+        for place, own in zip(
+            places,
+            np.split(values, len(places), axis=1) if len(places) > 1 else [values],
+            strict=True,
+        ):
             if architecture == "llama" and (".attn_q." in place or ".attn_k." in place):
-                heads = config.num_attention_heads if ".attn_q." in place else config.num_key_value_heads
+                heads = (
+                    config.num_attention_heads
+                    if ".attn_q." in place
+                    else config.num_key_value_heads
+                )
                 own = own.reshape(heads, 2, -1, *own.shape[1:]).swapaxes(1, 2).reshape(own.shape)
             if architecture.startswith("gemma") and place.endswith("norm.weight"):
                 own = own + 1
             kind = "F32" if own.ndim == 1 or "ffn_gate_inp" in place else kind_of(place)
-            written.append(Tensor(place, own.shape, kind, packed(np.ascontiguousarray(own), kind, rng)))
+            written.append(
+                Tensor(place, own.shape, kind, packed(np.ascontiguousarray(own), kind, rng))
+            )
     return written
 
 
@@ -222,7 +265,8 @@ def save_gguf(
 ) -> Path:
     """Write a random model in one file or several, the first of which is returned.
 
-    Kinds are the type of all matrices, or types by part of a tensor's name, the first that fits, with "" for the rest.
+    Kinds are the type of all matrices, or types by part of a tensor's name, the first that fits,
+    with "" for the rest.
     """
     config = tiny_config(architecture, **changes)
     chosen = {"": kinds} if isinstance(kinds, str) else kinds
@@ -241,14 +285,19 @@ def save_gguf(
     for number in range(files):
         part = {"split.no": number, "split.count": files, "split.tensors.count": len(written)}
         named = path.with_name(f"{path.stem}-{number + 1:05}-of-{files:05}.gguf")
-        named.write_bytes(gguf_bytes({**(values if number == 0 else {}), **part}, written[number::files]))
+        named.write_bytes(
+            gguf_bytes({**(values if number == 0 else {}), **part}, written[number::files])
+        )
     return path.with_name(f"{path.stem}-00001-of-{files:05}.gguf")
 
 
 SPLITTERS = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     ),
     "llama-bpe": pre_tokenizers.Sequence(
         [
@@ -259,17 +308,23 @@ SPLITTERS = {
 }
 
 
-def save_directory(path: Path, architecture: str, splitter: Any = SPLITTERS["gpt-2"], **changes: Any) -> Path:
+def save_directory(
+    path: Path, architecture: str, splitter: Any = SPLITTERS["gpt-2"], **changes: Any
+) -> Path:
     """A model in the Hugging Face layout with a byte-level tokenizer."""
     config = tiny_config(architecture, **changes)
     random_model(config).save_pretrained(path)
     vocabulary = {token: index for index, token in enumerate(TOKENS)}
     backend = Tokenizer(
-        tokenizer_models.BPE(vocab=vocabulary, merges=MERGES, ignore_merges=splitter is SPLITTERS["llama-bpe"])
+        tokenizer_models.BPE(
+            vocab=vocabulary, merges=MERGES, ignore_merges=splitter is SPLITTERS["llama-bpe"]
+        )
     )
     backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in TOKENS[-2:]])
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=TOKENS[BOS], eos_token=TOKENS[-1])  # type: ignore[no-untyped-call]
+    tokenizer: Any = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=TOKENS[BOS], eos_token=TOKENS[-1]
+    )  # type: ignore[no-untyped-call]
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     tokenizer.save_pretrained(path)
     return path

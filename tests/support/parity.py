@@ -38,10 +38,14 @@ BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
 
 
 class MonolithicFZOO(MonolithicMeZO):
-    """FZOO (arXiv 2506.09034) as its authors' program takes a step, but for the walk back, which it makes by rounding."""
+    """FZOO (arXiv 2506.09034) as its authors' program takes a step, but for the walk back, which it
+    makes by rounding.
+    """
 
     def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
-        """Evaluate the weights as they are, then one side of each direction; update along all of them."""
+        """Evaluate the weights as they are, then one side of each direction; update along all of
+        them.
+        """
         unperturbed = self.loss(batch).item()
         perturbed = []
         for seed in seeds:
@@ -78,13 +82,18 @@ class Plan(NamedTuple):
 
     def estimator(self) -> ZOEstimator:
         if self.name == "fzoo":
-            return FZOO(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
+            return FZOO(
+                lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries
+            )
         plain = MeZOSGD(**self.numbers)
         return plain if self.queries == 0 else MultiQueryRGE(**vars(plain), q=self.queries)
 
     @property
     def numbers(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("lr", "zo_eps", "weight_decay", "perturb_in_place")}
+        return {
+            name: getattr(self, name)
+            for name in ("lr", "zo_eps", "weight_decay", "perturb_in_place")
+        }
 
     def directions(self, step: int) -> tuple[int, ...]:
         """The seeds that an engine told the step's first one draws."""
@@ -100,7 +109,9 @@ def plans(draw: st.DrawFn) -> Plan:
         zo_eps=draw(st.sampled_from([1e-3, 0.01, 0.3])),
         weight_decay=draw(st.sampled_from([0.0, 0.1])),
         perturb_in_place=draw(st.booleans()),
-        seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
+        seeds=draw(
+            st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)
+        ),
         between=draw(st.lists(st.sampled_from(BETWEEN), min_size=steps, max_size=steps)),
         queries=draw(st.integers(0, 3)),
         distribution=draw(st.sampled_from([None, *Distribution])),
@@ -112,10 +123,14 @@ def fzoo_plans(draw: st.DrawFn) -> Plan:
     """Plans of FZOO, whose step is divided by how far its losses spread."""
     q = draw(st.integers(2, 4))
     rademacher = Distribution.RADEMACHER
-    return draw(plans())._replace(name="fzoo", queries=q, perturb_in_place=False, distribution=rademacher)
+    return draw(plans())._replace(
+        name="fzoo", queries=q, perturb_in_place=False, distribution=rademacher
+    )
 
 
-def assert_same_weights(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]) -> None:
+def assert_same_weights(
+    ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Each of our parameters, by its name, has the bits of theirs."""
     expected = dict(theirs)
     for name, value in ours:
@@ -123,7 +138,9 @@ def assert_same_weights(ours: Iterable[tuple[str, torch.Tensor]], theirs: Iterab
 
 
 def assert_steps_alike(engine: Engine, whole: MonolithicMeZO, batches: Iterable[Batch]) -> None:
-    """Take a step on each batch with both: losses, projected gradients and weights have the same bits."""
+    """Take a step on each batch with both: losses, projected gradients and weights have the same
+    bits.
+    """
     for batch in batches:
         ours = engine.step(batch)
         theirs = whole.step(batch, *ours.seeds)
@@ -158,7 +175,9 @@ class Storage(NamedTuple):
             journal=run / "journal.jsonl",
             memory=MemoryPolicy(
                 host=HostPlan((), budget=2**28, buckets=self.buckets, keep_noise=self.keep_noise),
-                device=DevicePlan((), 0, self.kept, activations) if has_memory and self.overlap else "auto",
+                device=DevicePlan((), 0, self.kept, activations)
+                if has_memory and self.overlap
+                else "auto",
                 activations=activations,
                 least_activations=1 if has_memory and self.activations_wait else None,
             ),
@@ -187,7 +206,9 @@ storages = st.builds(
 )
 
 
-def go_between(what: str, engine: Engine, make: Callable[[], Engine], batch: Batch, loss: Callable[[], float]) -> Engine:
+def go_between(
+    what: str, engine: Engine, make: Callable[[], Engine], batch: Batch, loss: Callable[[], float]
+) -> Engine:
     """Do one of ``BETWEEN`` after a step, and return the engine that goes on."""
     if what == "evaluate":
         expected, found = loss(), engine.evaluate([batch]).losses[0]
@@ -209,7 +230,8 @@ def assert_parity(make: Callable[[], Engine], whole: nn.Module, plan: Plan, batc
 
     def draw(out: torch.Tensor, seed: int, place: int) -> None:
         assert distribution is not None
-        fill(out, distribution, seed, place)  # compared with its reference in test_kernels.py, which would take minutes here
+        # compared with its reference in test_kernels.py, which would take minutes here
+        fill(out, distribution, seed, place)
 
     draws = None if distribution is None else draw
     mono = MONOLITHIC[plan.name](whole, **plan.numbers, draw=draws, autocast=plan.autocast)

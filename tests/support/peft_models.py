@@ -15,11 +15,18 @@ from zo2core import Distribution, MeZOSGD, PhiloxNoise
 
 peft: Any = pytest.importorskip("peft")
 
-TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"], "qwen2": ["v_proj", "gate_proj"], "qwen3": ["k_proj"]}
+TARGETS = {
+    "opt": ["q_proj", "fc1"],
+    "llama": ["q_proj", "down_proj"],
+    "qwen2": ["v_proj", "gate_proj"],
+    "qwen3": ["k_proj"],
+}
 
 
 def lora(**changes: Any) -> Any:
-    return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes})
+    return peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes}
+    )
 
 
 def on_targets(kind: str, model_type: str, **changes: Any) -> Any:
@@ -45,7 +52,9 @@ def ia3(model_type: str, **changes: Any) -> Any:
 
 
 def modules_to_save(model_type: str, **changes: Any) -> Any:
-    modules = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "input_layernorm", "v_proj"]}[model_type]
+    modules = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "input_layernorm", "v_proj"]}[
+        model_type
+    ]
     return in_lora(model_type, **{"modules_to_save": modules, **changes})
 
 
@@ -86,7 +95,8 @@ def monolithic(
     peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in values and not any(part in name for part in frozen)
-        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
+        # What was mapped from a file lies where no allocator puts it, and products round otherwise
+        # there.
         parameter.data = values.get(name, parameter.data).clone()
     whole.config.use_cache = False
     return whole
@@ -95,5 +105,7 @@ def monolithic(
 def steps(model: Any, count: int = 3, **options: Any) -> list[float]:
     batch = make_batch(40, [7, 5])
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    with zeroth_order(model, MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), noise=noise, **options) as engine:
+    with zeroth_order(
+        model, MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), noise=noise, **options
+    ) as engine:
         return [loss for _ in range(count) for loss in engine.step(batch).losses]

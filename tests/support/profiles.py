@@ -12,9 +12,11 @@ LONG = pytest.mark.long_profile
 
 
 def each_choice(*axes: Sequence[object]) -> list[Any]:
-    """All combinations of some parameters' values; the default profile has every value of each parameter in at least one.
+    """All combinations of some parameters' values; the default profile has every value of each
+    parameter in at least one.
 
-    It has as many cases as the longest axis has values, drawn once and for all; the long profile has all combinations.
+    It has as many cases as the longest axis has values, drawn once and for all; the long profile
+    has all combinations.
     """
     count, columns = max(map(len, axes)), []
     for number, axis in enumerate(axes):
@@ -22,7 +24,10 @@ def each_choice(*axes: Sequence[object]) -> list[Any]:
         random.Random(number).shuffle(columns[-1])
     short = set(zip(*columns, strict=True))
     return [
-        pytest.param(*(axis[place] for axis, place in zip(axes, places, strict=True)), marks=() if places in short else LONG)
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            marks=() if places in short else LONG,
+        )
         for places in product(*(range(len(axis)) for axis in axes))
     ]
 
@@ -33,7 +38,9 @@ def short_first(short: Iterable[object], others: Iterable[object]) -> list[Any]:
 
 
 def covering_cases(cases: Sequence[pytest.Function]) -> set[pytest.Function]:
-    """As many cases as the function's mark ``few`` says, chosen so that most values of its parameters occur."""
+    """As many cases as the function's mark ``few`` says, chosen so that most values of its
+    parameters occur.
+    """
     [count] = next(cases[0].iter_markers("few")).args
     left, covered, chosen = list(cases), set[tuple[str, int]](), set[pytest.Function]()
     random.Random(0).shuffle(left)

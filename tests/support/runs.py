@@ -17,15 +17,34 @@ from zo2adapters.trainers.optimization import Decay, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 
-TIMED = {"tokens_per_second", "seconds", "bound_seconds", "evaluation_seconds", "lanes", "rss_bytes", "peak_rss_bytes"}
-TIMED |= {"bytes_moved", "snapshot_bytes", "tokens"}  # lost with the others where a row was made up from the journal
+TIMED = {
+    "tokens_per_second",
+    "seconds",
+    "bound_seconds",
+    "evaluation_seconds",
+    "lanes",
+    "rss_bytes",
+    "peak_rss_bytes",
+}
+# lost with the others where a row was made up from the journal
+TIMED |= {"bytes_moved", "snapshot_bytes", "tokens"}
 
 
-def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainOptions:
+def small_run(
+    folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any
+) -> TrainOptions:
     """Make ``base`` and ``rows.jsonl`` in a folder."""
-    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers), dtype)
+    base = save_model(
+        folder / "base",
+        small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers),
+        dtype,
+    )
     save_tokenizer(base)
-    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
+    rows = [
+        {"prompt": f"the cat {word}", "completion": f" {other}"}
+        for word in WORDS[5:]
+        for other in WORDS[8:]
+    ]
     write_rows(folder / "rows.jsonl", rows)
     options = TrainOptions(
         model=str(base),
@@ -66,7 +85,9 @@ def finish(options: TrainOptions, *, resume: bool = False) -> None:
 
 
 def interrupt_after(options: TrainOptions, steps: int) -> None:
-    """Train for some steps and end as a killed process does: nothing is flushed, exported or closed in order."""
+    """Train for some steps and end as a killed process does: nothing is flushed, exported or closed
+    in order.
+    """
     with Trainer(options, quiet=True) as trainer:
         engine: Any = trainer.engine
         engine.step = fails_at(trainer.engine.step, steps + 1, KeyboardInterrupt())
@@ -94,4 +115,7 @@ def bits_of(run: str | Path) -> dict[str, Any]:
 def outcome(run: str | Path) -> dict[str, Any]:
     """Everything of a run that does not measure time."""
     rows = rows_of(Path(run, "metrics.jsonl"))
-    return {**bits_of(run), "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows]}
+    return {
+        **bits_of(run),
+        "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
+    }

@@ -1,4 +1,6 @@
-"""Segments of numbers, weights that count how often they are read, and a source that checks the bytes it is given back."""
+"""Segments of numbers, weights that count how often they are read, and a source that checks the
+bytes it is given back.
+"""
 
 import threading
 from collections import Counter
@@ -18,17 +20,25 @@ def segments(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[
     """Embedding, blocks and head of one parameter of such a size each."""
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * (len(sizes) - 2), SegmentKind.HEAD]
     specs = [ParameterSpec(f"p{i}", (size,), dtype, i, decays=True) for i, size in enumerate(sizes)]
-    return tuple(BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True))
+    return tuple(
+        BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True)
+    )
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    return {f"p{i}": torch.arange(n, dtype=torch.float32) + 100 * i for i, n in enumerate([5, 17, 1, 64, 3])}
+    return {
+        f"p{i}": torch.arange(n, dtype=torch.float32) + 100 * i
+        for i, n in enumerate([5, 17, 1, 64, 3])
+    }
 
 
 def checkpoint(folder: Path) -> tuple[SafetensorsReader, tuple[BlockLayout, ...]]:
     values = tensors()
     save_file(values, folder / "model.safetensors")
-    specs = [ParameterSpec(name, tuple(v.shape), v.dtype, i, True) for i, (name, v) in enumerate(values.items())]
+    specs = [
+        ParameterSpec(name, tuple(v.shape), v.dtype, i, True)
+        for i, (name, v) in enumerate(values.items())
+    ]
     layouts = (
         BlockLayout("embedding", SegmentKind.EMBEDDING, (specs[0],)),
         BlockLayout("block 0", SegmentKind.BLOCK, (specs[1], specs[2])),
@@ -83,13 +93,17 @@ def z_of(noise: NoiseGenerator, spec: ParameterSpec, seed: int) -> torch.Tensor:
     return out
 
 
-def assert_torch_draws(size: int, dtypes: Sequence[torch.dtype] = DTYPES, capability: str | None = None) -> None:
+def assert_torch_draws(
+    size: int, dtypes: Sequence[torch.dtype] = DTYPES, capability: str | None = None
+) -> None:
     """Sequential noise is what torch draws; with a processor's capability, on such a one."""
     assert capability in (None, torch.backends.cpu.get_cpu_capability())
     for dtype in dtypes:
         spec = ParameterSpec("p", (size,), dtype, 0, True)
         found = z_of(SequentialNoise([BlockLayout("s", SegmentKind.BLOCK, (spec,))]), spec, 9)
-        expected = torch.normal(0.0, 1.0, (size,), dtype=dtype, generator=torch.Generator().manual_seed(9))
+        expected = torch.normal(
+            0.0, 1.0, (size,), dtype=dtype, generator=torch.Generator().manual_seed(9)
+        )
         assert torch.equal(found, expected), dtype
 
 
@@ -98,7 +112,9 @@ SLOW = 0.02  # seconds
 
 
 class CheckingSource:
-    """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is found out."""
+    """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is
+    found out.
+    """
 
     def __init__(self, capacity: int = BLOCKS) -> None:
         self.layouts = segments([NUMBERS] * (BLOCKS + 2))
@@ -130,7 +146,9 @@ class CheckingSource:
         if version is None:  # lost: what comes next is the version from before
             return
         if not bool((bucket.views[0] == self.expected(bucket.segment, version)).all()):
-            self.errors.append(f"segment {bucket.segment} came back with other bytes than version {version}'s")
+            self.errors.append(
+                f"segment {bucket.segment} came back with other bytes than version {version}'s"
+            )
         self.versions[bucket.segment] = version
         bucket.data.fill_(255)  # from here on the memory is the source's
 

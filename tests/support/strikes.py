@@ -1,6 +1,8 @@
-"""What a process does before the command in which it is to be killed: it dies at a call, or tells how far it is.
+"""What a process does before the command in which it is to be killed: it dies at a call, or tells
+how far it is.
 
-Imported by forked processes: of a function here, ``beforehand`` makes the Python that such a process runs first.
+Imported by forked processes: of a function here, ``beforehand`` makes the Python that such a
+process runs first.
 """
 
 import fcntl
@@ -19,8 +21,10 @@ from typing import IO, Any, NoReturn
 
 TRAINER, METRICS = "zo2adapters.trainers.trainer", "zo2adapters.trainers.metrics"
 JOURNAL, SNAPSHOTS = "zo2core.journal", "zo2core.checkpoint.snapshots"
-WRITES = ("pwrite", "fsync", "fdatasync", "ftruncate", "replace", "rename", "mkdir")  # of os: what changes files
-PAUSE = 0.001  # seconds after each of them, where the clock kills: so it hits files more often than the arithmetic
+# of os: what changes files
+WRITES = ("pwrite", "fsync", "fdatasync", "ftruncate", "replace", "rename", "mkdir")
+# seconds after each of them, where the clock kills: so it hits files more often than the arithmetic
+PAUSE = 0.001
 PAGE = 4096
 MARKED = {  # phases of a process, with the functions during which it is in them
     "snapshot or commit": (
@@ -28,7 +32,10 @@ MARKED = {  # phases of a process, with the functions during which it is in them
         ("zo2core", "Engine", "commit"),
         ("zo2core.perturbation", "FactorFile", "keep"),
     ),
-    "evaluation": (("zo2core", "Engine", "evaluate"), ("zo2adapters.tasks.task", "RewardTask", "evaluate")),
+    "evaluation": (
+        ("zo2core", "Engine", "evaluate"),
+        ("zo2adapters.tasks.task", "RewardTask", "evaluate"),
+    ),
     "step": (("zo2core", "Engine", "step"), ("zo2adapters.tasks.task", "RewardTask", "step")),
     "record": ((JOURNAL, "Journal", "append"),),
     "generation": (("zo2adapters.tasks.generation", "Generation", "continuations"),),
@@ -44,7 +51,9 @@ def beforehand(function: Callable[..., None], *arguments: object, **options: obj
 
 
 def strike(module: str, owner: str, name: str, at: int, moment: str) -> str:
-    """Python that kills its process at a call: before it, after it, or with half of what it writes; or sends it SIGTERM."""
+    """Python that kills its process at a call: before it, after it, or with half of what it writes;
+    or sends it SIGTERM.
+    """
     return beforehand(die_at_call, module, owner, name, at, moment)
 
 
@@ -78,7 +87,8 @@ def die_at_call(module: str, owner: str, name: str, at: int, moment: str) -> Non
 
 
 def die_at_write(at: int | None = None, file: str | None = None, *, pauses: bool = False) -> None:
-    """Count the calls that change files, for who has mapped the file ``calls``, and die in the middle of one of them.
+    """Count the calls that change files, for who has mapped the file ``calls``, and die in the
+    middle of one of them.
 
     Args:
         at: The call, from 1; at one without a middle it dies after it.
@@ -87,7 +97,8 @@ def die_at_write(at: int | None = None, file: str | None = None, *, pauses: bool
     """
     with open("calls", "r+b") as mapped:
         shared = mmap.mmap(mapped.fileno(), 8)
-    calls, counted, lock = itertools.count(1), itertools.count(1), threading.Lock()  # main and writing thread
+    # main and writing thread
+    calls, counted, lock = itertools.count(1), itertools.count(1), threading.Lock()
 
     def wrap(real: Callable[..., Any], half: Callable[..., object] | None) -> Callable[..., Any]:
         def struck(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +173,9 @@ def mark_phases() -> None:
 
 
 def arrange(*, is_tight: bool = False, **changes: Any) -> None:
-    """Change the plan of host memory: of a tiny model's process nearly all is the interpreter, and no budget could."""
+    """Change the plan of host memory: of a tiny model's process nearly all is the interpreter, and
+    no budget could.
+    """
     spec: Any = importlib.import_module("zo2core.planning.memory")
     plan_host = spec.plan_host
 

@@ -1,4 +1,7 @@
-"""A decoder that is no Hugging Face model: plain modules, its own cut, its own files. The core knows nothing else of it."""
+"""A decoder that is no Hugging Face model: plain modules, its own cut, its own files.
+
+The core knows nothing else of it.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +29,10 @@ class Layer(nn.Module):
 
 
 class Toy(nn.Module):
-    """Embedding, layers, output. The output is registered before the layers, and may be tied to the embedding."""
+    """Embedding, layers, output.
+
+    The output is registered before the layers, and may be tied to the embedding.
+    """
 
     def __init__(self, vocab: int, width: int, layers: int, *, tied: bool) -> None:
         super().__init__()
@@ -50,17 +56,25 @@ class Toy(nn.Module):
 class ToyBlockModel:
     """The toy, cut."""
 
-    def __init__(self, vocab: int, width: int, layers: int, *, tied: bool, dtype: torch.dtype, file: Path) -> None:
+    def __init__(
+        self, vocab: int, width: int, layers: int, *, tied: bool, dtype: torch.dtype, file: Path
+    ) -> None:
         self.toy = make_toy(vocab, width, layers, tied=tied, dtype=dtype)
         specs = [
-            ParameterSpec(name, tuple(p.shape), p.dtype, i, "bias" not in name and "layernorm" not in name)
+            ParameterSpec(
+                name, tuple(p.shape), p.dtype, i, "bias" not in name and "layernorm" not in name
+            )
             for i, (name, p) in enumerate(self.toy.named_parameters())
         ]
         save_file({name: p.data for name, p in self.toy.named_parameters()}, file)
         table = [spec for spec in specs if spec.name.startswith("table")]
         out = [spec for spec in specs if spec.name.startswith("out")]
         blocks = [
-            BlockLayout(f"block {i}", SegmentKind.BLOCK, tuple(s for s in specs if s.name.startswith(f"layers.{i}.")))
+            BlockLayout(
+                f"block {i}",
+                SegmentKind.BLOCK,
+                tuple(s for s in specs if s.name.startswith(f"layers.{i}.")),
+            )
             for i in range(layers)
         ]
         self.layouts = (
@@ -77,7 +91,11 @@ class ToyBlockModel:
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         for name, view in parameters.items():
             path, _, leaf = name.rpartition(".")
-            module = self.toy.out if self._tied and index == len(self.layouts) - 1 else self.toy.get_submodule(path)
+            module = (
+                self.toy.out
+                if self._tied and index == len(self.layouts) - 1
+                else self.toy.get_submodule(path)
+            )
             module._parameters[leaf] = nn.Parameter(view, requires_grad=False)
 
     def prepared(self, batch: Batch) -> Batch:
@@ -99,7 +117,11 @@ class ToyBlockModel:
         return batch["input_ids"].numel() * out.out_features * out.weight.element_size()
 
     def held_bytes(self, batch: Batch) -> int:
-        return batch["input_ids"].numel() * self.toy.table.embedding_dim * self.toy.table.weight.element_size()
+        return (
+            batch["input_ids"].numel()
+            * self.toy.table.embedding_dim
+            * self.toy.table.weight.element_size()
+        )
 
 
 def make_toy(vocab: int, width: int, layers: int, *, tied: bool, dtype: torch.dtype) -> Toy:

@@ -7,7 +7,10 @@ import pytest
 from models import make_batch, small_config
 
 VOCABULARY = small_config("llama").vocab_size
-ROWS: Any = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
+ROWS: Any = [
+    {key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()}
+    for seed in range(12)
+]
 OF_TRL = [
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -18,7 +21,9 @@ OF_TRL = [
 class Smoothed:
     """A trainer's loss of its own: with a term for the tokens that are not the right one."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         outputs = model(**inputs)
         loss = outputs.loss + 0.1 * outputs.logits.square().mean()
         return (loss, outputs) if return_outputs else loss

@@ -1,4 +1,6 @@
-"""What the tests of the Triton kernel run in processes of their own: ``interpret``, ``engines`` or ``compile``."""
+"""What the tests of the Triton kernel run in processes of their own: ``interpret``, ``engines`` or
+``compile``.
+"""
 
 import sys
 from collections import Counter
@@ -34,7 +36,9 @@ ARGUMENTS = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def interpret() -> None:
-    """Hold the interpreted kernel against the other kernels. (The interpreter cannot round to bfloat16.)"""
+    """Hold the interpreted kernel against the other kernels. (The interpreter cannot round to
+    bfloat16.)
+    """
     from zo2core.kernels import triton_kernels
 
     walk = (Perturb(0, 1.0, 1e-3), Perturb(0, -2.0, 1e-3), Perturb(1, 0.3, 1e-3))
@@ -47,31 +51,66 @@ def interpret() -> None:
                 drawn, z = (torch.zeros(length, dtype=dtype) for _ in range(2))
                 triton_kernels.fill(drawn, distribution, 2**62 + 3, 1, start)
                 dispatch.fill(z, distribution, 2**62 + 3, 1, start)
-                assert torch.equal(drawn.view(integer), z.view(integer)), (distribution, dtype, start)
+                assert torch.equal(drawn.view(integer), z.view(integer)), (
+                    distribution,
+                    dtype,
+                    start,
+                )
                 for own in ((*walk, *descends), ()):
                     ours = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
-                    theirs, out, expected = ours.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
+                    theirs, out, expected = (
+                        ours.clone(),
+                        torch.zeros_like(ours),
+                        torch.zeros_like(ours),
+                    )
                     program = Program(seeds, own, then)
-                    triton_kernels.apply_drawing([ours], program, distribution, [9], start, outs=[out])
+                    triton_kernels.apply_drawing(
+                        [ours], program, distribution, [9], start, outs=[out]
+                    )
                     dispatch.apply(theirs, program, Draw(distribution, 9, start), out=expected)
                     given, zs = ours.clone(), [torch.randn(length).to(dtype) for _ in seeds]
-                    also, then_given, then_expected = given.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
+                    also, then_given, then_expected = (
+                        given.clone(),
+                        torch.zeros_like(ours),
+                        torch.zeros_like(ours),
+                    )
                     for also_then in (Perturb(0, 1.0, 1e-3), Perturb(1, 0.3, 1e-3), then):
                         program = Program(seeds, own, also_then)
                         triton_kernels.apply([given], program, [[z] for z in zs], [then_given])
                         dispatch.apply(also, program, zs, out=then_expected)
-                        assert torch.equal(then_given.view(integer), then_expected.view(integer)), (dtype, also_then)
-                    compared = (("theta", ours, theirs), ("out", out, expected), ("z given", given, also))
+                        assert torch.equal(then_given.view(integer), then_expected.view(integer)), (
+                            dtype,
+                            also_then,
+                        )
+                    compared = (
+                        ("theta", ours, theirs),
+                        ("out", out, expected),
+                        ("z given", given, also),
+                    )
                     for name, a, b in compared:
-                        assert torch.equal(a.view(integer), b.view(integer)), (distribution, dtype, start, name)
+                        assert torch.equal(a.view(integer), b.view(integer)), (
+                            distribution,
+                            dtype,
+                            start,
+                            name,
+                        )
     for dtype, integer in ((torch.float32, torch.int32), (torch.float16, torch.int16)):
         for rows, columns, thin in ((16, 128, 1), (19, 150, 5), (1, 1, 3)):
             base, shared = torch.randn(rows, columns).to(dtype), torch.randn(columns, thin)
-            factor, formed, expected = torch.randn(rows, thin), torch.empty_like(base), torch.empty_like(base)
+            factor, formed, expected = (
+                torch.randn(rows, thin),
+                torch.empty_like(base),
+                torch.empty_like(base),
+            )
             base[0, 0], base[-1, -1], factor[0] = -0.0, torch.inf, 0.0
             triton_kernels.form(base, factor, shared.t().contiguous(), formed)
             dispatch.form(base, factor, shared, expected)
-            assert torch.equal(formed.view(integer), expected.view(integer)), (dtype, rows, columns, thin)
+            assert torch.equal(formed.view(integer), expected.view(integer)), (
+                dtype,
+                rows,
+                columns,
+                thin,
+            )
 
 
 def compile_to_ptx() -> None:
@@ -85,15 +124,24 @@ def compile_to_ptx() -> None:
     drawing = [{"GIVEN": False, "GAUSSIAN": is_gaussian} for is_gaussian in (True, False)]
     one_dimension = [*product((triton_kernels._run, triton_kernels._fill), drawing)]
     one_dimension.append((triton_kernels._run, {"GIVEN": True, "GAUSSIAN": True}))
-    variants = [(kernel, {**constants, "ROWS": 16, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
-    variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True))))
+    variants = [
+        (kernel, {**constants, "ROWS": 16, "BLOCK": triton_kernels.BLOCK})
+        for kernel, constants in one_dimension
+    ]
+    variants.append(
+        (triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True)))
+    )
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
             fn=kernel,
             signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names},
-            constexprs={name: value for name, value in constants.items() if name in kernel.arg_names},
+            constexprs={
+                name: value for name, value in constants.items() if name in kernel.arg_names
+            },
         )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH
+        )
         ptx = compiled.asm["ptx"]
         assert ".target sm_90" in ptx
         assert kernel is triton_kernels._fill or "mul.f32" in ptx or "mul.rn.f32" in ptx
@@ -102,8 +150,14 @@ def compile_to_ptx() -> None:
 
 
 def engines() -> None:
-    """Hold an engine whose segments are changed by the interpreted kernels against one on the CPU's, and count launches."""
-    batch = {name: value for name, value in make_batch(40, [6, 6]).items() if name in ("input_ids", "labels")}
+    """Hold an engine whose segments are changed by the interpreted kernels against one on the
+    CPU's, and count launches.
+    """
+    batch = {
+        name: value
+        for name, value in make_batch(40, [6, 6]).items()
+        if name in ("input_ids", "labels")
+    }
     queries = partial(MultiQueryRGE, q=2)
     cases: list[tuple[PhiloxNoise | None, bool, float, Callable[..., MeZOSGD], torch.dtype]] = [
         (None, True, 0.1, MeZOSGD, torch.float32),
@@ -118,21 +172,36 @@ def engines() -> None:
                 TemporaryDirectory() as folder,
                 patch.object(perturbers, "triton_kernels", lambda _, kernels=kernels: kernels),
             ):
-                model = ToyBlockModel(40, 8, 1, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors"))
+                model = ToyBlockModel(
+                    40, 8, 1, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors")
+                )
                 method = estimator(lr=1e-2, zo_eps=1e-2, weight_decay=weight_decay)
-                memory = MemoryPolicy(host=HostPlan((), 1 << 30, None, keep_noise=False))  # as on a device with its own
-                with zeroth_order(model, method, noise=noise, journal=Path(folder, "log"), memory=memory) as engine:
+                # as on a device with its own
+                memory = MemoryPolicy(host=HostPlan((), 1 << 30, None, keep_noise=False))
+                with zeroth_order(
+                    model, method, noise=noise, journal=Path(folder, "log"), memory=memory
+                ) as engine:
                     losses = [engine.step(batch, seed=seed).losses for seed in (1, 2)]
-                    counted.clear()  # of the last step alone: it replays the one before, and perturbs
+                    # of the last step alone: it replays the one before, and perturbs
+                    counted.clear()
                     losses.append(engine.step(batch, seed=3).losses)
                     per_step = dict(counted)
-                    states.append((losses, {name: value.clone() for name, value in engine.parameters_now()}))
+                    states.append(
+                        (losses, {name: value.clone() for name, value in engine.parameters_now()})
+                    )
         (losses, expected), (found_losses, found) = states
         assert losses == found_losses, (noise, tied, weight_decay, estimator, dtype)
         for name, value in expected.items():
-            assert torch.equal(value, found[name]), (noise, tied, weight_decay, estimator, dtype, name)
-        # Three segments. A replay takes a launch for each kind of decay, every evaluation one; for an untied head two, whose
-        # matrix fills the memory for z.
+            assert torch.equal(value, found[name]), (
+                noise,
+                tied,
+                weight_decay,
+                estimator,
+                dtype,
+                name,
+            )
+        # Three segments. A replay takes a launch for each kind of decay, every evaluation one; for
+        # an untied head two, whose matrix fills the memory for z.
         if estimator is MeZOSGD and noise is None:
             assert per_step["apply"] == (3 if weight_decay else 4) + 2 * (3 + (not tied)), per_step
         elif estimator is MeZOSGD:
@@ -153,7 +222,11 @@ def counting(counted: Counter[str]) -> SimpleNamespace:
     return SimpleNamespace(**{name: counts(name) for name in ("apply", "apply_drawing")})
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "engines": engines, "compile": compile_to_ptx}
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "interpret": interpret,
+    "engines": engines,
+    "compile": compile_to_ptx,
+}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]]()

@@ -10,11 +10,18 @@ from zo2core import Evaluation, Update
 
 
 def update_of(step: int, seeds: Sequence[int] | None = None, **changes: Any) -> Update:
-    """An update along these directions, both sides of which were evaluated; by default along one, whose seed is the step."""
+    """An update along these directions, both sides of which were evaluated; by default along one,
+    whose seed is the step.
+    """
     seeds = (step,) if seeds is None else tuple(seeds)
     evaluations = tuple(Evaluation(seed, shift) for seed in seeds for shift in (1.0, -1.0))
-    grads, losses = tuple(0.1 * (1 + place) for place in range(len(seeds))), (1.5,) * len(evaluations)
-    return replace(Update(step, evaluations, seeds, grads, 1e-6, 1e-3, 0.0, True, losses), **changes)
+    grads, losses = (
+        tuple(0.1 * (1 + place) for place in range(len(seeds))),
+        (1.5,) * len(evaluations),
+    )
+    return replace(
+        Update(step, evaluations, seeds, grads, 1e-6, 1e-3, 0.0, True, losses), **changes
+    )
 
 
 def record_of(line: bytes) -> dict[str, Any]:
@@ -26,5 +33,7 @@ def record_of(line: bytes) -> dict[str, Any]:
 
 def line_of(record: object) -> bytes:
     """A line whose checksum holds; JSON may be given as bytes."""
-    raw = record if isinstance(record, bytes) else json.dumps(record, separators=(",", ":")).encode()
+    raw = (
+        record if isinstance(record, bytes) else json.dumps(record, separators=(",", ":")).encode()
+    )
     return b'%s,"crc32":"%08x"}\n' % (raw[:-1], zlib.crc32(raw[:-1]))

@@ -25,12 +25,19 @@ class WholeModel:
     """A whole model and its gradients."""
 
     def __init__(
-        self, source: Path | PreTrainedModel, stored: torch.dtype | None = None, autocast: torch.dtype | None = None
+        self,
+        source: Path | PreTrainedModel,
+        stored: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if isinstance(source, Path):
-            source = cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(source, dtype=stored or "auto"))
+            source = cast(
+                "PreTrainedModel",
+                AutoModelForCausalLM.from_pretrained(source, dtype=stored or "auto"),
+            )
             for parameter in source.parameters():
-                parameter.data = parameter.data.clone()  # what is mapped from a file may lie unaligned, and round otherwise
+                # what is mapped from a file may lie unaligned, and round otherwise
+                parameter.data = parameter.data.clone()
         self.model = source
         self.parameters = dict(source.named_parameters())
         self._autocast = autocast
@@ -52,7 +59,9 @@ class WholeModel:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
 
-def torch_loop(whole: WholeModel, make: Any, clip_value: float | None, clip_norm: float | None) -> Callable[..., None]:
+def torch_loop(
+    whole: WholeModel, make: Any, clip_value: float | None, clip_norm: float | None
+) -> Callable[..., None]:
     """The step of a torch optimizer over the whole model, and what is clipped before."""
     optimizer = make(list(whole.parameters.values()))
 
@@ -71,8 +80,12 @@ def torch_loop(whole: WholeModel, make: Any, clip_value: float | None, clip_norm
 
 
 @torch.no_grad()
-def scaled(whole: WholeModel, clip_value: float | None, clip_norm: float | None) -> dict[str, torch.Tensor]:
-    """LOMO's treatment of gradients: float32; clipped by value; multiplied by what their norm before allows."""
+def scaled(
+    whole: WholeModel, clip_value: float | None, clip_norm: float | None
+) -> dict[str, torch.Tensor]:
+    """LOMO's treatment of gradients: float32; clipped by value; multiplied by what their norm
+    before allows.
+    """
     gradients = {name: gradient.to(torch.float32) for name, gradient in whole.gradients().items()}
     norms = torch.stack([torch.norm(gradient, 2.0) for gradient in gradients.values()])
     for gradient in gradients.values():
@@ -103,7 +116,9 @@ def lomo_loop(
 def adalomo_loop(
     whole: WholeModel, weight_decay: float, clip_value: float | None, clip_norm: float | None
 ) -> Callable[..., None]:
-    """AdaLomo's update of each parameter, with its program's defaults but for the scaling of the loss by 1024."""
+    """AdaLomo's update of each parameter, with its program's defaults but for the scaling of the
+    loss by 1024.
+    """
     moments: dict[str, list[torch.Tensor]] = {}
     steps = [0]
 
@@ -113,7 +128,9 @@ def adalomo_loop(
         beta = 1.0 - math.pow(steps[0], -0.8)
         for name, gradient in scaled(whole, clip_value, clip_norm).items():
             squares = gradient**2 + 1e-30
-            sides = [squares] if gradient.dim() == 1 else [squares.mean(dim=-1), squares.mean(dim=-2)]
+            sides = (
+                [squares] if gradient.dim() == 1 else [squares.mean(dim=-1), squares.mean(dim=-2)]
+            )
             kept = moments.setdefault(name, [torch.zeros_like(side) for side in sides])
             for moment, side in zip(kept, sides, strict=True):
                 moment.mul_(beta).add_(side, alpha=1.0 - beta)
@@ -124,7 +141,8 @@ def adalomo_loop(
                 update = torch.mul(rows, kept[1].unsqueeze(-2).rsqrt()).mul_(gradient)
             update.div_((update.norm(2) / update.numel() ** 0.5).clamp_(min=1.0))
             theta = whole.parameters[name].data.to(torch.float32)
-            rate = lr * max(1e-3, torch.norm(theta, 2.0) / math.sqrt(theta.numel()))  # a tensor, whose products round
+            # a tensor, whose products round
+            rate = lr * max(1e-3, torch.norm(theta, 2.0) / math.sqrt(theta.numel()))
             if weight_decay > 0.0:
                 theta.mul_(1.0 - rate * weight_decay)
             theta.add_(update, alpha=-rate)
@@ -135,7 +153,9 @@ def adalomo_loop(
 
 @dataclass
 class BlockCoordinateLoop:
-    """BAdam's loop: torch's optimizer on one block's parameters, in float32, and no gradient for the others."""
+    """BAdam's loop: torch's optimizer on one block's parameters, in float32, and no gradient for
+    the others.
+    """
 
     whole: WholeModel
     make: Any
@@ -151,7 +171,9 @@ class BlockCoordinateLoop:
             names = self.turns[self.steps // self.every]
             for name, parameter in self.whole.parameters.items():
                 parameter.requires_grad = name in names
-            self._copies = {name: self.whole.parameters[name].detach().clone().float() for name in names}
+            self._copies = {
+                name: self.whole.parameters[name].detach().clone().float() for name in names
+            }
             for copy in self._copies.values():
                 copy.requires_grad = True
             self._optimizer = self.make(list(self._copies.values()))
@@ -181,7 +203,9 @@ def through(theta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class LowBitMeZO(MonolithicMeZO):
-    """MeZO over the whole model, whose evaluations are made at the weights as a device is given them."""
+    """MeZO over the whole model, whose evaluations are made at the weights as a device is given
+    them.
+    """
 
     transfer_dtype: torch.dtype
     transfer_back = False  # whether what the device was given is what is kept
@@ -203,9 +227,15 @@ class LowBitMeZO(MonolithicMeZO):
 
     def _carry(self) -> None:
         for name, p in self._trainable:
-            p.data = through(p.data, self.transfer_dtype) if "layers." in name and p.ndim == 2 else p.data.clone()
+            p.data = (
+                through(p.data, self.transfer_dtype)
+                if "layers." in name and p.ndim == 2
+                else p.data.clone()
+            )
 
-    def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _probe(
+        self, batch: Mapping[str, torch.Tensor], seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         saved = [p.data for _, p in self._trainable]
         losses: list[torch.Tensor] = []
         for move, shift in ((1, 1), (-2, -1)):
@@ -225,7 +255,9 @@ EPS, LR = 1e-2, 1e-2
 
 
 def formed(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """``base + own shared^T``: products added one after the other in float32, the base to their sum, rounded once."""
+    """``base + own shared^T``: products added one after the other in float32, the base to their
+    sum, rounded once.
+    """
     sums = torch.zeros(base.shape, device=base.device)
     for factors, numbers in zip(own.unbind(dim=1), shared.float().unbind(dim=1), strict=True):
         sums = sums + factors[:, None] * numbers
@@ -233,16 +265,26 @@ def formed(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor) -> torch
 
 
 class StackedLoop:
-    """The loop over a whole model: plain sums of factors, and all evaluations of a step as one batch of the model's own."""
+    """The loop over a whole model: plain sums of factors, and all evaluations of a step as one
+    batch of the model's own.
+    """
 
     def __init__(
-        self, whole: PreTrainedModel, rank: int, period: int, distribution: Distribution, run_seed: int = 0
+        self,
+        whole: PreTrainedModel,
+        rank: int,
+        period: int,
+        distribution: Distribution,
+        run_seed: int = 0,
     ) -> None:
         self.whole, self.rank, self.period = whole, rank, period
         self.distribution, self.run_seed = distribution, run_seed
-        self.base = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+        self.base = {
+            name: parameter.detach().clone() for name, parameter in whole.named_parameters()
+        }
         self.index = {name: index for index, name in enumerate(self.base)}
-        self.updates: list[tuple[int, float, float]] = []  # seed, projected_grad and lr of each probe
+        # seed, projected_grad and lr of each probe
+        self.updates: list[tuple[int, float, float]] = []
         self.ends: list[int] = []  # of each step, in updates
         self.modules = LowRankModules(dict(whole.named_modules()))
 
@@ -253,14 +295,17 @@ class StackedLoop:
 
     def shared(self, name: str, period: int) -> torch.Tensor:
         seed = 2**62 + random.Random(f"{self.run_seed}/period/{period}").randrange(2**62)
-        drawn: torch.Tensor = self.draw(name, seed, self.base[name].shape[1], self.rank) / self.rank**0.5
+        drawn: torch.Tensor = (
+            self.draw(name, seed, self.base[name].shape[1], self.rank) / self.rank**0.5
+        )
         return drawn.to(self.base[name].dtype)
 
     def factors(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A and V of each period so far, the present one's last."""
         rows = self.base[name].shape[0]
         sums = [
-            torch.zeros(rows, self.rank, device=self.base[name].device) for _ in range(len(self.ends) // self.period + 1)
+            torch.zeros(rows, self.rank, device=self.base[name].device)
+            for _ in range(len(self.ends) // self.period + 1)
         ]
         begin = 0
         for step, end in enumerate(self.ends):
@@ -280,19 +325,27 @@ class StackedLoop:
         if theta.dim() == 1:
             vector = self.vector(name)
             return torch.stack(
-                [vector + shift * self.draw(name, seed, len(vector)) * EPS for seed, shift in evaluations]
+                [
+                    vector + shift * self.draw(name, seed, len(vector)) * EPS
+                    for seed, shift in evaluations
+                ]
             ).to(theta.dtype)
         *past, (now, shared) = self.factors(name)
-        if sum(sums.shape[1] for sums, _ in past) > factor_store.BESIDE_UP_TO * theta.shape[1]:  # formed, and rounded once
+        if sum(sums.shape[1] for sums, _ in past) > factor_store.BESIDE_UP_TO * theta.shape[1]:
+            # formed, and rounded once
             sums, others = (torch.cat(parts, dim=1) for parts in zip(*past, strict=True))
             self.whole.get_parameter(name).data = formed(theta, sums, others)
             past = []
         own = [now + shift * self.draw(name, seed, *now.shape) * EPS for seed, shift in evaluations]
         columns = [torch.cat([*(sums for sums, _ in past), streams], dim=1) for streams in own]
-        return Factors(torch.stack(columns).to(theta.dtype), torch.cat([*(v for _, v in past), shared], dim=1))
+        return Factors(
+            torch.stack(columns).to(theta.dtype), torch.cat([*(v for _, v in past), shared], dim=1)
+        )
 
     @torch.inference_mode()
-    def losses(self, batch: Mapping[str, torch.Tensor], evaluations: list[tuple[int, float]]) -> list[torch.Tensor]:
+    def losses(
+        self, batch: Mapping[str, torch.Tensor], evaluations: list[tuple[int, float]]
+    ) -> list[torch.Tensor]:
         moved = {name: self.moved(name, evaluations) for name in self.base}
         every = {alias for alias, _ in self.whole.named_parameters(remove_duplicate=False)}
         aliases = every - {name for name, _ in self.whole.named_parameters()}
@@ -301,15 +354,24 @@ class StackedLoop:
         rows, self.modules.tokens = batch["labels"].shape
         self.modules.rows = len(evaluations) * rows
         self.modules.perturb(moved, len(evaluations))
-        stacked = {key: torch.cat([value] * len(evaluations)) for key, value in batch.items() if key != "labels"}
+        stacked = {
+            key: torch.cat([value] * len(evaluations))
+            for key, value in batch.items()
+            if key != "labels"
+        }
         logits = self.whole(**stacked, use_cache=False).logits.split(len(batch["labels"]))
         vocab = self.whole.config.vocab_size
         return [self.whole.loss_function(own, batch["labels"], vocab_size=vocab) for own in logits]
 
     def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> list[float]:
         losses = self.losses(batch, [(seed, shift) for seed in seeds for shift in (1.0, -1.0)])
-        grads = [((plus - minus) / (2 * EPS)).item() for plus, minus in zip(losses[::2], losses[1::2], strict=True)]
-        self.updates += [(seed, grad, LR / len(seeds)) for seed, grad in zip(seeds, grads, strict=True)]
+        grads = [
+            ((plus - minus) / (2 * EPS)).item()
+            for plus, minus in zip(losses[::2], losses[1::2], strict=True)
+        ]
+        self.updates += [
+            (seed, grad, LR / len(seeds)) for seed, grad in zip(seeds, grads, strict=True)
+        ]
         self.ends.append(len(self.updates))
         return [loss.item() for loss in losses]
 
@@ -320,6 +382,8 @@ class StackedLoop:
             if theta.dim() == 1:
                 made[name] = self.vector(name).to(theta.dtype)
             else:
-                own, shared = (torch.cat(parts, dim=1) for parts in zip(*self.factors(name), strict=True))
+                own, shared = (
+                    torch.cat(parts, dim=1) for parts in zip(*self.factors(name), strict=True)
+                )
                 made[name] = formed(theta, own, shared)
         return made

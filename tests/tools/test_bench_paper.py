@@ -1,4 +1,6 @@
-"""The bench of the ZO2 paper's tables: what it holds of the paper, and that every kind of row runs."""
+"""The bench of the ZO2 paper's tables: what it holds of the paper, and that every kind of row
+runs.
+"""
 
 import itertools
 import json
@@ -35,9 +37,17 @@ def test_printed_ratios_are_those_of_the_printed_numbers(name: str) -> None:
     checked, wrong = 0, []
     for row in TABLES[name].rows:
         # Both dtypes' ratios of the first table relate to MeZO in FP32.
-        base = next(other for other in TABLES[name].rows if other.model == row.model) if name == "main" else row
+        base = (
+            next(other for other in TABLES[name].rows if other.model == row.model)
+            if name == "main"
+            else row
+        )
         for figures, what in itertools.product(row.programs.values(), ("memory", "speed")):
-            value, ratio, of = getattr(figures, what), getattr(figures, f"{what}_ratio"), getattr(base.monolithic, what)
+            value, ratio, of = (
+                getattr(figures, what),
+                getattr(figures, f"{what}_ratio"),
+                getattr(base.monolithic, what),
+            )
             if ratio is not None:
                 checked += 1
                 if abs(value / of - ratio) > 0.01:  # the paper rounds some and cuts others
@@ -47,9 +57,16 @@ def test_printed_ratios_are_those_of_the_printed_numbers(name: str) -> None:
 
 
 def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
-    def settings(name: str) -> dict[tuple[str, int, int, int], list[tuple[float | None, float | None]]]:
-        figures = {row[:4]: (row.monolithic, row.variants[Variant.FULL]) for row in TABLES[name].rows}
-        return {setting: [(found.memory, found.speed) for found in both] for setting, both in figures.items()}
+    def settings(
+        name: str,
+    ) -> dict[tuple[str, int, int, int], list[tuple[float | None, float | None]]]:
+        figures = {
+            row[:4]: (row.monolithic, row.variants[Variant.FULL]) for row in TABLES[name].rows
+        }
+        return {
+            setting: [(found.memory, found.speed) for found in both]
+            for setting, both in figures.items()
+        }
 
     first = settings("main")
     for name in ("batch", "length"):
@@ -61,7 +78,9 @@ def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
 
 
 @pytest.mark.long_profile
-def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(request: pytest.FixtureRequest) -> None:
+def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(
+    request: pytest.FixtureRequest,
+) -> None:
     every = {"main": 2, "ablation": 1, "batch": 4, "length": 4, "qwen3": 1}
     if not request.config.getoption("--long"):
         every = {name: every[name] for name in ("main", "ablation", "qwen3")}
@@ -80,25 +99,40 @@ def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(request: pytes
     moved = {name: variant["moved_bytes"] for name, variant in variants.items()}
     assert moved[Variant.RESIDENT.value] == {}
     assert moved[Variant.EAGER.value]["upload"] > 1.8 * moved[Variant.FULL.value]["upload"]
-    assert variants[Variant.SERIAL.value]["paper"]["to_monolithic"]["speed"] == pytest.approx(1109 / 1998)
+    assert variants[Variant.SERIAL.value]["paper"]["to_monolithic"]["speed"] == pytest.approx(
+        1109 / 1998
+    )
     [cells] = found["Table 8: Qwen3"].values()
     assert cells["paper's speed"] == pytest.approx(0.8261, abs=1e-4)
 
 
 def test_blocks_beyond_host_memory_are_left_out_with_a_reason() -> None:
-    _, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--host-memory", "500KB")
+    _, found = run(
+        "--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--host-memory", "500KB"
+    )
     (row,) = found["rows"]
     assert "host-memory: found 500000 bytes" in row["variants"][Variant.FULL.value]["reason"]
 
 
 @pytest.mark.long_profile
 def test_what_does_not_fit_is_left_out_with_a_reason() -> None:
-    out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "1500KB")
+    out, found = run(
+        "--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "1500KB"
+    )
     (row,) = found["rows"]
     assert "of the device's memory" in row["monolithic"]["reason"]
     assert row["variants"][Variant.FULL.value]["to_monolithic"] == {"memory": None, "speed": None}
     assert re.search("^ *tokens/s MeZO +-$", out, re.MULTILINE)
-    _, found = run("--sizes", "opt-1.3b", "--tables", "ablation", "--dtype", "float32", "--device-memory", "1500KB")
+    _, found = run(
+        "--sizes",
+        "opt-1.3b",
+        "--tables",
+        "ablation",
+        "--dtype",
+        "float32",
+        "--device-memory",
+        "1500KB",
+    )
     variants = found["rows"][0]["variants"]
     assert "of the device's memory" in variants[Variant.RESIDENT.value]["reason"]
     assert variants[Variant.SERIAL.value]["to_full"]["speed"] > 0
@@ -106,7 +140,9 @@ def test_what_does_not_fit_is_left_out_with_a_reason() -> None:
 
 @pytest.mark.long_profile
 def test_a_disk_can_play_the_host(tmp_path: Path) -> None:
-    _, found = run("--on", "disk", "--sizes", "opt-1.3b", "--tables", "ablation", "--folder", tmp_path)
+    _, found = run(
+        "--on", "disk", "--sizes", "opt-1.3b", "--tables", "ablation", "--folder", tmp_path
+    )
     (row,) = found["rows"]
     for variant in (Variant.FULL, Variant.SERIAL, Variant.EAGER):
         ours = row["variants"][variant.value]
@@ -117,7 +153,9 @@ def test_a_disk_can_play_the_host(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", [("--tables", "mian"), ("--sizes", "opt-1b"), ("--dtype", "float8")])
+@pytest.mark.parametrize(
+    "option", [("--tables", "mian"), ("--sizes", "opt-1b"), ("--dtype", "float8")]
+)
 def test_an_unknown_name_is_refused(option: tuple[str, str]) -> None:
     assert f"{option[1]} is none of" in run_tool(main, "zo2", *SMALL, *option).err
 
@@ -151,7 +189,10 @@ def test_a_scaled_model_keeps_its_shares_of_memory() -> None:
 
 def test_without_slot_reuse_every_block_has_memory_of_its_own() -> None:
     config = scaled(geometries()["opt-1.3b"], 64, 16)
-    model, device = block_model(config, torch.float32), ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    model, device = (
+        block_model(config, torch.float32),
+        ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0)),
+    )
     source = SegmentStore(model.weights, model.layouts, device.host_memory)
     ids = torch.arange(16)[None]
     with (

@@ -1,4 +1,6 @@
-"""The real task: how its rows are chosen, and that every variant trains, continues and is reported."""
+"""The real task: how its rows are chosen, and that every variant trains, continues and is
+reported.
+"""
 
 import csv
 import itertools
@@ -23,7 +25,18 @@ from zo2core.errors import DataError, MissingPackageError, OptionError
 
 MOODS = {"negative": ("bad", "sad", "slow"), "positive": ("good", "glad", "fast")}
 SUBJECTS = ("cat", "dog", "flight", "phone", "seat", "crew")
-WORDS = ["<pad>", "</s>", "<unk>", "Tweet:", "Sentiment:", "my", "is", *SUBJECTS, *sum(MOODS.values(), ()), *LABELS]
+WORDS = [
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "Tweet:",
+    "Sentiment:",
+    "my",
+    "is",
+    *SUBJECTS,
+    *sum(MOODS.values(), ()),
+    *LABELS,
+]
 DIGITS = ["<pad>", "</s>", "<unk>", "\n", "+", "=", *"0123456789"]
 NAMES = [*VARIANTS, "es", "supervised"]
 
@@ -71,7 +84,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_rows_are_balanced_and_no_text_is_in_two_files(task: Path) -> None:
     opened, seen = Task.open(task), set[str]()
-    for name, path, key in (("train", opened.train, "completion"), ("evaluation", opened.evaluation, "answer")):
+    for name, path, key in (
+        ("train", opened.train, "completion"),
+        ("evaluation", opened.evaluation, "answer"),
+    ):
         rows = rows_of(path)
         assert len(rows) == SIZES[name]
         answers = [row[key] for row in rows]
@@ -93,10 +109,15 @@ def test_doubtful_rows_are_left_out_and_rows_depend_on_the_seed(sizes: None) -> 
         Tweet("neither", "neutral", 1.0),
         Tweet("http://t.co/y", "positive", 1.0),
     ]
-    one = [Tweet("RT @me: Only &amp;\x81 one\nhttp://t.co/z", "positive", 1.0), Tweet("only one", "positive", 1.0)]
+    one = [
+        Tweet("RT @me: Only &amp;\x81 one\nhttp://t.co/z", "positive", 1.0),
+        Tweet("only one", "positive", 1.0),
+    ]
     enough = sum(SIZES.values()) // 2
     bad, good = ([tweet for tweet in tweets() if tweet.label == label][:enough] for label in LABELS)
-    chosen = [tweet.text for part in split([*odd, *one, *bad, *good[1:]]).values() for tweet in part]
+    chosen = [
+        tweet.text for part in split([*odd, *one, *bad, *good[1:]]).values() for tweet in part
+    ]
     assert chosen.count("RT @me: Only & one") == 1
     assert not {"only one", *(tweet.text for tweet in odd)} & set(chosen)
     with pytest.raises(DataError, match=r"label 'positive': found 19 texts; expected 20"):
@@ -112,7 +133,10 @@ def test_a_corpus_reads_without_confidence_and_names_gaps(tmp_path: Path) -> Non
     assert package_file("torch", "version.py").is_file()
     with pytest.raises(DataError, match=r"run 'bench.py real-task build DIR' first"):
         Task.open(tmp_path)
-    assert "mezo-float32" in call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23").err
+    assert (
+        "mezo-float32"
+        in call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23").err
+    )
 
 
 @pytest.fixture
@@ -130,14 +154,24 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(task: Path, folder: Path, name: str, steps: int, *more: object) -> None:
     variant = {**VARIANTS, **real_task.SUMS}[name]
-    sizes = ["--forwards", steps * variant.forwards, "--every", 6 * variant.forwards, "--batch-size", 16, *more]
+    sizes = [
+        "--forwards",
+        steps * variant.forwards,
+        "--every",
+        6 * variant.forwards,
+        "--batch-size",
+        16,
+        *more,
+    ]
     call("run", task, "--output", folder, "--variants", name, *sizes)
 
 
 @pytest.mark.few(2)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_series_that_was_cut_off_ends_as_one_that_was_not(name: str, task: Path, tmp_path: Path) -> None:
+def test_a_series_that_was_cut_off_ends_as_one_that_was_not(
+    name: str, task: Path, tmp_path: Path
+) -> None:
     if name in real_task.SUMS:
         save_model(tmp_path / "digits", small_config("llama", vocab_size=len(DIGITS)))
         save_tokenizer(tmp_path / "digits", DIGITS)
@@ -149,12 +183,16 @@ def test_a_series_that_was_cut_off_ends_as_one_that_was_not(name: str, task: Pat
     assert [point["step"] for point in whole.points] == [0, 6, 12, 18]
 
     def without_time(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{key: value for key, value in point.items() if "seconds" not in key} for point in points]
+        return [
+            {key: value for key, value in point.items() if "seconds" not in key} for point in points
+        ]
 
     assert without_time(whole.points) == without_time(cut.points)
     before = (tmp_path / "cut" / f"{name}-lr0.001-seed0" / "metrics.jsonl").read_bytes()
     trained(task, tmp_path / "cut", name, 18, "--lr", 1e-3, "--seeds", 0)
-    assert (tmp_path / "cut" / f"{name}-lr0.001-seed0" / "metrics.jsonl").read_bytes() == before, "what is done stays"
+    assert (tmp_path / "cut" / f"{name}-lr0.001-seed0" / "metrics.jsonl").read_bytes() == before, (
+        "what is done stays"
+    )
 
 
 @pytest.mark.usefixtures("here")
@@ -167,7 +205,9 @@ def test_a_series_is_tuned_and_reported(task: Path, tmp_path: Path) -> None:
     kept = json.loads(compared.read_text())["summary"]
     (tuned,) = (row for name, row in kept.items() if name.startswith("rademacher"))
     assert (tuned["seeds"], tuned["forwards"], tuned["diverged"]) == ([0, 1], 6, 0)
-    assert tuned["update size"]["median"] > kept["badam-mixed, lr 0.001"]["update size"]["median"] == 0
+    assert (
+        tuned["update size"]["median"] > kept["badam-mixed, lr 0.001"]["update size"]["median"] == 0
+    )
     assert 0 <= tuned["accuracy"]["min"] <= 1
     assert tuned["choice_loss"] != tuned["choice_loss before"]
     assert compared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -183,13 +223,18 @@ def test_a_run_that_diverges_keeps_its_reason_and_other_errors_end_the_series(
     def zo2(*arguments: object) -> str:
         folder = Path(str(arguments[arguments.index("--output") + 1]))
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "evaluation_accuracy": 0.5}) + "\n")
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"step": 0, "evaluation_accuracy": 0.5}) + "\n"
+        )
         raise SystemExit(errors.pop(0))
 
     monkeypatch.setattr(real_task, "zo2", zo2)
     for _ in range(2):
         trained(task, tmp_path / "runs", "rademacher-float32", 4, "--lr", 1e-3, "--seeds", 0)
         [run] = read_runs(tmp_path / "runs")
-        assert (run.points[0]["accuracy"], run.stopped) == (0.5, "zo2: step 3: found a loss that is not finite")
+        assert (run.points[0]["accuracy"], run.stopped) == (
+            0.5,
+            "zo2: step 3: found a loss that is not finite",
+        )
     with pytest.raises(SystemExit, match="no space"):
         trained(task, tmp_path / "runs", "rademacher-float32", 4, "--lr", 1e-2, "--seeds", 0)

@@ -1,19 +1,24 @@
-"""Compare steps of several sides: storage, precision, directions, method, device, processes, or the whole model by others.
+"""Compare steps of several sides: storage, precision, directions, method, device, processes, or the
+whole model by others.
 
     python tools/bench.py compare opt-125m --sides "--noise mezo" "--noise mezo --whole"
-    python tools/bench.py compare opt-1.3b-bf16 --tokens 64 --sides "--buckets 3" "--buckets 3 --model opt-1.3b-nf4"
-    python tools/bench.py compare smollm2-135m-bf16 --shapes 4x256,16x40 --sides "--lora adamw" "--lora adamw --whole"
+    python tools/bench.py compare opt-1.3b-bf16 --tokens 64 --sides "--buckets 3" "--buckets 3
+    --model opt-1.3b-nf4" python tools/bench.py compare smollm2-135m-bf16 --shapes 4x256,16x40
+    --sides "--lora adamw" "--lora adamw --whole"
 
-A side is a step with the options that ``compare opt-125m --sides=--help`` lists; those of the command line are their
-defaults. Sides alternate, with the same batch. A model is a checkpoint or, where there is no file of its name, a geometry of
-``make_checkpoint.py`` with synthetic weights (``synthetic.py``). Each row has seconds, how many times faster than the first
-side it is, whether its losses are the first's and how far they are from those, the bytes and busy seconds of its lanes, a
-step's ratio to the slowest lane and to their sum, and the peak bytes of operations without weights and buffers; a side in
-processes of its own has their memory instead, with page faults and seconds in the kernel.
+A side is a step with the options that ``compare opt-125m --sides=--help`` lists; those of the
+command line are their defaults. Sides alternate, with the same batch. A model is a checkpoint or,
+where there is no file of its name, a geometry of ``make_checkpoint.py`` with synthetic weights
+(``synthetic.py``). Each row has seconds, how many times faster than the first side it is, whether
+its losses are the first's and how far they are from those, the bytes and busy seconds of its lanes,
+a step's ratio to the slowest lane and to their sum, and the peak bytes of operations without
+weights and buffers; a side in processes of its own has their memory instead, with page faults and
+seconds in the kernel.
 
-A step with q queries on B rows has 2 q evaluations. All of them run together where a block is visited, or with ``--stack 1``
-one after the other. ``--sweeps`` takes several sweeps, as the variants of P-RGE take forwards (arXiv 2409.15520): *in-turn*
-2 q of B rows, *inner* q of both signs of a query, *outer* 2 of all queries with one sign, *both* one of all.
+A step with q queries on B rows has 2 q evaluations. All of them run together where a block is
+visited, or with ``--stack 1`` one after the other. ``--sweeps`` takes several sweeps, as the
+variants of P-RGE take forwards (arXiv 2409.15520): *in-turn* 2 q of B rows, *inner* q of both signs
+of a query, *outer* 2 of all queries with one sign, *both* one of all.
 """
 
 import argparse
@@ -90,10 +95,13 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch, StepResult
 
 ALL_GRAPHS = 1 << 34  # bytes
-DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")  # of configs; checkpointing turns them on
+# of configs; checkpointing turns them on
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
 NOISES = {"mezo": None} | {distribution.value: distribution for distribution in Distribution}
-OF_CHECKPOINTS = ("lora", "lora_fa", "precision", "transfer_dtype", "loss_chunk", "rate")  # without effect on a geometry
-FREED = {"returned": None, "small": SMALL, "kept": LARGEST}  # the largest blocks of memory that stay when they are freed
+# without effect on a geometry
+OF_CHECKPOINTS = ("lora", "lora_fa", "precision", "transfer_dtype", "loss_chunk", "rate")
+# the largest blocks of memory that stay when they are freed
+FREED = {"returned": None, "small": SMALL, "kept": LARGEST}
 LORA_LR, LR = 1e-4, 1e-6
 ADAMW = partial(torch.optim.AdamW, weight_decay=0.0, fused=True)  # of all parameters
 ADAPTERS = [name for name, made in OPTIMIZERS.items() if made.of_adapter]
@@ -107,8 +115,12 @@ class Side:
     rows: int = 1
     tokens: int = 64
     unpadded: Annotated[bool, "no row is shorter; by default the last one is"] = False
-    labelled: Annotated[int | None, "number of labelled tokens at each row's end; by default all"] = None
-    data: Annotated[Path | None, "file of rows to train on; by default random tokens of one length"] = None
+    labelled: Annotated[
+        int | None, "number of labelled tokens at each row's end; by default all"
+    ] = None
+    data: Annotated[
+        Path | None, "file of rows to train on; by default random tokens of one length"
+    ] = None
     threads: Annotated[int | None, "with --apart"] = None
     precision: Annotated[str, ["exact", "mixed"]] = "exact"
     dtype: str = "auto"
@@ -118,17 +130,29 @@ class Side:
     noise: Annotated[str, list(NOISES), "mezo is exact MeZO"] = "rademacher"
     rank: Annotated[int | None, "of low-rank directions"] = None
     queries: int = 1
-    stack: Annotated[int | None, "with --rank: evaluations that run together; by default all"] = None
+    stack: Annotated[int | None, "with --rank: evaluations that run together; by default all"] = (
+        None
+    )
     sweeps: Annotated[
-        str | None, ["in-turn", "inner", "outer", "both"], "several sweeps a step, with some evaluations each"
+        str | None,
+        ["in-turn", "inner", "outer", "both"],
+        "several sweeps a step, with some evaluations each",
     ] = None
     eager: Annotated[bool, "a sweep of its own for each update"] = False
     lora: Annotated[str | None, ADAPTERS, "train LoRA by gradients"] = None
-    lora_fa: Annotated[bool, "train LoRA's matrices B alone: without --lora along directions"] = False
+    lora_fa: Annotated[bool, "train LoRA's matrices B alone: without --lora along directions"] = (
+        False
+    )
     lora_rank: int = 8
-    full: Annotated[OptimizerName | None, list(get_args(OptimizerName)), "train all parameters by gradients"] = None
-    recompute: Annotated[bool, "with gradients: memory for the inputs of blocks alone, instead of all graphs"] = False
-    update_seconds: Annotated[float | None, "with --full: what the update of a step takes on a slow host"] = None
+    full: Annotated[
+        OptimizerName | None, list(get_args(OptimizerName)), "train all parameters by gradients"
+    ] = None
+    recompute: Annotated[
+        bool, "with gradients: memory for the inputs of blocks alone, instead of all graphs"
+    ] = False
+    update_seconds: Annotated[
+        float | None, "with --full: what the update of a step takes on a slow host"
+    ] = None
     delayed: Annotated[bool, "with --full: the update of a step is applied during the next"] = False
     buckets: Annotated[int | None, "blocks in host memory; by default all"] = None
     every: Annotated[int | None, "steps after which blocks are written back to disk"] = None
@@ -138,19 +162,35 @@ class Side:
     batches: Annotated[int, "batches of the given size that are one batch of this side"] = 1
     packed: Annotated[bool, "with --data: rows are packed instead of padded"] = False
     gpu: Annotated[bool, "no block stays on the GPU between visits"] = False
-    kept: Annotated[str, "with --gpu or --bus: blocks that stay on the device, or 'all' for as many as fit"] = "0"
-    device_memory: Annotated[str | None, "with --gpu: memory that may be used there, such as 8GB"] = None
+    kept: Annotated[
+        str, "with --gpu or --bus: blocks that stay on the device, or 'all' for as many as fit"
+    ] = "0"
+    device_memory: Annotated[
+        str | None, "with --gpu: memory that may be used there, such as 8GB"
+    ] = None
     bus: Annotated[
-        str | None, "a simulated bus: bytes a second, such as 1GB, or how many times as long as all uploads compute takes"
+        str | None,
+        "a simulated bus: bytes a second, such as 1GB, or how many times as long as all uploads "
+        "compute takes",
     ] = None
     replay: Annotated[str, ["auto", "host", "device"], "who replays updates for a device"] = "auto"
-    whole: Annotated[bool, "the whole model by transformers, peft and torch.optim, or monolithic MeZO"] = False
+    whole: Annotated[
+        bool, "the whole model by transformers, peft and torch.optim, or monolithic MeZO"
+    ] = False
     forward: Annotated[bool, "with --whole: one forward of the stacked batch alone"] = False
-    checkpointing: Annotated[bool, "with --whole: blocks are computed again on the way back"] = False
-    together: Annotated[int, "so many runs with a rate and a seed each share the base; seconds are those of all"] = 0
+    checkpointing: Annotated[bool, "with --whole: blocks are computed again on the way back"] = (
+        False
+    )
+    together: Annotated[
+        int, "so many runs with a rate and a seed each share the base; seconds are those of all"
+    ] = 0
     run: Annotated[int, "which of such runs has the losses, or runs alone, from 0"] = 0
-    workers: Annotated[int, "processes, with a core each, that share directions, or with gradients rows"] = 0
-    freed: Annotated[str, list(FREED), "with --apart: freed memory that stays with the process"] = "small"
+    workers: Annotated[
+        int, "processes, with a core each, that share directions, or with gradients rows"
+    ] = 0
+    freed: Annotated[str, list(FREED), "with --apart: freed memory that stays with the process"] = (
+        "small"
+    )
 
     @classmethod
     def read(cls, text: str, **defaults: Any) -> Self:
@@ -163,7 +203,10 @@ class Side:
         for option in OF_CHECKPOINTS if self.is_geometry else ():
             if getattr(self, option) != getattr(Side, option):
                 flag = f"--{option.replace('_', '-')}"
-                raise SystemExit(f"{self.model}: a geometry takes no {flag}; write a checkpoint by tools/make_checkpoint.py")
+                raise SystemExit(
+                    f"{self.model}: a geometry takes no {flag}; write a checkpoint by "
+                    "tools/make_checkpoint.py"
+                )
 
     @property
     def is_geometry(self) -> bool:
@@ -182,13 +225,19 @@ def compare(
     model: Annotated[str, "checkpoint or geometry"],
     *,
     sides: Annotated[Sequence[str], "the options of each side, quoted"] = ("", "--whole"),
-    shapes: Annotated[Sequence[tuple[int, int]] | None, shapes, "several shapes of batches, as rows x tokens"] = None,
+    shapes: Annotated[
+        Sequence[tuple[int, int]] | None, shapes, "several shapes of batches, as rows x tokens"
+    ] = None,
     rows: int = 1,
     tokens: int = 64,
     steps: Annotated[int, "measured steps"] = 5,
     unpadded: Annotated[bool, "no row is shorter; by default the last one is"] = False,
-    labelled: Annotated[int | None, "number of labelled tokens at each row's end; by default all"] = None,
-    data: Annotated[Path | None, "file of rows to train on; by default random tokens of one length"] = None,
+    labelled: Annotated[
+        int | None, "number of labelled tokens at each row's end; by default all"
+    ] = None,
+    data: Annotated[
+        Path | None, "file of rows to train on; by default random tokens of one length"
+    ] = None,
     apart: Annotated[bool, "each side has a process of its own"] = False,
     threads: int | None = None,
 ) -> dict[str, Any]:
@@ -206,7 +255,10 @@ def compared(sides: Mapping[str, Side], steps: int, *, apart: bool) -> dict[str,
     """The sides' rows of the table."""
     if any(side.freed != "small" and not (apart or side.workers) for side in sides.values()):
         raise SystemExit("--freed needs --apart: a whole process keeps freed memory")
-    made = {name: (Processes if apart or side.workers else Measured)(side=side) for name, side in sides.items()}
+    made = {
+        name: (Processes if apart or side.workers else Measured)(side=side)
+        for name, side in sides.items()
+    }
     with ExitStack() as opened:
         works = {name: opened.enter_context(side.opened()) for name, side in made.items()}
         measured = alternate(works, steps)
@@ -214,24 +266,37 @@ def compared(sides: Mapping[str, Side], steps: int, *, apart: bool) -> dict[str,
     first = next(iter(measured))
     found: dict[str, Any] = {}
     for name, side in measured.items():
-        pairs = [(one.losses, other.losses) for one, other in zip(side.results, measured[first].results, strict=True)]
+        pairs = [
+            (one.losses, other.losses)
+            for one, other in zip(side.results, measured[first].results, strict=True)
+        ]
         found[name] = {
             "step": spread(side.seconds),
             "times faster": times_faster(measured, name, first),
             "losses of the first": all(one == other for one, other in pairs),
-            "losses apart": max(distance(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False)),
+            "losses apart": max(
+                distance(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False)
+            ),
             **peaks[name],
             **report(side),
         }
         if runs := sides[name].together:
-            found[name]["times faster than apart"] = ratio([runs * one for one in measured[first].seconds], side.seconds)
+            found[name]["times faster than apart"] = ratio(
+                [runs * one for one in measured[first].seconds], side.seconds
+            )
     return found
 
 
 def distance(ours: float, theirs: float) -> float:
     """The relative difference of two losses."""
     is_finite = math.isfinite(ours - theirs)
-    return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs) if theirs and is_finite else math.inf
+    return (
+        0.0
+        if ours == theirs
+        else abs(ours - theirs) / abs(theirs)
+        if theirs and is_finite
+        else math.inf
+    )
 
 
 class Taken(NamedTuple):
@@ -245,7 +310,9 @@ class Taken(NamedTuple):
 
 def report(side: Rounds) -> dict[str, Any]:
     """What processes say of their memory, and engines of their lanes and the share of forwards."""
-    found: dict[str, Any] = {name: spread([step.usage[name] for step in side.results]) for name in side.results[0].usage}
+    found: dict[str, Any] = {
+        name: spread([step.usage[name] for step in side.results]) for name in side.results[0].usage
+    }
     steps = [step.result for step in side.results]
     if None in steps or not steps[0].bound_seconds:
         return found
@@ -275,7 +342,13 @@ class Measured:
     def opened(self) -> Iterator[Callable[[], Taken]]:
         """The side's step, as long as the context lasts."""
         with ExitStack() as stack:
-            take = self._whole if self.side.whole else self._together if self.side.together else self._engine
+            take = (
+                self._whole
+                if self.side.whole
+                else self._together
+                if self.side.together
+                else self._engine
+            )
             yield take(stack)
 
     def peaks(self, step: Callable[[], object]) -> dict[str, int | None]:
@@ -291,9 +364,11 @@ class Measured:
             torch.cuda.reset_peak_memory_stats()
             step()
             return int(torch.cuda.max_memory_allocated())
-        # Parameters are given one by one: a list of them would keep the old weights alive with the new ones.
+        # Parameters are given one by one: a list of them would keep the old weights alive with the
+        # new ones.
         return self.usage.peak_of(
-            step, (parameter.data for parameter in self.resident.parameters()) if self.resident else ()
+            step,
+            (parameter.data for parameter in self.resident.parameters()) if self.resident else (),
         )
 
     def model(self, seed: int | None = 0) -> HFBlockModel:
@@ -308,7 +383,9 @@ class Measured:
         if seed is not None and (side.lora or side.lora_fa):
             frozen = ("lora_A",) if side.lora_fa else ()
             given = {"adapter": Adapter(config=lora(side.lora_rank), seed=seed, frozen=frozen)}
-        return slowed(open_checkpoint(side.model, dtype=side.dtype, loss_chunk=chunk, **given), side.rate)
+        return slowed(
+            open_checkpoint(side.model, dtype=side.dtype, loss_chunk=chunk, **given), side.rate
+        )
 
     def batches(self, model: HFBlockModel) -> Iterator[Batch]:
         """The batches of the steps: the same one, or those of the data."""
@@ -321,7 +398,9 @@ class Measured:
                 batch["labels"][:, : -side.labelled] = IGNORE_INDEX
             return itertools.repeat(batch)
         tokenizer = load_tokenizer(Path(side.model))
-        rows = training_batches(RowReader(tokenizer, 1 << 20).read(side.data), batch_size=side.batch_size, seed=0)
+        rows = training_batches(
+            RowReader(tokenizer, 1 << 20).read(side.data), batch_size=side.batch_size, seed=0
+        )
         padded = (collate(chosen, pad_token_id=pad_token_id(tokenizer)) for chosen in rows)
         return map(pack, padded) if side.packed else padded
 
@@ -329,19 +408,33 @@ class Measured:
         side, model = self.side, self.model(self.side.run)
         forwards = time_forwards(model)
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        given: dict[str, Any] = {"overlap": not side.serial, "replay": side.replay, "micro_batch_size": side.micro_rows}
+        given: dict[str, Any] = {
+            "overlap": not side.serial,
+            "replay": side.replay,
+            "micro_batch_size": side.micro_rows,
+        }
         if side.every is not None:
             write_back = WriteBackPolicy(directory=folder, every=side.every)
             given |= {"journal": folder / "journal.jsonl", "write_back": write_back}
-        given |= {"device": opened.enter_context(closing(self.device())), "memory": self.memory(model)}
+        given |= {
+            "device": opened.enter_context(closing(self.device())),
+            "memory": self.memory(model),
+        }
         given |= {"workers": self.workers, "trace": self.trace}
         engine = opened.enter_context(Engine(model, self.method(model, side.run), **given))
-        batches, seeds = self.batches(model), itertools.repeat(None) if side.by_gradients else itertools.count()
+        batches, seeds = (
+            self.batches(model),
+            itertools.repeat(None) if side.by_gradients else itertools.count(),
+        )
 
         def step() -> Taken:
             forwards.clear()
             batch, seed = next(batches), next(seeds)
-            result: Any = in_sweeps(engine, model, batch, side, seed) if side.sweeps else engine.step(batch, seed=seed)
+            result: Any = (
+                in_sweeps(engine, model, batch, side, seed)
+                if side.sweeps
+                else engine.step(batch, seed=seed)
+            )
             if side.eager:
                 engine.flush()
             return Taken(result.losses, result, sum(forwards))
@@ -352,8 +445,13 @@ class Measured:
         models = [self.model(seed) for seed in range(self.side.together)]
         batches = self.batches(models[0])
         device = opened.enter_context(closing(self.device()))
-        shared = opened.enter_context(SharedBase(self.model(None), device=device, memory=self.memory(models[0])))
-        made = (Engine(model, self.method(model, number), shared=shared) for number, model in enumerate(models))
+        shared = opened.enter_context(
+            SharedBase(self.model(None), device=device, memory=self.memory(models[0]))
+        )
+        made = (
+            Engine(model, self.method(model, number), shared=shared)
+            for number, model in enumerate(models)
+        )
         engines = [opened.enter_context(engine) for engine in made]
 
         def step() -> Taken:
@@ -382,27 +480,43 @@ class Measured:
             return FirstOrder(Delayed(update) if side.delayed else update, lr=lr)
         rank = side.rank or (side.lora_rank if side.lora_fa else None)
         low_rank = None if rank is None else LowRankPerturbation(rank=rank, stack=side.stack)
-        return zeroth_order(lr=lr, queries=side.queries, low_rank=low_rank, noise=NOISES[side.noise], seed=number)
+        return zeroth_order(
+            lr=lr, queries=side.queries, low_rank=low_rank, noise=NOISES[side.noise], seed=number
+        )
 
     def memory(self, model: HFBlockModel) -> MemoryPolicy:
         side = self.side
         if side.device_memory is not None:
-            return MemoryPolicy(device=side.device_memory, activations="1GB", least_activations="256MB")
+            return MemoryPolicy(
+                device=side.device_memory, activations="1GB", least_activations="256MB"
+            )
         on_device = side.gpu or side.bus
-        activations: int | str = ALL_GRAPHS if side.by_gradients else 1 << 30 if on_device else ACTIVATIONS
+        activations: int | str = (
+            ALL_GRAPHS if side.by_gradients else 1 << 30 if on_device else ACTIVATIONS
+        )
         if side.recompute:
             sizes = (model.config, side.micro_rows or side.batch_size, side.tokens)
-            activations = gradient_bytes(expected_held_bytes(*sizes), forward_bytes(*sizes), len(model.layouts) - 2)
+            activations = gradient_bytes(
+                expected_held_bytes(*sizes), forward_bytes(*sizes), len(model.layouts) - 2
+            )
         is_planned = not on_device or side.serial or side.kept == "all"
         return memory_of(side.buckets, activations, kept=None if is_planned else int(side.kept))
 
     def device(self) -> Any:
-        """The side's device; where it is not a GPU, its memory is counted, and that of the host where it is the device."""
+        """The side's device; where it is not a GPU, its memory is counted, and that of the host
+        where it is the device.
+        """
         if self.side.gpu:
             return CudaDevice()
-        device: Any = HostDevice() if self.side.bus is None else ThreadedDevice(ThreadedStreams(self._delay(), poison=False))
+        device: Any = (
+            HostDevice()
+            if self.side.bus is None
+            else ThreadedDevice(ThreadedStreams(self._delay(), poison=False))
+        )
 
-        def counted(allocate: Callable[[int], torch.Tensor], nbytes: int, *, counts: bool) -> torch.Tensor:
+        def counted(
+            allocate: Callable[[int], torch.Tensor], nbytes: int, *, counts: bool
+        ) -> torch.Tensor:
             memory = allocate(nbytes)
             self.usage.hold(memory, counts=counts)
             return memory
@@ -412,7 +526,9 @@ class Measured:
         return device
 
     def _delay(self) -> Callable[[Any, int], float]:
-        """The seconds of a transfer; a rate that is relative to compute follows from a resident engine's."""
+        """The seconds of a transfer; a rate that is relative to compute follows from a resident
+        engine's.
+        """
         bus = self.side.bus or ""
         try:
             times = float(bus)
@@ -430,7 +546,9 @@ class Measured:
     def _whole(self, opened: ExitStack) -> Callable[[], Taken]:
         side, model = self.side, self.model(self.side.run)
         device = torch.device("cuda" if side.gpu else "cpu")
-        batches = ({key: value.to(device) for key, value in batch.items()} for batch in self.batches(model))
+        batches = (
+            {key: value.to(device) for key, value in batch.items()} for batch in self.batches(model)
+        )
         lr, seeds, eps = side.lr or (LORA_LR if side.lora else LR), itertools.count(), 1e-3
         if side.lora_fa and not side.lora:
             mezo = lora_fa(side.model, lora(side.lora_rank), lr=lr, zo_eps=eps)
@@ -440,7 +558,12 @@ class Measured:
         if side.forward:
             return partial(forward, whole, batches, 2 * side.queries)
         if not side.by_gradients:
-            mono = MonolithicMeZO(whole, lr=lr, zo_eps=eps, autocast=model.autocast if side.precision == "mixed" else None)
+            mono = MonolithicMeZO(
+                whole,
+                lr=lr,
+                zo_eps=eps,
+                autocast=model.autocast if side.precision == "mixed" else None,
+            )
             return lambda: Taken(mono.step(next(batches), next(seeds)).losses)
         if side.checkpointing:
             whole.activation_checkpointing_enable({"use_reentrant": False})
@@ -455,13 +578,20 @@ class Measured:
     def whole(self, model: HFBlockModel, device: torch.device) -> Any:
         """The whole model, without dropout."""
         if self.side.is_geometry:
-            return whole_model(model.config, DTYPES[self.side.dtype.replace("auto", "float32")], device, model.weights)
+            return whole_model(
+                model.config,
+                DTYPES[self.side.dtype.replace("auto", "float32")],
+                device,
+                model.weights,
+            )
         config: Any = AutoConfig.from_pretrained(self.side.model)
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, 0.0)
         dtype = torch.float32 if self.side.precision == "mixed" else self.side.dtype
-        whole: Any = AutoModelForCausalLM.from_pretrained(self.side.model, config=config, dtype=dtype)
+        whole: Any = AutoModelForCausalLM.from_pretrained(
+            self.side.model, config=config, dtype=dtype
+        )
         return whole.to(device)
 
 
@@ -489,7 +619,9 @@ class Processes:
                 for pipe in pipes:
                     pipe.send("step")
                 first, *others = [pipe.recv() for pipe in pipes]
-                assert all(other.losses == first.losses for other in others), "the workers' losses differ"
+                assert all(other.losses == first.losses for other in others), (
+                    "the workers' losses differ"
+                )
                 taken: Taken = first
                 return taken
 
@@ -512,9 +644,13 @@ def serve(pipe: Connection, side: Side, rank: int, address: str) -> None:
     with ExitStack() as opened:
         workers = None
         if side.workers > 1:
-            distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=side.workers)
+            distributed.init_process_group(
+                "gloo", init_method=address, rank=rank, world_size=side.workers
+            )
             split = "rows" if side.by_gradients else "directions"
-            workers = opened.enter_context(Workers(distributed.group.WORLD, split=split, neighbours=side.workers))
+            workers = opened.enter_context(
+                Workers(distributed.group.WORLD, split=split, neighbours=side.workers)
+            )
         step = opened.enter_context(Measured(side=side, workers=workers).opened())
         pipe.send("ready")
         while pipe.recv():

@@ -1,11 +1,13 @@
-"""A step of a program in ExecuTorch's runtime: against the same module in torch, and against two forwards in turn.
+"""A step of a program in ExecuTorch's runtime: against the same module in torch, and against two
+forwards in turn.
 
     python tools/bench.py edge
     python tools/bench.py edge --layers 8 --hidden 768 --shapes 1x16,4x64
 
-Sides are a program whose forward is XNNPACK's, one of the portable kernels, the exported module in torch, and plain LoRA-FA
-over peft's model, which perturbs B in its weights and runs two forwards. A Llama with random weights, LoRA of the queries
-and values. Torch has all cores, as XNNPACK has; `taskset -c 0` gives all of them one.
+Sides are a program whose forward is XNNPACK's, one of the portable kernels, the exported module in
+torch, and plain LoRA-FA over peft's model, which perturbs B in its weights and runs two forwards. A
+Llama with random weights, LoRA of the queries and values. Torch has all cores, as XNNPACK has;
+`taskset -c 0` gives all of them one.
 """
 
 import tempfile
@@ -23,7 +25,8 @@ from zo2adapters.edge.program import assemble
 from zo2adapters.trainers.verification import random_batch
 
 VOCABULARY = 4000
-LORA: dict[str, Any] = {"rank": 8, "lora_alpha": 8, "init_lora_weights": False}  # with matrices B that are not zero
+# with matrices B that are not zero
+LORA: dict[str, Any] = {"rank": 8, "lora_alpha": 8, "init_lora_weights": False}
 ZO_EPS, LR = 1e-3, 1e-6
 
 
@@ -31,7 +34,10 @@ def edge(
     *,
     layers: int = 4,
     hidden: int = 512,
-    shapes: Annotated[Sequence[tuple[int, int]], shapes, "shapes of batches, as rows x tokens"] = ((1, 16), (1, 64)),
+    shapes: Annotated[Sequence[tuple[int, int]], shapes, "shapes of batches, as rows x tokens"] = (
+        (1, 16),
+        (1, 64),
+    ),
     steps: int = 9,
 ) -> dict[str, Any]:
     config = LlamaConfig(
@@ -56,11 +62,21 @@ def bench(base: Path, rows: int, tokens: int, steps: int) -> dict[str, Any]:
     sides: dict[str, Callable[[], object]] = {}
     for name, partitioners in (("XNNPACK", None), ("portable kernels", ())):
         path = base.parent / f"{name}-{rows}x{tokens}.pte"
-        write = partial(write_program, path, model, rows=rows, tokens=tokens, zo_eps=ZO_EPS, partitioners=partitioners)
+        write = partial(
+            write_program,
+            path,
+            model,
+            rows=rows,
+            tokens=tokens,
+            zo_eps=ZO_EPS,
+            partitioners=partitioners,
+        )
         lowering[name], _ = timed(write)
         sides[name] = partial(TrainingProgram(path).step, batch, lr=LR)
     module = assemble(model, rows=rows, tokens=tokens, zo_eps=ZO_EPS, seed=0).step
-    sides["module in torch"] = torch.inference_mode()(partial(module, batch["input_ids"], batch["labels"], torch.tensor(LR)))
+    sides["module in torch"] = torch.inference_mode()(
+        partial(module, batch["input_ids"], batch["labels"], torch.tensor(LR))
+    )
     mezo = lora_fa(base, lora(**LORA), lr=LR, zo_eps=ZO_EPS, perturb_in_place=False)
     sides["two forwards"] = partial(mezo.step, batch, 0)
     return {"seconds": seconds_of(alternate(sides, steps)), "seconds of lowering": lowering}

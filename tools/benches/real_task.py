@@ -5,14 +5,16 @@
     python tools/bench.py real-task run task --output runs --seeds 0 1 2
     python tools/bench.py real-task report runs --output compared.json
 
-The four packages contain the model, the rows and their readers; nothing else needs them. ``build`` writes the model as
-bfloat16 safetensors, with 1,000 rows to train on and 400 to evaluate on; with ``--demo`` it writes the base and the rows of
-`zo2 demo`, with ``--sums MODEL`` sums of two numbers, for the variants *es*, *grpo* and *supervised*. ``run`` trains each
-variant once for each seed; called again with more seeds, forwards or variants, or after it was killed, it does only what is
-missing. Without ``--lr`` a variant's learning rate is tuned first by `zo2 tune`, with a separate seed. ``report`` prints a
-table, and writes it as JSON with a plot over forwards and over seconds. The size of updates is the root mean square of the
-projected gradients times the learning rate. *grpo* is TRL's trainer over streamed blocks. ``--output`` is the folder of the
-runs, or the report's JSON.
+The four packages contain the model, the rows and their readers; nothing else needs them. ``build``
+writes the model as bfloat16 safetensors, with 1,000 rows to train on and 400 to evaluate on; with
+``--demo`` it writes the base and the rows of `zo2 demo`, with ``--sums MODEL`` sums of two numbers,
+for the variants *es*, *grpo* and *supervised*. ``run`` trains each variant once for each seed;
+called again with more seeds, forwards or variants, or after it was killed, it does only what is
+missing. Without ``--lr`` a variant's learning rate is tuned first by `zo2 tune`, with a separate
+seed. ``report`` prints a table, and writes it as JSON with a plot over forwards and over seconds.
+The size of updates is the root mean square of the projected gradients times the learning rate.
+*grpo* is TRL's trainer over streamed blocks. ``--output`` is the folder of the runs, or the
+report's JSON.
 """
 
 import importlib
@@ -38,7 +40,8 @@ from zo2core.errors import OptionError
 
 TUNING_SEED = 1000  # different from the seeds of reported runs
 STOPPED = "stopped.txt"  # why a run cannot continue
-GROUP, GRPO_BATCH, NEW_TOKENS = 8, 64, 3  # completions of a prompt, and of a step; tokens of a completion
+# completions of a prompt, and of a step; tokens of a completion
+GROUP, GRPO_BATCH, NEW_TOKENS = 8, 64, 3
 
 
 class Variant(NamedTuple):
@@ -51,12 +54,15 @@ class Variant(NamedTuple):
 
 FLOAT32 = "--precision exact --dtype float32 --loss-chunk 64"
 BFLOAT16 = "--precision exact --dtype bfloat16 --loss-chunk 64"
-MIXED = "--precision mixed --dtype bfloat16"  # weights in float32; the dtype is fixed, not chosen by speed
+# weights in float32; the dtype is fixed, not chosen by speed
+MIXED = "--precision mixed --dtype bfloat16"
 LORA = "--lora-rank 8 --lora-targets q_proj v_proj --lora-alpha 16"
 CLIPPED = "--clip norm=1 --warmup-steps 10"
-ADAMW_LRS, FZOO_LRS = (5e-6, 1e-5, 2e-5, 5e-5), (1e-3, 3e-3, 6e-3, 1.2e-2)  # FZOO's are lengths: it normalises its steps
+# FZOO's are lengths: it normalises its steps
+ADAMW_LRS, FZOO_LRS = (5e-6, 1e-5, 2e-5, 5e-5), (1e-3, 3e-3, 6e-3, 1.2e-2)
 PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2, 1e-1), (1e-3,)
-# LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. Its queries share the 16 rows.
+# LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. Its queries share the 16
+# rows.
 LORA_FA = f"--no-guard --noise gaussian --zo-eps 1e-2 {LORA} --adapter-frozen lora_A {BFLOAT16}"
 VARIANTS = {
     "mezo-float32": Variant("--no-guard --estimator mezo:exact --precision exact --dtype float32"),
@@ -64,34 +70,60 @@ VARIANTS = {
     "rademacher-bfloat16": Variant(f"--no-guard {BFLOAT16}"),
     "rademacher-mixed": Variant(f"--no-guard {MIXED}"),
     "rademacher-mixed-float8-carried": Variant(f"--no-guard {MIXED} --precision transfer=float8"),
-    "rademacher-mixed-bfloat16-carried": Variant(f"--no-guard {MIXED} --precision transfer=bfloat16"),
-    "rademacher-mixed-float8-both-ways": Variant(f"--no-guard {MIXED} --precision transfer=float8-back"),
-    "rademacher-mixed-bfloat16-both-ways": Variant(f"--no-guard {MIXED} --precision transfer=bfloat16-back"),
+    "rademacher-mixed-bfloat16-carried": Variant(
+        f"--no-guard {MIXED} --precision transfer=bfloat16"
+    ),
+    "rademacher-mixed-float8-both-ways": Variant(
+        f"--no-guard {MIXED} --precision transfer=float8-back"
+    ),
+    "rademacher-mixed-bfloat16-both-ways": Variant(
+        f"--no-guard {MIXED} --precision transfer=bfloat16-back"
+    ),
     "rademacher-4-queries-float32": Variant(f"--no-guard --queries 4 {FLOAT32}", forwards=8),
     "gaussian-float32": Variant(f"--no-guard --noise gaussian {FLOAT32}"),
     "gaussian-bfloat16": Variant(f"--no-guard --noise gaussian {BFLOAT16}"),
-    **{f"rank-{rank}-bfloat16": Variant(f"--no-guard --rank {rank} --noise gaussian {BFLOAT16}") for rank in (1, 2, 4, 8)},
+    **{
+        f"rank-{rank}-bfloat16": Variant(f"--no-guard --rank {rank} --noise gaussian {BFLOAT16}")
+        for rank in (1, 2, 4, 8)
+    },
     "rank-8-float32": Variant(f"--no-guard --rank 8 --noise gaussian {FLOAT32}"),
     **{
-        f"lora-fa-{count}-queries-bfloat16": Variant(f"{LORA_FA} --queries {count} --batch-size {16 // count}", LORA_FA_LRS)
+        f"lora-fa-{count}-queries-bfloat16": Variant(
+            f"{LORA_FA} --queries {count} --batch-size {16 // count}", LORA_FA_LRS
+        )
         for count in (1, 4, 16)
     },
-    "per-row-rank-8-bfloat16": Variant(f"--no-guard --per-row --rank 8 --noise gaussian {BFLOAT16}", PER_ROW_LRS),
-    "per-row-rank-8-float32": Variant(f"--no-guard --per-row --rank 8 --noise gaussian {FLOAT32}", PER_ROW_LRS),
-    "fzoo-mixed": Variant(f"--no-guard --estimator fzoo --queries 8 {MIXED}", FZOO_LRS, forwards=9),
-    "fzoo-float32": Variant(f"--no-guard --estimator fzoo --queries 8 {FLOAT32}", FZOO_LRS, forwards=9),
-    "lora-adamw-bfloat16": Variant(
-        f"--method adamw --clip norm=1 --weight-decay 0 {LORA} --dtype bfloat16", (5e-4, 1e-3, 2e-3, 4e-3), forwards=3
+    "per-row-rank-8-bfloat16": Variant(
+        f"--no-guard --per-row --rank 8 --noise gaussian {BFLOAT16}", PER_ROW_LRS
     ),
-    "adamw-float32": Variant(f"--method adamw --weight-decay 0.01 {CLIPPED} {FLOAT32}", ADAMW_LRS, forwards=3),
-    "adamw-mixed": Variant(f"--method adamw --weight-decay 0.01 {CLIPPED} {MIXED}", ADAMW_LRS, forwards=3),
+    "per-row-rank-8-float32": Variant(
+        f"--no-guard --per-row --rank 8 --noise gaussian {FLOAT32}", PER_ROW_LRS
+    ),
+    "fzoo-mixed": Variant(f"--no-guard --estimator fzoo --queries 8 {MIXED}", FZOO_LRS, forwards=9),
+    "fzoo-float32": Variant(
+        f"--no-guard --estimator fzoo --queries 8 {FLOAT32}", FZOO_LRS, forwards=9
+    ),
+    "lora-adamw-bfloat16": Variant(
+        f"--method adamw --clip norm=1 --weight-decay 0 {LORA} --dtype bfloat16",
+        (5e-4, 1e-3, 2e-3, 4e-3),
+        forwards=3,
+    ),
+    "adamw-float32": Variant(
+        f"--method adamw --weight-decay 0.01 {CLIPPED} {FLOAT32}", ADAMW_LRS, forwards=3
+    ),
+    "adamw-mixed": Variant(
+        f"--method adamw --weight-decay 0.01 {CLIPPED} {MIXED}", ADAMW_LRS, forwards=3
+    ),
     "lomo-mixed": Variant(f"--method lomo {CLIPPED} {MIXED}", (3e-3, 1e-2, 3e-2, 1e-1), forwards=5),
-    "badam-mixed": Variant(f"--method badam:switch_every=3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3),
+    "badam-mixed": Variant(
+        f"--method badam:switch_every=3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3
+    ),
 }
 # On sums: forwards are completions that are written, or rows that are read.
 SUMS = {
     "es": Variant(
-        f"--no-guard --estimator es --reward arithmetic --reward-options max_new_tokens={NEW_TOKENS} --queries 8 "
+        "--no-guard --estimator es --reward arithmetic --reward-options "
+        f"max_new_tokens={NEW_TOKENS} --queries 8 "
         "--rank 8 --zo-eps 1e-2 --batch-size 8",
         (6e-3,),
         forwards=128,
@@ -145,7 +177,10 @@ class Series(NamedTuple):
 
     def given(self, name: str, seed: int) -> list[object]:
         """The options of zo2 that tuning and training share."""
-        files, chosen = ["--model", self.task.model, "--data", self.task.train], shlex.split(EVERY[name].options)
+        files, chosen = (
+            ["--model", self.task.model, "--data", self.task.train],
+            shlex.split(EVERY[name].options),
+        )
         return [*files, "--seed", seed, "--batch-size", self.batch_size, *chosen]
 
     def tuned(self, name: str, forwards: int) -> float:
@@ -172,7 +207,17 @@ class Series(NamedTuple):
                 zo2("train", "--resume", folder, "--steps", steps)
             else:
                 more = ["--evaluation", self.task.evaluation, "--evaluate-every", every]
-                zo2("train", *self.given(name, seed), *more, "--output", folder, "--lr", lr, "--steps", steps)
+                zo2(
+                    "train",
+                    *self.given(name, seed),
+                    *more,
+                    "--output",
+                    folder,
+                    "--lr",
+                    lr,
+                    "--steps",
+                    steps,
+                )
         except SystemExit as error:
             if not re.search("diverge|finite", str(error)):
                 raise
@@ -183,22 +228,37 @@ class Series(NamedTuple):
 
 def by_grpo(task: Task, folder: Path, steps: int, lr: float, seed: int) -> None:
     """Train a LoRA by TRL's GRPO, with a run's metrics."""
-    datasets, trl = (importlib.import_module(package) for package in ("datasets", "trl"))  # which have no types
+    # which have no types
+    datasets, trl = (importlib.import_module(package) for package in ("datasets", "trl"))
     rewards: list[float] = []
 
-    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    def reward(
+        prompts: list[str], completions: list[str], answer: list[str], **_: Any
+    ) -> list[float]:
         written = zip(prompts, completions, answer, strict=True)
         judged = [arithmetic(prompt, text, {"answer": right}) for prompt, text, right in written]
         rewards.append(statistics.fmean(judged))
         return judged
 
-    sizes = {"per_device_train_batch_size": GRPO_BATCH, "num_generations": GROUP, "max_completion_length": NEW_TOKENS}
+    sizes = {
+        "per_device_train_batch_size": GRPO_BATCH,
+        "num_generations": GROUP,
+        "max_completion_length": NEW_TOKENS,
+    }
     on_cpu = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    given = {"output_dir": str(folder), "max_steps": steps, "learning_rate": lr, "seed": seed, "temperature": 1.0}
+    given = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "learning_rate": lr,
+        "seed": seed,
+        "temperature": 1.0,
+    }
     rows = [json.loads(line) for line in task.train.read_text().splitlines()]
     # TRL passes its own columns only by their names, and a reward gets no column named completion.
-    made = datasets.Dataset.from_list([{"prompt": row["prompt"], "answer": row["completion"]} for row in rows])
+    made = datasets.Dataset.from_list(
+        [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows]
+    )
     kind: Any = type("GRPO", (BackpropGRPOMixin, trl.GRPOTrainer), {})
     began = time.perf_counter()
     trainer = kind(
@@ -214,21 +274,43 @@ def by_grpo(task: Task, folder: Path, steps: int, lr: float, seed: int) -> None:
     finally:
         trainer.engine.close()
     seconds = (time.perf_counter() - began) / steps
-    told = zo2("evaluate", "--adapter", folder / "model", "--data", task.evaluation, "--max-new-tokens", NEW_TOKENS)
+    told = zo2(
+        "evaluate",
+        "--adapter",
+        folder / "model",
+        "--data",
+        task.evaluation,
+        "--max-new-tokens",
+        NEW_TOKENS,
+    )
     score = float(re.findall(r"exact match.* ([0-9.]+)%", told)[0]) / 100  # after the base's
-    lines = [{"step": step, "seconds": seconds, "reward": rewards[step], "lr": lr} for step in range(steps)]
+    lines = [
+        {"step": step, "seconds": seconds, "reward": rewards[step], "lr": lr}
+        for step in range(steps)
+    ]
     lines.append({"step": steps, "evaluation_exact_match": score})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_points(folder: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, with the seconds of the steps before, and the square of projected gradients."""
-    path, seconds, points, grads = folder / "metrics.jsonl", 0.0, list[dict[str, Any]](), list[float]()
+    """The evaluations of a run, with the seconds of the steps before, and the square of projected
+    gradients.
+    """
+    path, seconds, points, grads = (
+        folder / "metrics.jsonl",
+        0.0,
+        list[dict[str, Any]](),
+        list[float](),
+    )
     for line in path.read_text().splitlines() if path.exists() else ():
         row = json.loads(line)
         seconds += row.get("seconds", 0.0)
         grads += [grad * grad for grad in row.get("projected_grads", ())]
-        scores = {key.removeprefix("evaluation_"): row[key] for key in row if key.startswith("evaluation_")}
+        scores = {
+            key.removeprefix("evaluation_"): row[key]
+            for key in row
+            if key.startswith("evaluation_")
+        }
         if scores:
             square = statistics.fmean(grads) if grads else 0.0
             points.append({"step": row["step"], "seconds": seconds, "square": square, **scores})
@@ -272,7 +354,10 @@ def report(folder: Path, output: Path | None) -> dict[str, Any]:
 def common_points(runs: Sequence[Run]) -> list[list[dict[str, Any]]]:
     """The evaluations that all runs have in common, in order, each with a point for each run."""
     steps = set.intersection(*({point["step"] for point in run.points} for run in runs))
-    return [[next(point for point in run.points if point["step"] == step) for run in runs] for step in sorted(steps)]
+    return [
+        [next(point for point in run.points if point["step"] == step) for run in runs]
+        for step in sorted(steps)
+    ]
 
 
 def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
@@ -283,27 +368,41 @@ def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def summary(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Each variant and learning rate in a row: its runs before training, and at their last common evaluation."""
+    """Each variant and learning rate in a row: its runs before training, and at their last common
+    evaluation.
+    """
     rows = {}
     for name, members in groups(runs):
         first, *_, last = common_points(members) * 2
         lr, steps = members[0].lr, last[0]["step"]
         row: dict[str, Any] = {"seeds": [run.seed for run in members], "steps": steps}
-        row |= {"forwards": steps * members[0].forwards, "diverged": sum(run.stopped is not None for run in members)}
+        row |= {
+            "forwards": steps * members[0].forwards,
+            "diverged": sum(run.stopped is not None for run in members),
+        }
         for key in last[0].keys() - {"step", "square", "seconds"}:
-            row |= {f"{key} before": spread([point[key] for point in first]), key: spread([point[key] for point in last])}
+            row |= {
+                f"{key} before": spread([point[key] for point in first]),
+                key: spread([point[key] for point in last]),
+            }
         row["minutes"] = spread([point["seconds"] / 60 for point in last])
-        rows[name] = row | {"update size": spread([lr * math.sqrt(point["square"]) for point in last])}
+        rows[name] = row | {
+            "update size": spread([lr * math.sqrt(point["square"]) for point in last])
+        }
     return rows
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Plot the score over forwards and over seconds: a line for the seeds' median, a band for their range."""
+    """Plot the score over forwards and over seconds: a line for the seeds' median, a band for their
+    range.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    score = next(key for key in ("accuracy", "exact_match", "reward", "loss") if key in runs[0].points[-1])
+    score = next(
+        key for key in ("accuracy", "exact_match", "reward", "loss") if key in runs[0].points[-1]
+    )
     for axis, label in zip(axes, ("forwards of a batch", "seconds of steps"), strict=True):
         for name, members in groups(runs):
             points = common_points(members)
@@ -311,7 +410,13 @@ def plot(runs: Sequence[Run], path: Path) -> None:
             at = [scale * statistics.median(point[key] for point in looks) for looks in points]
             values = [[point[score] for point in looks] for looks in points]
             (line,) = axis.plot(at, list(map(statistics.median, values)), label=name)
-            axis.fill_between(at, list(map(min, values)), list(map(max, values)), alpha=0.15, color=line.get_color())
+            axis.fill_between(
+                at,
+                list(map(min, values)),
+                list(map(max, values)),
+                alpha=0.15,
+                color=line.get_color(),
+            )
         axis.set_xlabel(label)
         axis.grid(visible=True, alpha=0.3)
     axes[0].set_ylabel(score)

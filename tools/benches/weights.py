@@ -19,10 +19,13 @@ from zo2core.perturbation import Factors, FactorStore
 from zo2core.types import Descend, Evaluation, ParameterSpec, Perturb, Program, Update
 
 MATRIX = (4096, 11008)  # of Llama-7B's largest matrix
-CACHED, PORTION = 1 << 15, 1 << 18  # elements of noise that are drawn, and of weights that are processed, at a time
+# elements of noise that are drawn, and of weights that are processed, at a time
+CACHED, PORTION = 1 << 15, 1 << 18
 PERTURB = Program((1,), (), then=Perturb(0, 1.0, 1e-3))
 MEZO: tuple[Perturb | Descend, ...] = tuple(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
-REPLAY = Program((1, 2), (*MEZO, Descend(0, 0.5, lr=1e-6, weight_decay=0.0)), then=Perturb(1, 1.0, 1e-3))
+REPLAY = Program(
+    (1, 2), (*MEZO, Descend(0, 0.5, lr=1e-6, weight_decay=0.0)), then=Perturb(1, 1.0, 1e-3)
+)
 ZO_EPS = 1e-3
 GAUSSIAN = Distribution.GAUSSIAN
 SCALE = 0.02  # standard deviation of synthetic weights, as in a newly initialised model
@@ -38,21 +41,27 @@ def kernels(
     rounds: int = 5,
     gguf: Annotated[bool, "measure decoding"] = False,
 ) -> dict[str, Any]:
-    """Measure kernels on weights that no cache holds, in bytes a second, compared with a plain copy; and the bus of a GPU.
+    """Measure kernels on weights that no cache holds, in bytes a second, compared with a plain
+    copy; and the bus of a GPU.
 
         python tools/bench.py kernels
         python tools/bench.py kernels --dtypes bfloat16 --device cuda --elements 536870912
         python tools/bench.py kernels --gguf
 
-    Bytes are those that a kernel has to move: weights read and written and, if there is one, the perturbed copy written.
-    *MeZO in torch* is the perturbation of MeZO's own loop: z is drawn into a new tensor, then multiplied and added. On the
-    CPU each runs on one thread and on two that share the work; drawing noise fills a buffer in the cache. ``--gguf``
-    measures decoding of GGUF's blocks and of nf4 instead, in bytes of decoded weights a second.
+    Bytes are those that a kernel has to move: weights read and written and, if there is one, the
+    perturbed copy written. *MeZO in torch* is the perturbation of MeZO's own loop: z is drawn into
+    a new tensor, then multiplied and added. On the CPU each runs on one thread and on two that
+    share the work; drawing noise fills a buffer in the cache. ``--gguf`` measures decoding of
+    GGUF's blocks and of nf4 instead, in bytes of decoded weights a second.
     """
     torch.set_num_threads(1)  # this program starts its own threads
     measured: dict[str, Any] = {"compiled kernels": dispatch.library() is not None}
     for name in dtypes:
-        works = decoding(DTYPES[name], rounds) if gguf else passes(DTYPES[name], device, elements, rounds)
+        works = (
+            decoding(DTYPES[name], rounds)
+            if gguf
+            else passes(DTYPES[name], device, elements, rounds)
+        )
         measured[f"{name}: bytes a second"] = dict(works)
     if device == "cuda":
         measured["bus: bytes a second"] = bus(1 << 30, rounds)
@@ -68,11 +77,19 @@ def on_threads(work: Work, elements: int, portion: int, threads: int) -> None:
     """Run work on all elements, by portions that threads share."""
     starts = range(0, elements - portion + 1, portion)
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda first: [work(at, at + portion) for at in starts[first::threads]], range(threads)))
+        list(
+            pool.map(
+                lambda first: [work(at, at + portion) for at in starts[first::threads]],
+                range(threads),
+            )
+        )
 
 
-def passes(dtype: torch.dtype, device: str, elements: int, rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Draw noise, and process weights once: copy, perturb into a buffer, or replay MeZO's last step before that.
+def passes(
+    dtype: torch.dtype, device: str, elements: int, rounds: int
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Draw noise, and process weights once: copy, perturb into a buffer, or replay MeZO's last step
+    before that.
 
     Mixed precision keeps float32, and rounds what it perturbs to the dtype.
     """
@@ -83,7 +100,8 @@ def passes(dtype: torch.dtype, device: str, elements: int, rounds: int) -> Itera
     noise = [torch.empty(CACHED, dtype=dtype) for _ in range(2)]
 
     def target(start: int, stop: int) -> torch.Tensor:
-        at = start // PORTION % 2 * PORTION if on_cpu else start  # on the CPU, of the thread's own portion
+        # on the CPU, of the thread's own portion
+        at = start // PORTION % 2 * PORTION if on_cpu else start
         return out[at : at + stop - start]
 
     def cached(start: int, stop: int) -> torch.Tensor:
@@ -110,17 +128,30 @@ def passes(dtype: torch.dtype, device: str, elements: int, rounds: int) -> Itera
     for distribution in Distribution:
         works[f"draw, {distribution.value}"] = (draw(dispatch.fill, distribution), size)
         if on_cpu:
-            works[f"draw by torch operations, {distribution.value}"] = (draw(reference.fill, distribution), size)
+            works[f"draw by torch operations, {distribution.value}"] = (
+                draw(reference.fill, distribution),
+                size,
+            )
             rounded = apply(in_float32, PERTURB, distribution)
             works[f"perturb float32 and round, {distribution.value}"] = (rounded, 4 + size)
-        works[f"perturb into a buffer, {distribution.value}"] = (apply(weights, PERTURB, distribution), 2 * size)
-        works[f"replay and perturb, {distribution.value}"] = (apply(weights, REPLAY, distribution), 3 * size)
+        works[f"perturb into a buffer, {distribution.value}"] = (
+            apply(weights, PERTURB, distribution),
+            2 * size,
+        )
+        works[f"replay and perturb, {distribution.value}"] = (
+            apply(weights, REPLAY, distribution),
+            3 * size,
+        )
     for name, (work, nbytes) in works.items():
         if not on_cpu:
             yield name, rate(partial(work, 0, elements), elements * nbytes, rounds)
             continue
         portion = CACHED if name.startswith("draw") else PORTION
-        count = (max(elements // 64, CACHED) if "torch operations" in name else elements) // portion * portion
+        count = (
+            (max(elements // 64, CACHED) if "torch operations" in name else elements)
+            // portion
+            * portion
+        )
         for threads in (1, 2):
             shared = partial(on_threads, work, count, portion, threads)
             yield f"{name}, {threads} threads", rate(shared, count * nbytes, rounds)
@@ -129,7 +160,10 @@ def passes(dtype: torch.dtype, device: str, elements: int, rounds: int) -> Itera
 def bus(nbytes: int, rounds: int) -> dict[str, Any]:
     """Copies between page-locked memory and the GPU, in each direction and in both at once."""
     with closing(CudaDevice()) as device:
-        pairs = [(device.empty(nbytes), device.host_memory(nbytes)), (device.host_memory(nbytes), device.empty(nbytes))]
+        pairs = [
+            (device.empty(nbytes), device.host_memory(nbytes)),
+            (device.host_memory(nbytes), device.empty(nbytes)),
+        ]
         streams = [torch.cuda.Stream() for _ in pairs]  # type: ignore[no-untyped-call]
 
         def copy(*directions: int) -> None:
@@ -139,7 +173,10 @@ def bus(nbytes: int, rounds: int) -> dict[str, Any]:
                     target.copy_(source, non_blocking=True)
 
         ways = {"up": (0,), "back": (1,), "each way, both at once": (0, 1)}
-        return {name: rate(partial(copy, *directions), nbytes, rounds) for name, directions in ways.items()}
+        return {
+            name: rate(partial(copy, *directions), nbytes, rounds)
+            for name, directions in ways.items()
+        }
 
 
 def decoding(dtype: torch.dtype, rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
@@ -153,9 +190,14 @@ def decoding(dtype: torch.dtype, rounds: int) -> Iterator[tuple[str, dict[str, f
             yield f"copy, {threads} threads", rate(partial(out.copy_, source), out.nbytes, rounds)
             for name in [*GGUF_BLOCKS, "nf4"]:
                 encoding = NF4Blocks() if name == "nf4" else GGUFRows(name)
-                spec = ParameterSpec("weight", (rows, columns), dtype, 0, decays=False, encoding=encoding)
+                spec = ParameterSpec(
+                    "weight", (rows, columns), dtype, 0, decays=False, encoding=encoding
+                )
                 stored = torch.randint(0, 60, (spec.nbytes,), dtype=torch.uint8)
-                yield f"{name}, {threads} threads", rate(partial(decode, spec, stored, out, helper), out.nbytes, rounds)
+                yield (
+                    f"{name}, {threads} threads",
+                    rate(partial(decode, spec, stored, out, helper), out.nbytes, rounds),
+                )
 
 
 class Accumulated:
@@ -170,7 +212,9 @@ class Accumulated:
         self.in_place = {"float32": base.float(), "bfloat16 in place": base.clone()}
 
     def advance(self) -> torch.Tensor:
-        """Bring the factors to the current version; return V of the current period, (inputs, rank)."""
+        """Bring the factors to the current version; return V of the current period, (inputs,
+        rank).
+        """
         self.store.begin_sweep()
         self.store.advance(self.spec, self.base.view(-1), self.updates, len(self.updates))
         factors = self.store.learned(self.spec, self.base.view(-1)).factors
@@ -191,16 +235,27 @@ class Accumulated:
         flat = self.base.view(-1)
         learned = self.store.learned(self.spec, flat)
         assert learned.factors is not None, "a matrix has factors"
-        yield "virtual float32", self.base.double() + learned.factors.left.double() @ learned.factors.right.double().t()
-        formed, factors = self.base.clone(), self.store.perturbed(self.spec, flat, self.store.perturbations([None], ZO_EPS))
+        yield (
+            "virtual float32",
+            self.base.double() + learned.factors.left.double() @ learned.factors.right.double().t(),
+        )
+        formed, factors = (
+            self.base.clone(),
+            self.store.perturbed(self.spec, flat, self.store.perturbations([None], ZO_EPS)),
+        )
         if self.store.forms(self.spec):
             self.store.form(self.spec, flat, formed)
         assert isinstance(factors, Factors), "a matrix has factors"
-        yield "the same, as a forward sees it", formed.double() + factors.left[0].double() @ factors.right.double().t()
+        yield (
+            "the same, as a forward sees it",
+            formed.double() + factors.left[0].double() @ factors.right.double().t(),
+        )
         yield "the same, exported in bfloat16", learned.present().double()
 
     def report(self) -> dict[str, Any]:
-        """The share of weights that changed in float32, and the error of the change relative to the exact change's size."""
+        """The share of weights that changed in float32, and the error of the change relative to the
+        exact change's size.
+        """
         self.advance()
         base, size = self.base.double(), self.exact.norm()
         return {"in the weights": self.store.forms(self.spec)} | {
@@ -219,14 +274,16 @@ def accumulation(
     side: Annotated[int, "rows and columns of the matrix"] = 768,
     rank: Annotated[int, "rank of the directions"] = 8,
 ) -> dict[str, Any]:
-    """Compare how small updates accumulate: in float32, in bfloat16 weights, or in float32 factors with a bfloat16 base.
+    """Compare how small updates accumulate: in float32, in bfloat16 weights, or in float32 factors
+    with a bfloat16 base.
 
         python tools/bench.py accumulation
 
-    One matrix takes the same updates of rank-R directions as float32 weights, as bfloat16 weights in place, and as the
-    factors of a low-rank run (``FactorStore``). An update's size is its root mean square; projected gradients are drawn from
-    N(0, 1), as if directions were right as often as wrong. The change is compared with a sum in float64. Factors are read in
-    three forms: as they are stored, as a forward uses them, and exported, rounded to bfloat16. What it means for a task,
+    One matrix takes the same updates of rank-R directions as float32 weights, as bfloat16 weights
+    in place, and as the factors of a low-rank run (``FactorStore``). An update's size is its root
+    mean square; projected gradients are drawn from N(0, 1), as if directions were right as often as
+    wrong. The change is compared with a sum in float64. Factors are read in three forms: as they
+    are stored, as a forward uses them, and exported, rounded to bfloat16. What it means for a task,
     `real-task` measures.
     """
     generator, drawn_grads = torch.Generator().manual_seed(0), random.Random(0)

@@ -1,9 +1,11 @@
-"""Tables 1, 3, 6, 7 and 8 of the ZO2 paper (arXiv 2503.12668, the later version), as data in ``tables.csv``.
+"""Tables 1, 3, 6, 7 and 8 of the ZO2 paper (arXiv 2503.12668, the later version), as data in
+``tables.csv``.
 
-Measured by its authors on one NVIDIA A100 with 80 GB and an AMD Milan CPU, torch 2.4.0, CUDA 12.1; batch 1 and 2048 tokens
-where a table does not say otherwise (its appendix F). Memory is in MB, speed in tokens a second; an empty cell is the
-paper's '-'. Tables 3, 6 and 7 do not name their dtype; where they repeat a setting of Table 1, the figures are those of
-FP32. The printed ratios of Table 1 relate to MeZO in FP32, those of the others to MeZO in the same row.
+Measured by its authors on one NVIDIA A100 with 80 GB and an AMD Milan CPU, torch 2.4.0, CUDA 12.1;
+batch 1 and 2048 tokens where a table does not say otherwise (its appendix F). Memory is in MB,
+speed in tokens a second; an empty cell is the paper's '-'. Tables 3, 6 and 7 do not name their
+dtype; where they repeat a setting of Table 1, the figures are those of FP32. The printed ratios of
+Table 1 relate to MeZO in FP32, those of the others to MeZO in the same row.
 """
 
 import csv
@@ -14,7 +16,9 @@ from typing import NamedTuple
 
 
 class Variant(Enum):
-    """The variants that are compared with monolithic MeZO; all but the last are columns of Table 3."""
+    """The variants that are compared with monolithic MeZO; all but the last are columns of
+    Table 3.
+    """
 
     FULL = "in full"
     SERIAL = "without overlap"
@@ -47,7 +51,11 @@ class Row(NamedTuple):
 
     @property
     def variants(self) -> dict[Variant, Figures]:
-        return {variant: self.programs[variant.value] for variant in Variant if variant.value in self.programs}
+        return {
+            variant: self.programs[variant.value]
+            for variant in Variant
+            if variant.value in self.programs
+        }
 
 
 class Table(NamedTuple):
@@ -74,7 +82,9 @@ def _read() -> Mapping[str, Table]:
         for name, model, bits, batch, tokens, program, *cells in list(csv.reader(file))[1:]:
             rows, setting = tables[name].rows, (model, int(bits), int(batch), int(tokens))
             if not rows or rows[-1][:4] != setting:
-                rows.append(Row(*setting, {Variant.RESIDENT.value: Figures()} if name == "ablation" else {}))
+                rows.append(
+                    Row(*setting, {Variant.RESIDENT.value: Figures()} if name == "ablation" else {})
+                )
             rows[-1].programs[program] = Figures(*(float(cell) if cell else None for cell in cells))
     return tables
 

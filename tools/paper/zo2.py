@@ -40,10 +40,16 @@ OPTIONS: Mapping[Variant | None, dict[str, Any]] = {  # of sides
 }
 NOTES = {
     "cuda": "memory is torch.cuda.max_memory_allocated over a step",
-    "bus": "no GPU: the CPU takes its place, behind a simulated bus of {bus} a second in each direction; the "
-    "simulated device has {memory:.0f} MB, of which buffers and tensors are counted",
-    "disk": "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
-    "{memory:.0f} MB count as the device's, and buffers and tensors are counted",
+    "bus": (
+        "no GPU: the CPU takes its place, behind a simulated bus of {bus} a second in each "
+        "direction; the "
+        "simulated device has {memory:.0f} MB, of which buffers and tensors are counted"
+    ),
+    "disk": (
+        "no GPU: disk and host memory in the roles of host and GPU, every block read and written "
+        "back each step; "
+        "{memory:.0f} MB count as the device's, and buffers and tensors are counted"
+    ),
 }
 
 Trainer = Callable[[PreTrainedModel, Batch], Callable[[], None]]  # makes the step of a model
@@ -53,8 +59,8 @@ Outcome = dict[str, Any]  # measurements of one side of a row, or the reason why
 class AllocatingScheduler(OverlappedScheduler):
     """Allocates device memory for each block that arrives, and frees it when the block has left.
 
-    Freeing waits for all uses of the memory, as ``cudaFree`` does. On a GPU torch's whole cache is emptied, so that the
-    memory returns to the driver.
+    Freeing waits for all uses of the memory, as ``cudaFree`` does. On a GPU torch's whole cache is
+    emptied, so that the memory returns to the driver.
     """
 
     def _bring(self, index: int) -> Any:
@@ -100,44 +106,63 @@ def zo2(
     *,
     on: Annotated[str, list(NOTES)] = "cuda" if torch.cuda.is_available() else "bus",
     tables: Annotated[Sequence[str], names_of(TABLES), f"of {', '.join(TABLES)}"] = tuple(TABLES),
-    sizes: Annotated[Sequence[str] | None, names_of(geometries()), "models to measure; all by default"] = None,
+    sizes: Annotated[
+        Sequence[str] | None, names_of(geometries()), "models to measure; all by default"
+    ] = None,
     dtype: Annotated[
-        Sequence[str] | None, names_of(DTYPES), "such as float32,float16; a row in 16 bits takes any 16-bit dtype"
+        Sequence[str] | None,
+        names_of(DTYPES),
+        "such as float32,float16; a row in 16 bits takes any 16-bit dtype",
     ] = None,
     steps: Annotated[int, "number of timed steps, after two that warm up"] = 5,
     noise: Annotated[str, list(NOISES)] = "mezo",
     scale: Annotated[int | None, "divisor of sizes; by default 1 on a GPU, otherwise 16"] = None,
     bus: Annotated[str, "bytes a second of the simulated bus"] = "1GB",
-    host_memory: Annotated[int | None, parse_size, "memory for blocks; by default most of the free memory"] = None,
-    device_memory: Annotated[int | None, parse_size, "memory of the simulated device, without a GPU"] = None,
-    folder: Annotated[Path | None, "folder for checkpoints on disk; a temporary one by default"] = None,
+    host_memory: Annotated[
+        int | None, parse_size, "memory for blocks; by default most of the free memory"
+    ] = None,
+    device_memory: Annotated[
+        int | None, parse_size, "memory of the simulated device, without a GPU"
+    ] = None,
+    folder: Annotated[
+        Path | None, "folder for checkpoints on disk; a temporary one by default"
+    ] = None,
 ) -> dict[str, Any]:
-    """Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on the device.
+    """Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on
+    the device.
 
-        python tools/bench.py zo2                                       on a GPU, models that fit it and the host's memory
-        python tools/bench.py zo2 --on bus --scale 16 --bus 1GB         without a GPU: smaller models, a simulated bus
-        python tools/bench.py zo2 --on disk --scale 16 --tables ablation
+        python tools/bench.py zo2                                       on a GPU, models that fit it
+        and the host's memory python tools/bench.py zo2 --on bus --scale 16 --bus 1GB
+        without a GPU: smaller models, a simulated bus python tools/bench.py zo2 --on disk --scale
+        16 --tables ablation
 
-    Prints the tables, with the paper's ratios next to the measured ones: of memory and speed, the engine's to monolithic
-    MeZO's in the same dtype, and of the ablation's variants to the engine in full.
+    Prints the tables, with the paper's ratios next to the measured ones: of memory and speed, the
+    engine's to monolithic MeZO's in the same dtype, and of the ablation's variants to the engine in
+    full.
 
-    Both sides of a row are sides of ``compare.py`` that run in this process, one after the other, with the same weights,
-    batches and seeds; with MeZO's own noise their losses have to be equal, and the JSON tells whether they are. The first
-    two steps warm up, then steps are timed one by one, and a last, untimed step measures memory. '-' marks what did not fit
-    or failed; the JSON has the reason. Weights are synthetic (see ``synthetic.py``). *On disk* means that disk and host
-    memory are in the roles of host and GPU: every block of a checkpoint is read and written back in each step.
+    Both sides of a row are sides of ``compare.py`` that run in this process, one after the other,
+    with the same weights, batches and seeds; with MeZO's own noise their losses have to be equal,
+    and the JSON tells whether they are. The first two steps warm up, then steps are timed one by
+    one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON
+    has the reason. Weights are synthetic (see ``synthetic.py``). *On disk* means that disk and host
+    memory are in the roles of host and GPU: every block of a checkpoint is read and written back in
+    each step.
 
-    Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations
-    and logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit,
-    compare with the paper's. Speed does not: work shrinks by the third power, and a CPU with a simulated bus differs from a
-    GPU.
+    Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays.
+    Blocks, embedding, activations and logits then shrink by its square, and so does the A100's
+    memory by default: ratios of memory, and what does not fit, compare with the paper's. Speed does
+    not: work shrinks by the third power, and a CPU with a simulated bus differs from a GPU.
     """
     by = scale or (1 if on == "cuda" else 16)
-    host, device = host_memory or int(HOST_SHARE * free_memory()), device_memory or int(A100_MEMORY / by**2)
+    host, device = (
+        host_memory or int(HOST_SHARE * free_memory()),
+        device_memory or int(A100_MEMORY / by**2),
+    )
     setting = Setting(on, steps, noise, by, bus, host, device, folder)
     note = NOTES[on].format(bus=bus, memory=device / 1e6)
     measured: dict[str, Any] = {"note": note, "scale": by, "rows": []}
-    measure = functools.cache(functools.partial(side, setting))  # each side once, in whatever tables it is
+    # each side once, in whatever tables it is
+    measure = functools.cache(functools.partial(side, setting))
     for name in tables:
         number, subject, rows = TABLES[name]
         pairs = [
@@ -148,7 +173,9 @@ def zo2(
         ]
         reports = [report(row, each, by, measure) for row, each in pairs]
         measured["rows"] += [{"table": name, **found} for found in reports]
-        measured[f"Table {number}: {subject}"] = {line: cells for found in reports for line, cells in lines(found)}
+        measured[f"Table {number}: {subject}"] = {
+            line: cells for found in reports for line, cells in lines(found)
+        }
     return measured
 
 
@@ -165,10 +192,13 @@ class Setting(NamedTuple):
     folder: Path | None
 
 
-Measure = Callable[[str, str, int, int, Variant | None], Outcome]  # of a model, dtype, rows, tokens and variant
+# of a model, dtype, rows, tokens and variant
+Measure = Callable[[str, str, int, int, Variant | None], Outcome]
 
 
-def side(setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None) -> Outcome:
+def side(
+    setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None
+) -> Outcome:
     """What a variant, or monolithic MeZO, takes; or the reason why it could not be measured."""
     name = "monolithic MeZO" if variant is None else f"engine {variant.value}"
     print(f"{model} {dtype} {rows} x {tokens}: {name}", file=sys.stderr, flush=True)
@@ -178,9 +208,19 @@ def side(setting: Setting, model: str, dtype: str, rows: int, tokens: int, varia
         return {REASON: f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def measured_side(setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None) -> Outcome:
+def measured_side(
+    setting: Setting, model: str, dtype: str, rows: int, tokens: int, variant: Variant | None
+) -> Outcome:
     on, given, traffic = setting.on, OPTIONS.get(variant, {}), Traffic()
-    given = {"lr": LR, "noise": setting.noise, "dtype": dtype, "rows": rows, "tokens": tokens, "unpadded": True, **given}
+    given = {
+        "lr": LR,
+        "noise": setting.noise,
+        "dtype": dtype,
+        "rows": rows,
+        "tokens": tokens,
+        "unpadded": True,
+        **given,
+    }
     if on == "disk" and variant is not None:
         if variant in (Variant.ALLOCATING, Variant.RESIDENT):
             return {REASON: "no such variant here: blocks are computed on in their buckets"}
@@ -191,32 +231,52 @@ def measured_side(setting: Setting, model: str, dtype: str, rows: int, tokens: i
     scheduler = AllocatingScheduler if variant is Variant.ALLOCATING else OverlappedScheduler
     with ExitStack() as opened:
         if on == "disk":
-            folder = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)), "base")
-            make_checkpoint(scaled(geometries()[model], setting.scale, tokens), folder, dtype=DTYPES[dtype])
+            folder = Path(
+                opened.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)), "base"
+            )
+            make_checkpoint(
+                scaled(geometries()[model], setting.scale, tokens), folder, dtype=DTYPES[dtype]
+            )
         name = str(folder) if on == "disk" else model
         made = Measured(side=Side(model=name, **given), scale=setting.scale, trace=traffic)
         layouts, room = made.model().layouts, setting.host_memory
-        if variant is not None and on != "disk" and (needed := sum(layout.nbytes for layout in layouts)) > room:
+        if (
+            variant is not None
+            and on != "disk"
+            and (needed := sum(layout.nbytes for layout in layouts)) > room
+        ):
             return {REASON: f"host-memory: found {room} bytes, blocks take {needed}"}
         opened.enter_context(mock.patch("zo2core.schedulers.OverlappedScheduler", scheduler))
         step = opened.enter_context(made.opened())
         taken = [timed(step) for _ in range(WARM_UP)]
         traffic.nbytes = dict.fromkeys(traffic.nbytes, 0)
         taken += [timed(step) for _ in range(setting.steps)]
-        moved = {lane.value: nbytes / setting.steps for lane, nbytes in traffic.nbytes.items() if nbytes}
+        moved = {
+            lane.value: nbytes / setting.steps for lane, nbytes in traffic.nbytes.items() if nbytes
+        }
         peak = made.device_bytes(step)
     if on != "cuda" and peak > setting.device_memory:
-        return {REASON: f"took {peak / 1e6:.1f} MB of the device's memory, {setting.device_memory / 1e6:.1f} MB"}
+        return {
+            REASON: f"took {peak / 1e6:.1f} MB of the device's memory, "
+            f"{setting.device_memory / 1e6:.1f} MB"
+        }
     if variant is Variant.RESIDENT and moved:
         return {REASON: f"not all {len(layouts) - 2} blocks fit"}
     seconds = [seconds for seconds, _ in taken[WARM_UP:]]
-    found = {"seconds": seconds, "speed": rows * tokens / statistics.median(seconds), "memory": peak / 1e6}
+    found = {
+        "seconds": seconds,
+        "speed": rows * tokens / statistics.median(seconds),
+        "memory": peak / 1e6,
+    }
     found["losses"] = [result.losses for _, result in taken]
     return found if variant is None else found | {"moved_bytes": moved}
 
 
 def report(row: Row, dtype: str, scale: int, measure: Measure) -> dict[str, Any]:
-    """Measure one row; return all its results as JSON values. Memory is in MB, speed in tokens a second."""
+    """Measure one row; return all its results as JSON values.
+
+    Memory is in MB, speed in tokens a second.
+    """
     setting = (row.model, dtype, row.batch, row.tokens)
     theirs, tokens = measure(*setting, None), row.tokens // scale
     config, variants = scaled(geometries()[row.model], scale, tokens), dict[str, Any]()
@@ -225,7 +285,9 @@ def report(row: Row, dtype: str, scale: int, measure: Measure) -> dict[str, Any]
         is_comparable = REASON not in ours and REASON not in theirs
         variants[variant.value] = {
             **ours,
-            "losses_equal_monolithic": ours["losses"] == theirs["losses"] if is_comparable else None,
+            "losses_equal_monolithic": ours["losses"] == theirs["losses"]
+            if is_comparable
+            else None,
             "to_monolithic": ratios(ours, theirs),
             "to_full": ratios(ours, measure(*setting, Variant.FULL)),
             "paper": {
@@ -234,9 +296,24 @@ def report(row: Row, dtype: str, scale: int, measure: Measure) -> dict[str, Any]
                 "to_full": ratios(paper, row.variants[Variant.FULL]._asdict()),
             },
         }
-    sizes = {"hidden": config.hidden_size, "layers": config.num_hidden_layers, "vocabulary": config.vocab_size}
-    figures = {"monolithic": theirs, "paper_monolithic": row.monolithic._asdict(), "variants": variants}
-    return {"model": row.model, **sizes, "dtype": dtype, "batch": row.batch, "tokens": tokens, **figures}
+    sizes = {
+        "hidden": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "vocabulary": config.vocab_size,
+    }
+    figures = {
+        "monolithic": theirs,
+        "paper_monolithic": row.monolithic._asdict(),
+        "variants": variants,
+    }
+    return {
+        "model": row.model,
+        **sizes,
+        "dtype": dtype,
+        "batch": row.batch,
+        "tokens": tokens,
+        **figures,
+    }
 
 
 def ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float | None]:
@@ -252,12 +329,20 @@ def lines(found: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
         cells: dict[str, Any] = {}
         for name, unit in (("memory", "MB"), ("speed", "tokens/s")):
             cells |= {f"{unit} MeZO": found["monolithic"].get(name), f"{unit} ours": ours.get(name)}
-            cells |= {f"{name} ratio": ours["to_monolithic"][name], "paper's " + name: ours["paper"]["to_monolithic"][name]}
+            cells |= {
+                f"{name} ratio": ours["to_monolithic"][name],
+                "paper's " + name: ours["paper"]["to_monolithic"][name],
+            }
         if len(found["variants"]) == 1:
             yield setting, cells
             continue
-        cells |= {"to full": ours["to_full"]["speed"], "paper's to full": ours["paper"]["to_full"]["speed"]}
-        cells["moved MB"] = sum(ours["moved_bytes"].values()) / 1e6 if "moved_bytes" in ours else None
+        cells |= {
+            "to full": ours["to_full"]["speed"],
+            "paper's to full": ours["paper"]["to_full"]["speed"],
+        }
+        cells["moved MB"] = (
+            sum(ours["moved_bytes"].values()) / 1e6 if "moved_bytes" in ours else None
+        )
         yield f"{setting}, {variant}", cells
 
 
@@ -268,20 +353,25 @@ def memory(
     tokens: Annotated[int, "tokens of the batch's one row"] = 2048,
     blocks: Annotated[int, "blocks of the engine's model"] = 5,
 ) -> dict[str, Any]:
-    """Figure 3 of the ZO2 paper: the peak device memory of AdamW, SGD, MeZO and this engine, counted in the same manner.
+    """Figure 3 of the ZO2 paper: the peak device memory of AdamW, SGD, MeZO and this engine,
+    counted in the same manner.
 
         python tools/bench.py memory
         python tools/bench.py memory --geometries opt-6.7b opt-13b --dtype float32 --tokens 1024
 
-    The results of every operation are counted while they exist, together with weights and buffers. Whole models run on
-    torch's ``meta`` device, which has shapes without memory, so that they are counted at full size on any machine. The
-    engine computes, with a bus simulated by threads, and at the true width of its blocks but with few of them
-    (``--blocks``): its device holds slots, embedding, head and activations for any number of blocks, which a second count,
-    with a block more, confirms.
+    The results of every operation are counted while they exist, together with weights and buffers.
+    Whole models run on torch's ``meta`` device, which has shapes without memory, so that they are
+    counted at full size on any machine. The engine computes, with a bus simulated by threads, and
+    at the true width of its blocks but with few of them (``--blocks``): its device holds slots,
+    embedding, head and activations for any number of blocks, which a second count, with a block
+    more, confirms.
     """
     measured: dict[str, Any] = {}
     for name in geometries:
-        found = {f"{trainer}_bytes": whole_bytes(name, dtype, tokens, step) for trainer, step in STEPS.items()}
+        found = {
+            f"{trainer}_bytes": whole_bytes(name, dtype, tokens, step)
+            for trainer, step in STEPS.items()
+        }
         gc.collect()
         for text, count in (("", blocks), (" with a block more", blocks + 1)):
             side = Side(model=name, tokens=tokens, dtype=dtype, bus="1TB", unpadded=True)
@@ -289,7 +379,9 @@ def memory(
             with made.opened() as step:
                 step()  # the next one replays its update
                 found[f"this engine{text}_bytes"] = made.device_bytes(step)
-        measured[name] = found | {"more than the paper's GPU has": sum(nbytes > A100_MEMORY for nbytes in found.values())}
+        measured[name] = found | {
+            "more than the paper's GPU has": sum(nbytes > A100_MEMORY for nbytes in found.values())
+        }
     return measured
 
 
@@ -301,13 +393,19 @@ def whole_bytes(name: str, dtype: str, tokens: int, make: Trainer) -> int:
         model = new(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     model.config.use_cache = False
     batch = random_batch(config.vocab_size, 1, tokens, seed=0)
-    step = make(model, {key: value.to("meta") for key, value in batch.items() if key != "attention_mask"})
+    step = make(
+        model, {key: value.to("meta") for key, value in batch.items() if key != "attention_mask"}
+    )
     usage = Usage()
-    usage.peak_of(step, (tensor for part in (model.parameters(), model.buffers()) for tensor in part))
+    usage.peak_of(
+        step, (tensor for part in (model.parameters(), model.buffers()) for tensor in part)
+    )
     return usage.peak_of(step)
 
 
-def first_order(optimizer: Callable[..., torch.optim.Optimizer], model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
+def first_order(
+    optimizer: Callable[..., torch.optim.Optimizer], model: PreTrainedModel, batch: Batch
+) -> Callable[[], None]:
     """A first-order step that keeps gradients between steps, as torch's examples do."""
     rule = optimizer(model.parameters(), lr=LR)
 
@@ -320,13 +418,22 @@ def first_order(optimizer: Callable[..., torch.optim.Optimizer], model: PreTrain
 
 
 def mezo(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
-    """MeZO's loop: one parameter's z at a time, no gradients. ``MonolithicMeZO`` reads its losses: ``meta`` has none."""
+    """MeZO's loop: one parameter's z at a time, no gradients.
+
+    ``MonolithicMeZO`` reads its losses: ``meta`` has none.
+    """
 
     @torch.no_grad()
     def step() -> None:
         for scale, is_evaluated in ((1, True), (-2, True), (1, False), (LR, False)):
             for parameter in model.parameters():
-                z = torch.normal(mean=0, std=1, size=parameter.size(), device=parameter.device, dtype=parameter.dtype)
+                z = torch.normal(
+                    mean=0,
+                    std=1,
+                    size=parameter.size(),
+                    device=parameter.device,
+                    dtype=parameter.dtype,
+                )
                 parameter.data = parameter.data + scale * z * EPS
             if is_evaluated:
                 model(**batch)

@@ -1,4 +1,6 @@
-"""Options shared by the commands that use a model at some step: a base model, or a run and a step."""
+"""Options shared by the commands that use a model at some step: a base model, or a run and a
+step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole, shown
 
 if TYPE_CHECKING:
-    from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
+    # command lines are parsed without importing transformers
+    from zo2adapters.models.hf import HFBlockModel
     from zo2core import Engine, Journal, SharedBase, Workers
 
 T = TypeVar("T")
@@ -33,16 +36,26 @@ class AtStep(Command):
     needs: ClassVar[tuple[str, ...]] = ("zo2adapters.models.checkpoint",)
 
     model: str | None = None
-    """The base model: a directory with safetensors weights, a GGUF file, or a hub id. By default the base that --adapter
-    names."""
+    """The base model: a directory with safetensors weights, a GGUF file, or a hub id.
+
+    By default the base that --adapter names.
+    """
     journal: Path | None = None
-    """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
+    """Journal of a run on that base; the weights are those after its last step.
+
+    Without it they are the base's.
+    """
     run_directory: Annotated[Path | None, Written(name="run", aliases=("--run-directory",))] = None
-    """Directory of a run, which determines base, dtype and journal. With torchrun, which has an option --run of its own,
-    write --run-directory."""
+    """Directory of a run, which determines base, dtype and journal.
+
+    With torchrun, which has an option --run of its own, write --run-directory.
+    """
     at: int | None = None
-    """Number of steps of the run that the weights include. By default all of them; with the run's --keep-best those of the
-    best evaluation, and with --method those of the last snapshot if the run was stopped."""
+    """Number of steps of the run that the weights include.
+
+    By default all of them; with the run's --keep-best those of the best evaluation, and with
+    --method those of the last snapshot if the run was stopped.
+    """
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     resources: Resources = field(default_factory=Resources)
     verify_base: bool = False
@@ -55,10 +68,20 @@ class AtStep(Command):
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run."""
-        if self.model is None and self.run_directory is None and (base := self._base_of_adapter()) is not None:
+        if (
+            self.model is None
+            and self.run_directory is None
+            and (base := self._base_of_adapter()) is not None
+        ):
             return replace(self, model=base).resolved()
-        if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
-            found = "neither" if self.model is None and self.run_directory is None else "--run with --model or --journal"
+        if (self.model is None) == (self.run_directory is None) or (
+            self.run_directory and self.journal
+        ):
+            found = (
+                "neither"
+                if self.model is None and self.run_directory is None
+                else "--run with --model or --journal"
+            )
             raise OptionError("model", found, "either --model or --run", "pass one of the two")
         model_options = self.model_options
         saved = self.saved
@@ -69,23 +92,46 @@ class AtStep(Command):
                 raise OptionError("adapter", str(model_options.adapter), expected, "check the path")
             if model_options.lora_rank is not None:
                 expected = "none: the adapter that a run has trained is in its directory"
-                raise OptionError("lora_rank", str(model_options.lora_rank), expected, "pass --run or --adapter DIR")
+                raise OptionError(
+                    "lora_rank",
+                    str(model_options.lora_rank),
+                    expected,
+                    "pass --run or --adapter DIR",
+                )
             replays = self.journal is not None  # and has to round as the run did
-            precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu")
+            precision = precision_of_run(
+                model_options.precision, exact_mezo=replays, on_cpu=self.resources.device == "cpu"
+            )
             return replace(self, model_options=replace(model_options, precision=precision))
         saved_options = replace(saved.model_options, precision=saved.precision_asked())
         for option in fields(model_options):
             value, kept = getattr(model_options, option.name), getattr(saved_options, option.name)
-            if value != option.default and (value.resolve() if isinstance(value, Path) else value) != kept:
+            if (
+                value != option.default
+                and (value.resolve() if isinstance(value, Path) else value) != kept
+            ):
                 raise without_effect(option.name, value, f"{kept or 'none'}, as in the run")
-        return replace(self, model=saved.model, model_options=saved_options, journal=self.run_directory / JOURNAL)
+        return replace(
+            self,
+            model=saved.model,
+            model_options=saved_options,
+            journal=self.run_directory / JOURNAL,
+        )
 
     def without_learning(self) -> AtStep:
-        """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
-        return AtStep(model=self.model, model_options=self.model_options.without_adapter(), resources=self.resources)
+        """The base alone, opened as the run or the adapter opens it.
+
+        Call it on what ``resolved`` returned.
+        """
+        return AtStep(
+            model=self.model,
+            model_options=self.model_options.without_adapter(),
+            resources=self.resources,
+        )
 
     def named_others(self, directories: Sequence[Path]) -> list[tuple[str, AtStep]]:
-        """Other runs or saved adapters of the same base, by names: of the directory, or its path if an earlier one has it.
+        """Other runs or saved adapters of the same base, by names: of the directory, or its path if
+        an earlier one has it.
 
         Call it on what ``resolved`` returned.
         """
@@ -93,14 +139,18 @@ class AtStep(Command):
         for directory in directories:
             other = AtStep(run_directory=directory, resources=self.resources)
             if not (directory / OPTIONS).exists():
-                other = replace(alone, model_options=replace(alone.model_options, adapter=directory))
+                other = replace(
+                    alone, model_options=replace(alone.model_options, adapter=directory)
+                )
             name = name_of(directory)
             named[str(directory) if name in ("base", *named) else name] = other.resolved()
         return list(named.items())
 
     @property
     def reads_base_only(self) -> bool:
-        """Whether the model is the base, with an adapter or low-rank changes or without, so that passes can be shared."""
+        """Whether the model is the base, with an adapter or low-rank changes or without, so that
+        passes can be shared.
+        """
         from zo2adapters.trainers.methods import can_share
 
         if self.saved is not None:
@@ -116,21 +166,35 @@ class AtStep(Command):
         may_share: bool = True,
         **given: Any,
     ) -> dict[str, T]:
-        """What a function returns for this step, by the name "", and for others, by theirs, opened with what is given.
+        """What a function returns for this step, by the name "", and for others, by theirs, opened
+        with what is given.
 
-        Each pass over the blocks serves all if they only read the base; else one runs after the other.
+        Each pass over the blocks serves all if they only read the base; else one runs after the
+        other.
         """
         from zo2core import MemoryPolicy, SharedBase
 
         def runs(shared: SharedBase | None) -> dict[str, Callable[[], T]]:
-            opened = {"": (self, model)} | {name: (at, at.open_model(**given)) for name, at in others}
-            return {name: partial(function, at, its_model, shared) for name, (at, its_model) in opened.items()}
+            opened = {"": (self, model)} | {
+                name: (at, at.open_model(**given)) for name, at in others
+            }
+            return {
+                name: partial(function, at, its_model, shared)
+                for name, (at, its_model) in opened.items()
+            }
 
-        if not (others and may_share and self.reads_base_only and all(at.reads_base_only for _, at in others)):
+        if not (
+            others
+            and may_share
+            and self.reads_base_only
+            and all(at.reads_base_only for _, at in others)
+        ):
             return {name: run() for name, run in runs(None).items()}
         resources, results = self.resources, dict[str, T]()
         memory = MemoryPolicy(host=resources.memory, device=resources.device_memory)
-        with SharedBase(self.without_learning().open_model(), device=resources.device, memory=memory) as shared:
+        with SharedBase(
+            self.without_learning().open_model(), device=resources.device, memory=memory
+        ) as shared:
             for name, result in shared.together(runs(shared)).items():
                 if isinstance(result, Exception):
                     raise result
@@ -138,13 +202,17 @@ class AtStep(Command):
         return results
 
     def _base_of_adapter(self) -> str | None:
-        """The base that a saved adapter names, for a command without --model; None if there is none."""
+        """The base that a saved adapter names, for a command without --model; None if there is
+        none.
+        """
         adapter = self.model_options.adapter
         if adapter is None or not adapter.is_dir():
             return None
         from zo2adapters.models.peft_adapter import Adapter, peft_config
 
-        base: str | None = peft_config(Adapter(config=adapter, is_trained=False)).config.base_model_name_or_path
+        base: str | None = peft_config(
+            Adapter(config=adapter, is_trained=False)
+        ).config.base_model_name_or_path
         return base
 
     def base(self) -> Path:
@@ -157,7 +225,9 @@ class AtStep(Command):
     def open_model(self, **given: Any) -> HFBlockModel:
         """Open the base with the run's options; what else is given goes to ``open_checkpoint``."""
         seed = 0 if self.saved is None else self.saved.seed
-        return self.model_options.opened(self.base(), seed=seed, base=self.model, is_trained=False, **given)
+        return self.model_options.opened(
+            self.base(), seed=seed, base=self.model, is_trained=False, **given
+        )
 
     def engine(
         self,
@@ -172,21 +242,36 @@ class AtStep(Command):
     ) -> Engine:
         """Build a runner whose weights are those of the step.
 
-        If most forwards have few tokens (None: many), the experts of a mixture are read when tokens are routed to them.
+        If most forwards have few tokens (None: many), the experts of a mixture are read when tokens
+        are routed to them.
         """
         from zo2adapters.trainers.methods import weights_at
         from zo2core import Engine, Journal, MemoryPolicy
 
-        journal = Journal() if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
-        step, replays = self._step(journal, tells=is_first(workers)), self.journal is not None and journal.is_replayable
+        journal = (
+            Journal()
+            if self.journal is None
+            else read_journal(self.journal, run=self.run_directory, step=self.at)
+        )
+        step, replays = (
+            self._step(journal, tells=is_first(workers)),
+            self.journal is not None and journal.is_replayable,
+        )
         if self.verify_base:
             _verify(model, journal, self.journal)
         reads_itself = shared is None and self.resources.device == "cpu" and not replays
         experts = model.route(tokens) if tokens is not None and reads_itself else None
         room = activation_bytes + (0 if experts is None else experts.buffer_bytes)
-        limits: Any = {"host": self.resources.memory, "device": self.resources.device_memory} if shared is None else {}
+        limits: Any = (
+            {"host": self.resources.memory, "device": self.resources.device_memory}
+            if shared is None
+            else {}
+        )
         given: Any = {"memory": MemoryPolicy(**limits, activations=room), "shared": shared}
-        given |= {"device": local_device(self.resources.device, workers), "trace": worker_trace(trace, workers)}
+        given |= {
+            "device": local_device(self.resources.device, workers),
+            "trace": worker_trace(trace, workers),
+        }
         if self.journal is not None:
             if not replays:
                 self._require_snapshots_of(model, journal, workers)
@@ -197,22 +282,28 @@ class AtStep(Command):
         return engine
 
     def _step(self, journal: Journal, *, tells: bool) -> int:
-        """The step whose weights are taken: the given one, else that of the model that the run exports.
+        """The step whose weights are taken: the given one, else that of the model that the run
+        exports.
 
-        It is the step of the best evaluation if the run keeps the best, otherwise the last step. A first-order run that was
-        stopped has no weights of its last step, but those of its last snapshot.
+        It is the step of the best evaluation if the run keeps the best, otherwise the last step. A
+        first-order run that was stopped has no weights of its last step, but those of its last
+        snapshot.
         """
         from zo2core.checkpoint.snapshots import Snapshots
 
         step, reason, last, run = self.at, "", journal.version, self.run_directory
         if step is not None:
             if step and self.journal is None:
-                raise without_effect("at", shown(step), "none without --run or --journal, whose steps it names")
+                raise without_effect(
+                    "at", shown(step), "none without --run or --journal, whose steps it names"
+                )
             require_whole("at", step, 0, last, otherwise=", the steps of the run")
             return step
         if run is None or self.saved is None:
             return last
-        evaluations = {step: results for step, results in journal.evaluations.items() if step <= last}
+        evaluations = {
+            step: results for step, results in journal.evaluations.items() if step <= last
+        }
         if (step := best_step(evaluations) if self.saved.keep_best else None) is not None:
             reason = f"best of {counted(len(evaluations), 'evaluation')}"
         elif not journal.is_replayable:
@@ -223,23 +314,32 @@ class AtStep(Command):
             print(f"{run}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
         return last if step is None else step
 
-    def _require_snapshots_of(self, model: HFBlockModel, journal: Journal, workers: Workers | None) -> None:
+    def _require_snapshots_of(
+        self, model: HFBlockModel, journal: Journal, workers: Workers | None
+    ) -> None:
         """Refuse a first-order run on another base, or several workers."""
         assert self.journal is not None, "the journal was read from there"
         assert journal.header is not None, "read_journal refuses a journal without a header"
         if workers is not None:
             found = "a run of first-order steps under torchrun"
-            raise OptionError("run_directory", found, "one process", "start the command without torchrun")
+            raise OptionError(
+                "run_directory", found, "one process", "start the command without torchrun"
+            )
         base, own = str(journal.header["base"]), model.weights.fingerprint
         if base != own:
-            found, expected = f"a run on the base {base[:12]}", f"a run on {own[:12]}, the base of this command"
+            found, expected = (
+                f"a run on the base {base[:12]}",
+                f"a run on {own[:12]}, the base of this command",
+            )
             raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
     """Compare the whole base with the digests in a journal."""
     if path is None:
-        raise without_effect("verify_base", "no journal", "--run or --journal, which has the digests")
+        raise without_effect(
+            "verify_base", "no journal", "--run or --journal, which has the digests"
+        )
     missing = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
     if missing:
         found = f"no digest for {len(missing)} of {len(model.layouts)} segments of the base"

@@ -1,11 +1,12 @@
 """``zo2 demo``: a small model is pre-trained, then fine-tuned with zeroth-order steps alone.
 
-Nothing is downloaded. The text is the source of Python's standard library. Part of it pre-trains a small Llama with
-first-order steps; held-out files give the task. The two phases are measured separately. Zeroth-order steps learn little from
-scratch: pre-training makes the features that tell a docstring from code, and MeZO only has to connect them with the answer.
+Nothing is downloaded. The text is the source of Python's standard library. Part of it pre-trains a
+small Llama with first-order steps; held-out files give the task. The two phases are measured
+separately. Zeroth-order steps learn little from scratch: pre-training makes the features that tell
+a docstring from code, and MeZO only has to connect them with the answer.
 
-The task: is this line text of a docstring, or code? The question has a form that does not occur in pre-training, and its
-answers are letters without a prior meaning.
+The task: is this line text of a docstring, or code? The question has a form that does not occur in
+pre-training, and its answers are letters without a prior meaning.
 """
 
 from __future__ import annotations
@@ -46,16 +47,28 @@ if TYPE_CHECKING:
 
 
 PAD = "<pad>"
-LABELS = (" a", " b")  # docstring text, code; letters without a meaning, so that an untrained model guesses
+# docstring text, code; letters without a meaning, so that an untrained model guesses
+LABELS = (" a", " b")
 QUESTION = "\nKind:"  # follows the line; it does not occur in pre-training
 
 _LENGTHS = range(20, 61)  # characters of a line
-_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
+_SKIPPED = {
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes and hyperparameters of the demo; with the defaults it takes about two minutes on two cores."""
+    """Sizes and hyperparameters of the demo; with the defaults it takes about two minutes on two
+    cores.
+    """
 
     vocabulary: int = 1024  # tokens, at least 257
     hidden: int = 96  # width of the residual stream
@@ -71,8 +84,11 @@ class Recipe:
     pairs_per_file: int = 8  # most row pairs from one source file, so that no file dominates
     steps: int = 3000  # zeroth-order steps
     batching: Batching = field(default_factory=lambda: Batching(batch_size=16))
-    # Twice this learning rate diverges. A zeroth-order step moves every weight, so the limit falls as their number grows.
-    optimization: Optimization = field(default_factory=lambda: Optimization(lr=3e-4, zo_eps=1e-3, decay=Decay.LINEAR))
+    # Twice this learning rate diverges. A zeroth-order step moves every weight, so the limit falls
+    # as their number grows.
+    optimization: Optimization = field(
+        default_factory=lambda: Optimization(lr=3e-4, zo_eps=1e-3, decay=Decay.LINEAR)
+    )
 
 
 RECIPE = Recipe()
@@ -80,7 +96,9 @@ RECIPE = Recipe()
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command):
-    """Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it learned."""
+    """Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it
+    learned.
+    """
 
     keep: Path | None = None
     """Directory that keeps model, data and run; by default they are removed at the end."""
@@ -93,7 +111,11 @@ class Demo(Command):
 
         if self.keep is not None:
             require_unused(self.keep)
-        with nullcontext(self.keep) if self.keep else tempfile.TemporaryDirectory(prefix="zo2-demo-") as directory:
+        with (
+            nullcontext(self.keep)
+            if self.keep
+            else tempfile.TemporaryDirectory(prefix="zo2-demo-") as directory
+        ):
             run_demo(Path(directory), seed=self.seed)
 
 
@@ -104,22 +126,32 @@ class TaskScore(NamedTuple):
     loss: float  # mean loss over the tokens of the right completions, in nats
 
 
-def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> tuple[TaskScore, TaskScore]:
+def run_demo(
+    directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False
+) -> tuple[TaskScore, TaskScore]:
     """Make a model, fine-tune it with zeroth-order steps alone, and print what it learned."""
     from zo2adapters.trainers.trainer import Trainer
 
     task = prepare(directory, seed=seed, recipe=recipe, quiet=quiet)
     losses, output = task.pretraining_losses, directory / "run"
     print(
-        f"model: Llama, {task.parameters:,} parameters, made from {recipe.characters / 1e6:.1f} MB of Python's own source\n"
-        f"  first-order pre-training: {len(losses)} steps of AdamW, loss {losses[0]:.2f} -> {fmean(losses[-20:]):.2f}, "
+        f"model: Llama, {task.parameters:,} parameters, made from {recipe.characters / 1e6:.1f} "
+        "MB of Python's own source\n"
+        f"  first-order pre-training: {len(losses)} steps of AdamW, loss {losses[0]:.2f} -> "
+        f"{fmean(losses[-20:]):.2f}, "
         f"{task.pretraining_seconds:.0f} s\n"
-        "task: is a line docstring text (a) or code (b)? The question is new to the model, and the lines come from files\n"
-        f"  that pre-training did not see: {recipe.training_rows} rows to train on, {recipe.evaluation_rows} to evaluate on",
+        "task: is a line docstring text (a) or code (b)? The question is new to the model, and "
+        "the lines come from files\n"
+        f"  that pre-training did not see: {recipe.training_rows} rows to train on, "
+        f"{recipe.evaluation_rows} to evaluate on",
         flush=True,
     )
     given: Any = {name: getattr(recipe, name) for name in ("steps", "batching", "optimization")}
-    given |= {"evaluation": task.evaluation, "evaluate_every": max(recipe.steps // 5, 1), "seed": seed}
+    given |= {
+        "evaluation": task.evaluation,
+        "evaluate_every": max(recipe.steps // 5, 1),
+        "seed": seed,
+    }
     options = TrainOptions(model=str(task.model), data=task.train, output=output, **given)
     accuracies = [accuracy(task.model, task.evaluation, task.labels)]
     with Trainer(options, quiet=quiet) as trainer:
@@ -127,15 +159,19 @@ def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool
     accuracies.append(accuracy(output / MODEL, task.evaluation, task.labels))
     records = read_rows(output / METRICS)
     evaluated = [record["evaluation_loss"] for record in records if "evaluation_loss" in record]
-    before, after = (TaskScore(*score) for score in zip(accuracies, (evaluated[0], evaluated[-1]), strict=True))
+    before, after = (
+        TaskScore(*score) for score in zip(accuracies, (evaluated[0], evaluated[-1]), strict=True)
+    )
     steps = [record for record in records if "tokens" in record]
     seconds, tokens = (sum(record[key] for record in steps) for key in ("seconds", "tokens"))
     print(
-        f"zeroth-order fine-tuning: {len(steps)} steps of two forwards each, no gradient, {seconds:.0f} s\n"
+        f"zeroth-order fine-tuning: {len(steps)} steps of two forwards each, no gradient, "
+        f"{seconds:.0f} s\n"
         f"  before  accuracy {before.accuracy:6.1%}  loss {before.loss:.3f}\n"
         f"  after   accuracy {after.accuracy:6.1%}  loss {after.loss:.3f}\n"
         f"  speed   {len(steps) / seconds:.1f} steps/s, {tokens / seconds:.0f} tokens/s\n"
-        f"  memory  {max(record['rss_bytes'] for record in steps) / 1e6:.0f} MB at most, of the whole process\n"
+        f"  memory  {max(record['rss_bytes'] for record in steps) / 1e6:.0f} MB at most, of the "
+        "whole process\n"
         "next, on a model of your own:\n"
         "  zo2 init --model DIR --data FILE\n"
         "  zo2 train recipe.yaml",
@@ -172,7 +208,9 @@ class DemoTask:
     pretraining_seconds: float
 
 
-def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> DemoTask:
+def prepare(
+    directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False
+) -> DemoTask:
     """Make a base model, and a task held out from its pre-training."""
     import torch
 
@@ -206,13 +244,19 @@ def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool 
 
 
 def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE without an EOS token: an answer is one token, and the loss of a row is that token's."""
+    """Train a byte-level BPE without an EOS token: an answer is one token, and the loss of a row is
+    that token's.
+    """
     from transformers import PreTrainedTokenizerFast
 
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocabulary, min_frequency=0, special_tokens=[PAD], show_progress=False)
+    trained.train_from_iterator(
+        texts, vocabulary, min_frequency=0, special_tokens=[PAD], show_progress=False
+    )
     # transformers does not type this constructor.
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained.to_str()), pad_token=PAD)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(trained.to_str()), pad_token=PAD
+    )  # type: ignore[no-untyped-call]
 
 
 def _random_model(vocabulary: int, recipe: Recipe, seed: int) -> LlamaForCausalLM:
@@ -231,25 +275,43 @@ def _random_model(vocabulary: int, recipe: Recipe, seed: int) -> LlamaForCausalL
         eos_token_id=None,
         pad_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights from the global generator
+    with torch.random.fork_rng(devices=[]):
+        # transformers draws initial weights from the global generator
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:  # norms stay at one; the embedding is also the head, where 0.02 gives even odds at first
+        if parameter.dim() == 2:
+            # norms stay at one; the embedding is also the head, where 0.02 gives even odds at first
             scale = 0.02 if name == "model.embed_tokens.weight" else parameter.shape[1] ** -0.5
             torch.nn.init.normal_(parameter, 0.0, scale, generator=generator)
     return model
 
 
-def _pretrain(model: LlamaForCausalLM, ids: torch.Tensor, recipe: Recipe, *, seed: int, quiet: bool) -> tuple[float, ...]:
-    """Take first-order steps on random windows of the tokens, shape (tokens,). Returns the loss of each step."""
+def _pretrain(
+    model: LlamaForCausalLM, ids: torch.Tensor, recipe: Recipe, *, seed: int, quiet: bool
+) -> tuple[float, ...]:
+    """Take first-order steps on random windows of the tokens, shape (tokens,).
+
+    Returns the loss of each step.
+    """
     import torch
 
     generator, steps = torch.Generator().manual_seed(seed), recipe.pretraining_steps
-    lr = LearningRate(peak=recipe.pretraining_lr, decay=Decay.COSINE, warmup_steps=steps // 20, steps=steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.pretraining_lr, betas=(0.9, 0.95), weight_decay=0.01)
+    lr = LearningRate(
+        peak=recipe.pretraining_lr, decay=Decay.COSINE, warmup_steps=steps // 20, steps=steps
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.pretraining_lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
     losses: list[float] = []
-    for step in tqdm(range(steps), desc="pre-training", unit="step", disable=quiet, file=sys.stderr, dynamic_ncols=True):
+    for step in tqdm(
+        range(steps),
+        desc="pre-training",
+        unit="step",
+        disable=quiet,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ):
         optimizer.param_groups[0]["lr"] = lr(step)
         starts = torch.randint(len(ids) - recipe.window, (recipe.windows, 1), generator=generator)
         batch = ids[starts + torch.arange(recipe.window)]
@@ -263,13 +325,21 @@ def _pretrain(model: LlamaForCausalLM, ids: torch.Tensor, recipe: Recipe, *, see
 
 
 def source_texts(*, seed: int) -> Iterator[str]:
-    """Yield the standard library's source files, in an order that depends on the seed, without bytes that are not UTF-8."""
+    """Yield the standard library's source files, in an order that depends on the seed, without
+    bytes that are not UTF-8.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     names: list[str] = []
     for directory, children, files in os.walk(root):
-        children[:] = [child for child in children if child not in _SKIPPED]  # os.walk then skips the others
-        paths = [Path(directory, file) for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
-        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # leaves out dangling links
+        # os.walk then skips the others
+        children[:] = [child for child in children if child not in _SKIPPED]
+        paths = [
+            Path(directory, file)
+            for file in files
+            if file.endswith(".py") and not file.startswith("_sysconfigdata")
+        ]
+        # leaves out dangling links
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     order = Random(seed)  # noqa: S311 - the order of files is not a secret
     for name in sorted(sorted(names), key=lambda _: order.random()):
         yield (root / name).read_text(encoding="utf-8", errors="ignore")
@@ -288,14 +358,21 @@ def pretraining_texts(files: Iterator[str], characters: int) -> list[str]:
     return texts
 
 
-def question_rows(files: Iterator[str], wanted: int, *, pairs_per_file: int, known: str) -> list[dict[str, str]]:
+def question_rows(
+    files: Iterator[str], wanted: int, *, pairs_per_file: int, known: str
+) -> list[dict[str, str]]:
     """Make rows about lines that are not in a known text, equally many for each label."""
     rows: list[dict[str, str]] = []
     taken: set[str] = set()
     for text in files:
-        pairs = zip(*(_fresh(lines, taken, known) for lines in docstrings_and_code(text)), strict=False)
+        pairs = zip(
+            *(_fresh(lines, taken, known) for lines in docstrings_and_code(text)), strict=False
+        )
         for pair in islice(pairs, pairs_per_file):
-            rows += [{"prompt": line + QUESTION, "completion": label} for line, label in zip(pair, LABELS, strict=True)]
+            rows += [
+                {"prompt": line + QUESTION, "completion": label}
+                for line, label in zip(pair, LABELS, strict=True)
+            ]
             taken.update(pair)
         if len(rows) >= wanted:
             return rows[:wanted]
@@ -316,7 +393,11 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
 
 
 def _fresh(lines: Sequence[str], taken: set[str], known: str) -> Iterator[str]:
-    return (line for line in dict.fromkeys(lines) if len(line) in _LENGTHS and line not in taken and line not in known)
+    return (
+        line
+        for line in dict.fromkeys(lines)
+        if len(line) in _LENGTHS and line not in taken and line not in known
+    )
 
 
 def docstrings_and_code(source: str) -> tuple[list[str], list[str]]:
@@ -326,7 +407,8 @@ def docstrings_and_code(source: str) -> tuple[list[str], list[str]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # about invalid escapes in strings
-            warnings.simplefilter("ignore", DeprecationWarning)  # about the same, before Python 3.12
+            # about the same, before Python 3.12
+            warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a template, for example
         return prose, code
@@ -336,10 +418,17 @@ def docstrings_and_code(source: str) -> tuple[list[str], list[str]]:
             text = node.value.value if isinstance(node.value.value, str) else ""
             prose += [line.strip() for line in text.splitlines() if line.strip()[:1].isalpha()]
         elif isinstance(node, ast.stmt) and node.lineno == node.end_lineno:
-            code.append(lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode())
+            code.append(
+                lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
+            )
     return prose, code
 
 
 def _too_little(found: str, expected: str) -> DataError:
     remedy = "use a Python installation that includes the source of its standard library"
-    return DataError(sysconfig.get_path("stdlib"), f"{found} in the source files of the standard library", expected, remedy)
+    return DataError(
+        sysconfig.get_path("stdlib"),
+        f"{found} in the source files of the standard library",
+        expected,
+        remedy,
+    )

@@ -1,4 +1,5 @@
-"""``zo2 evaluate``: measures of a model on rows; ``zo2 rows``: the rows of benchmarks, by which ``zo2 train`` scores.
+"""``zo2 evaluate``: measures of a model on rows; ``zo2 rows``: the rows of benchmarks, by which
+``zo2 train`` scores.
 
 What is measured is the loss, the accuracy of rows with candidates, or F1 of rows with answers.
 """
@@ -19,7 +20,13 @@ from zo2adapters.commands.options import Command, Written, text_table
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.metrics import SharedSweeps, progress_bar, sweep_bars
 from zo2adapters.trainers.option_table import require_valid
-from zo2adapters.trainers.options import Batching, Resources, RunModelOptions, RunOptions, precision_of_run
+from zo2adapters.trainers.options import (
+    Batching,
+    Resources,
+    RunModelOptions,
+    RunOptions,
+    precision_of_run,
+)
 from zo2adapters.trainers.process import WorkerOptions, is_first, torchrun_rank
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
 from zo2core.errors import NonFiniteLossError, OptionError, without_effect
@@ -28,7 +35,9 @@ from zo2core.ranges import LARGEST, counted, parse_size, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.commands.train import Train
-    from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
+
+    # command lines are parsed without importing transformers
+    from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.tasks.rows import Rows
     from zo2adapters.tasks.task import Evaluated, Measure
     from zo2core import SharedBase, Workers
@@ -43,39 +52,61 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
     needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.objectives")
-    first_options: ClassVar = "run_directory model adapter data at beside_base others batch_size max_new_tokens memory"
+    first_options: ClassVar = (
+        "run_directory model adapter data at beside_base others batch_size max_new_tokens memory"
+    )
 
     data: Path | None = None
-    """File of rows, as for zo2 train. They are those of training, or have prompt, candidates and answer, or prompt and
-    answers. A model with another --head takes rows with text and label. By default the rows that the run evaluated."""
+    """File of rows, as for zo2 train.
+
+    They are those of training, or have prompt, candidates and answer, or prompt and answers. A
+    model with another --head takes rows with text and label. By default the rows that the run
+    evaluated.
+    """
     beside_base: Annotated[bool, Written(name="base")] = True
     """Evaluate the base, too, and print both in a table, for a run or an adapter."""
     others: tuple[Path, ...] = ()
-    """Further runs, or directories with saved adapters, of the same base, to compare on the same rows. All share each pass
-    over the blocks if they only read the base: adapters, and runs with --rank."""
+    """Further runs, or directories with saved adapters, of the same base, to compare on the same
+    rows. All share each pass over the blocks if they only read the base: adapters, and runs with
+    --rank.
+    """
     rows: RowOptions = field(default_factory=RowOptions)
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
-    """Most tokens that the model generates for a row with answers; each token takes a pass over the blocks."""
+    """Most tokens that the model generates for a row with answers; each token takes a pass over the
+    blocks.
+    """
     activation_memory: str | None = None
-    """Memory reserved for activations, such as 1GiB. The batches that fit in it share one pass over the blocks. By default
-    eight batches of the longest rows fit."""
+    """Memory reserved for activations, such as 1GiB.
+
+    The batches that fit in it share one pass over the blocks. By default eight batches of the
+    longest rows fit.
+    """
     trace: Path | None = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
 
     def run(self) -> None:
-        """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for rows with answers."""
+        """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for
+        rows with answers.
+        """
         with WorkerOptions().workers() as workers:
             self._with_options_of_run()._evaluate(workers)
 
     def _with_options_of_run(self) -> Evaluate:
-        """The command with the columns, template, labels and lengths of the run where none are given."""
+        """The command with the columns, template, labels and lengths of the run where none are
+        given.
+        """
         if self.saved is None:
             return self
         given = {option.name: getattr(self.rows, option.name) for option in fields(RowOptions)}
-        changes = {name: value for name, value in given.items() if value != getattr(RowOptions(), name)}
+        changes = {
+            name: value for name, value in given.items() if value != getattr(RowOptions(), name)
+        }
         length = self.batching.sequence_length or self.saved.batching.sequence_length
-        rows, batching = replace(self.saved.rows, **changes), replace(self.batching, sequence_length=length)
+        rows, batching = (
+            replace(self.saved.rows, **changes),
+            replace(self.batching, sequence_length=length),
+        )
         return replace(self, rows=rows, batching=batching)
 
     def _evaluate(self, workers: Workers | None) -> None:
@@ -94,25 +125,49 @@ class Evaluate(AtStep):
         for line in () if quiet else length_notices(rows):
             print(line, file=sys.stderr)
         others = at.named_others(self.others)
-        if self.beside_base and self.at != 0 and (at.journal is not None or at.model_options.adapter is not None):
+        if (
+            self.beside_base
+            and self.at != 0
+            and (at.journal is not None or at.model_options.adapter is not None)
+        ):
             others.insert(0, ("base", at.without_learning()))
-        (total, unit), size, micro_rows = units_of(rows), self.batching.batch_size, self.batching.micro_batch_size
+        (total, unit), size, micro_rows = (
+            units_of(rows),
+            self.batching.batch_size,
+            self.batching.micro_batch_size,
+        )
         if self.activation_memory is None:
             most, longest = self.batching.shape(size, rows.longest)
-            room = activation_bytes(model.config, most, longest, streams=BATCHES, micro_rows=micro_rows)
+            room = activation_bytes(
+                model.config, most, longest, streams=BATCHES, micro_rows=micro_rows
+            )
         else:
             room = parse_size(self.activation_memory, option="activation_memory")
-        given: Any = {"batch_size": size, "micro_batch_size": micro_rows, "pack": self.batching.pack}
+        given: Any = {
+            "batch_size": size,
+            "micro_batch_size": micro_rows,
+            "pack": self.batching.pack,
+        }
         options = TaskOptions(tokenizer=tokenizer, pad=pad_token_id(tokenizer), **given)
 
-        def evaluated(one: AtStep, its_model: HFBlockModel, shared: SharedBase | None) -> tuple[str, Evaluated]:
+        def evaluated(
+            one: AtStep, its_model: HFBlockModel, shared: SharedBase | None
+        ) -> tuple[str, Evaluated]:
             """What one model is, and its measures."""
             adapter, trace = one.model_options.adapter, self.trace if one is at else None
-            given: Any = {"workers": workers, "shared": shared, "micro_batch_size": micro_rows, "trace": trace}
+            given: Any = {
+                "workers": workers,
+                "shared": shared,
+                "micro_batch_size": micro_rows,
+                "trace": trace,
+            }
             with one.engine(its_model, activation_bytes=room, **given) as engine:
                 name = "base" if adapter is None else name_of(adapter)
                 name = name if one.journal is None else f"step {engine.version}"
-                with progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar, sweep_bars(engine, quiet=quiet):
+                with (
+                    progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar,
+                    sweep_bars(engine, quiet=quiet),
+                ):
                     progress = bar.update
                     if rows.format is not RowFormat.ANSWERS:  # whose tokens take a sweep each
                         sweeps = SharedSweeps(bar)
@@ -134,15 +189,24 @@ class Evaluate(AtStep):
         from zo2adapters.tasks.rows import RowReader, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
-        length, is_causal, saved = self.batching.length_for(model), at.model_options.head == "causal-lm", self.saved
+        length, is_causal, saved = (
+            self.batching.length_for(model),
+            at.model_options.head == "causal-lm",
+            self.saved,
+        )
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
-        reader = RowReader(tokenizer, length, self.rows, labelled_for, vocabulary=vocabulary_of(model.config))
+        reader = RowReader(
+            tokenizer, length, self.rows, labelled_for, vocabulary=vocabulary_of(model.config)
+        )
         if self.data is not None:
             options = self.rows
-            if is_causal and saved is not None and saved.data.exists():  # a run's labels are those of its training rows
+            if is_causal and saved is not None and saved.data.exists():
+                # a run's labels are those of its training rows
                 options = with_labels(options, saved.data)
-            rows: Rows | None = replace(reader, options=options, new_tokens=self.max_new_tokens).read(self.data)
+            rows: Rows | None = replace(
+                reader, options=options, new_tokens=self.max_new_tokens
+            ).read(self.data)
         elif saved is not None and saved.evaluates:
             reader = replace(reader, keeps_sources=bool(saved.rewards.reward))
             _, rows = reader.read_files(saved.data, saved.evaluation, saved.eval_split)
@@ -152,12 +216,16 @@ class Evaluate(AtStep):
         assert rows is not None, "the run evaluates"
         if rows.format is RowFormat.PREFERENCES:
             found = f"{self.data or 'the rows of the run'}, rows of preferences"
-            expected = "other rows: preferences are evaluated during training, against the base model"
+            expected = (
+                "other rows: preferences are evaluated during training, against the base model"
+            )
             raise OptionError("data", found, expected, "pass them to zo2 train as --evaluation")
         if saved is None or saved.rows.labels != self.rows.labels:
             self.rows.require_labelled(are_labelled=rows.are_labelled)
         if self.batching.pack and rows.format is not RowFormat.TEXT:
-            raise without_effect("pack", f"{self.data}, whose rows cannot be packed", "rows of text")
+            raise without_effect(
+                "pack", f"{self.data}, whose rows cannot be packed", "rows of text"
+            )
         return rows
 
 
@@ -177,10 +245,16 @@ def _table(columns: Sequence[tuple[str, Evaluated]]) -> str:
         for measure in measures:
             error = measure.standard_error
             value = _value(measure, measure.value)
-            cells[-1].append(value if error is None else f"{value} \N{PLUS-MINUS SIGN} {_value(measure, error)}")
+            cells[-1].append(
+                value if error is None else f"{value} \N{PLUS-MINUS SIGN} {_value(measure, error)}"
+            )
     has_errors = any(measure.standard_error is not None for measure in columns[-1][1].measures)
     return "\n".join(
-        [text_table(cells), columns[-1][1].size + ("; \N{PLUS-MINUS SIGN} is the standard error" if has_errors else "")]
+        [
+            text_table(cells),
+            columns[-1][1].size
+            + ("; \N{PLUS-MINUS SIGN} is the standard error" if has_errors else ""),
+        ]
     )
 
 
@@ -195,33 +269,47 @@ def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) ->
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:
         require_finite_base(model, at.base())
-        remedy = "evaluate an earlier step with --at, or in a wider --dtype: the base's weights are finite"
-        raise NonFiniteLossError("evaluation", f"a loss or log-likelihood of {not_finite[0]}", "finite numbers", remedy)
+        remedy = (
+            "evaluate an earlier step with --at, or in a wider --dtype: the base's weights are "
+            "finite"
+        )
+        raise NonFiniteLossError(
+            "evaluation", f"a loss or log-likelihood of {not_finite[0]}", "finite numbers", remedy
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteRows(Command):
-    """Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments."""
+    """Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's
+    experiments.
+    """
 
     needs: ClassVar = ("zo2adapters.tasks.benchmarks",)
 
     task: str
-    """Name of the benchmark: boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande,
-    wnli or wsc."""
+    """Name of the benchmark: boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad,
+    sst2, wic, winogrande, wnli or wsc.
+    """
     output: Path
     """Directory for train.jsonl, dev.jsonl and test.jsonl. It must not exist, or be empty."""
     data: Path | None = None
-    """Directory with train.jsonl and validation.jsonl (or val, dev, valid), in the benchmark's own format or that of the
-    package datasets. By default datasets fetches the rows from the Hugging Face hub."""
+    """Directory with train.jsonl and validation.jsonl (or val, dev, valid), in the benchmark's own
+    format or that of the package datasets. By default datasets fetches the rows from the Hugging
+    Face hub.
+    """
     train_rows: int = 1000
     """Most rows to train on."""
     dev_rows: int = 500
-    """Most rows to choose the best step with. They are other rows of the training file, at most a quarter of a small one."""
+    """Most rows to choose the best step with.
+
+    They are other rows of the training file, at most a quarter of a small one.
+    """
     test_rows: int = 1000
     """Most rows to test on, taken from the held-out file."""
     shots: int | None = None
-    """Number of training rows with answers that precede each test row in another file, in-context.jsonl. By default that
-    file is not written."""
+    """Number of training rows with answers that precede each test row in another file,
+    in-context.jsonl. By default that file is not written.
+    """
     seed: int = 0
     """Seed with which rows are sampled."""
 
@@ -238,7 +326,9 @@ class WriteRows(Command):
 
     def print_summary(self, files: Mapping[str, bytes]) -> None:
         """Print the directory of the files, and how many rows each has."""
-        counts = ", ".join(f"{counted(content.count(NEWLINE), 'row')} in {name}" for name, content in files.items())
+        counts = ", ".join(
+            f"{counted(content.count(NEWLINE), 'row')} in {name}" for name, content in files.items()
+        )
         print(f"{self.output}: {counts}")
 
     def files(self) -> dict[str, bytes]:
@@ -254,7 +344,8 @@ class WriteRows(Command):
         if self.shots is not None:
             named["in-context"] = with_demonstrations(named["test"], named["train"], self.shots)
         lines = {
-            name: [json.dumps(row, ensure_ascii=False).encode() + NEWLINE for row in rows] for name, rows in named.items()
+            name: [json.dumps(row, ensure_ascii=False).encode() + NEWLINE for row in rows]
+            for name, rows in named.items()
         }
         return {f"{name}.jsonl": b"".join(of_file) for name, of_file in lines.items()}
 
@@ -262,8 +353,8 @@ class WriteRows(Command):
 def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     """Write the benchmark's rows, score the model, train it, and score the result.
 
-    The rows are in a directory with the run's name and the suffix ``.rows``. Rows left by a process that was killed before
-    the run started are reused if they are the same.
+    The rows are in a directory with the run's name and the suffix ``.rows``. Rows left by a process
+    that was killed before the run started are reused if they are the same.
     """
     model, output, task = command.model, command.output, command.task
     assert model is not None
@@ -271,17 +362,23 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     assert task is not None
     rows = output.with_name(f"{output.name}.rows")
     require_new(output)
-    writer = WriteRows(task=task, output=rows, data=command.data, shots=command.shots, seed=command.seed)
+    writer = WriteRows(
+        task=task, output=rows, data=command.data, shots=command.shots, seed=command.seed
+    )
     files = writer.files() if rows.is_dir() else {}
     is_there = bool(files) and {path.name for path in rows.iterdir()} == files.keys()
-    if is_there := is_there and all(read_regular(rows / name) == content for name, content in files.items()):
+    if is_there := is_there and all(
+        read_regular(rows / name) == content for name, content in files.items()
+    ):
         writer.print_summary(files)
     else:
         writer.run()
     try:
         _score(command, model, rows / "test.jsonl", "zero-shot")
         if command.shots is not None:
-            _score(command, model, rows / "in-context.jsonl", f"with {command.shots} demonstrations")
+            _score(
+                command, model, rows / "in-context.jsonl", f"with {command.shots} demonstrations"
+            )
         train(rows / "train.jsonl", rows / "dev.jsonl")
     except BaseException:  # raised again
         if not is_there and not (output / OPTIONS).exists():
@@ -292,19 +389,32 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
 
 def require_consistent(task: str, options: RunOptions) -> None:
     """Refuse options that cannot be combined with a benchmark."""
-    model_options, chosen = options.model_options, "because the task has its own rows to choose the best step with"
+    model_options, chosen = (
+        options.model_options,
+        "because the task has its own rows to choose the best step with",
+    )
     for option, found, why in (
         ("evaluation", options.evaluation, chosen),
         ("eval_split", options.eval_split, chosen),
-        ("head", model_options.head if options.takes_labels else None, "because the rows have candidates"),
+        (
+            "head",
+            model_options.head if options.takes_labels else None,
+            "because the rows have candidates",
+        ),
         ("beta", options.beta, "because the rows have candidates, not preferences"),
-        (model_options.adapter_option, model_options.adapter_name, "because an adapter trains on rows of zo2 rows"),
+        (
+            model_options.adapter_option,
+            model_options.adapter_name,
+            "because an adapter trains on rows of zo2 rows",
+        ),
     ):
         if found is not None:
             raise OptionError(option, f"{found} with --task", f"none, {why}", "leave it out")
     if torchrun_rank() is not None:
         remedy = "write them with zo2 rows, and pass them as --data"
-        raise OptionError("task", f"{task} under torchrun", "rows that exist when the workers start", remedy)
+        raise OptionError(
+            "task", f"{task} under torchrun", "rows that exist when the workers start", remedy
+        )
 
 
 def _score(command: Train, model: str, rows: Path, name: str) -> None:
@@ -312,9 +422,21 @@ def _score(command: Train, model: str, rows: Path, name: str) -> None:
     storage, model_options = command.storage, command.model_options
     exported = model != command.model
     exact = command.optimization.exact_mezo or command.optimization.rank is not None
-    precision = precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu")
+    precision = precision_of_run(
+        model_options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"
+    )
     dtype = "auto" if exported or model_options.precision == "mixed" else model_options.dtype
-    opening = RunModelOptions(architecture=model_options.architecture, dtype=dtype, precision=precision)
-    resources = Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory)
+    opening = RunModelOptions(
+        architecture=model_options.architecture, dtype=dtype, precision=precision
+    )
+    resources = Resources(
+        memory=storage.memory, device=storage.device, device_memory=storage.device_memory
+    )
     print(f"{name}: ", end="", flush=True)
-    Evaluate(model=model, data=rows, batching=command.batching, model_options=opening, resources=resources).run()
+    Evaluate(
+        model=model,
+        data=rows,
+        batching=command.batching,
+        model_options=opening,
+        resources=resources,
+    ).run()

@@ -1,4 +1,6 @@
-"""``zo2 export``, ``merge``, ``convert`` and ``push``: write a model in another form, or upload it."""
+"""``zo2 export``, ``merge``, ``convert`` and ``push``: write a model in another form, or
+upload it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no 
 
 @dataclass(frozen=True, kw_only=True)
 class WritesDirectory(AtStep):
-    """A command that writes the model of a step into a directory, which appears complete or not at all."""
+    """A command that writes the model of a step into a directory, which appears complete or not at
+    all.
+    """
 
     output: Path
     """Directory to write; it must not exist, or be empty."""
@@ -38,7 +42,12 @@ class WritesDirectory(AtStep):
         if self.output.suffix.lower() in _FILES:
             name = self.output.with_suffix("")
             remedy = f"pass --output {name}; for a GGUF file in it, zo2 export with --format gguf"
-            raise OutputError(self.output, "the name of a file", "a directory, which gets the model's files", remedy)
+            raise OutputError(
+                self.output,
+                "the name of a file",
+                "a directory, which gets the model's files",
+                remedy,
+            )
         self._write(self.resolved())
 
     def _write(self, at: AtStep) -> None:
@@ -52,9 +61,17 @@ class WritesDirectory(AtStep):
 
         with closing(Journal(at.journal)) as journal:
             given: Any = {"version": engine.version, "head": at.model_options.head, **kind}
-            return files_of_run(journal, base=str(at.model), options=self.saved, rows=rows_of_run(self.saved), **given)
+            return files_of_run(
+                journal,
+                base=str(at.model),
+                options=self.saved,
+                rows=rows_of_run(self.saved),
+                **given,
+            )
 
-    def _export(self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]) -> None:
+    def _export(
+        self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]
+    ) -> None:
         """Export the engine's model, with a bar."""
         with export_bar(model, type(self).__name__.lower()) as progress:
             engine.export(self.output, files=files, progress=progress)
@@ -72,22 +89,30 @@ class WritesDirectory(AtStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(WritesDirectory):
-    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout or as a GGUF file."""
+    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout
+    or as a GGUF file.
+    """
 
-    first_options: ClassVar = "run_directory output at format gguf_type output_dtype as_adapter model adapter memory"
+    first_options: ClassVar = (
+        "run_directory output at format gguf_type output_dtype as_adapter model adapter memory"
+    )
 
     output_dtype: DtypeName = "auto"
-    """Dtype in which weights are written. auto is the dtype in which the run stores them or, in mixed precision, the
-    base's."""
+    """Dtype in which weights are written. auto is the dtype in which the run stores them or, in
+    mixed precision, the base's.
+    """
     format: Literal["huggingface", "gguf"] = "huggingface"
-    """huggingface is a directory that from_pretrained loads. gguf is a directory with a GGUF file for llama.cpp, into
-    which a run's adapter is merged, and a Modelfile for ollama."""
+    """huggingface is a directory that from_pretrained loads. gguf is a directory with a GGUF file
+    for llama.cpp, into which a run's adapter is merged, and a Modelfile for ollama.
+    """
     gguf_type: Literal["auto", "F32", "F16", "BF16", "Q8_0"] = "auto"
-    """Type of the matrices in a GGUF file; vectors are F32. auto is the dtype in which the run stores weights, or decodes
-    them."""
+    """Type of the matrices in a GGUF file; vectors are F32. auto is the dtype in which the run
+    stores weights, or decodes them.
+    """
     as_adapter: bool = False
-    """Write a LoRA adapter instead of a whole model: of a run with --rank in peft's format, with --format gguf llama.cpp's
-    form of the run's adapter."""
+    """Write a LoRA adapter instead of a whole model: of a run with --rank in peft's format, with
+    --format gguf llama.cpp's form of the run's adapter.
+    """
 
     def check(self) -> None:
         """Refuse options of the other format."""
@@ -117,11 +142,20 @@ class Export(WritesDirectory):
             raise OptionError("as_adapter", found, expected, "leave it out")
         model = at.open_model(export_dtype=self.output_dtype)
         merges = has_adapter and is_gguf_file and not self.as_adapter
-        with at.engine(model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES) as engine:
-            files = self._files(at, engine, is_adapter=is_adapter, is_merged=merges, is_gguf_file=is_gguf_file)
+        with at.engine(
+            model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES
+        ) as engine:
+            files = self._files(
+                at, engine, is_adapter=is_adapter, is_merged=merges, is_gguf_file=is_gguf_file
+            )
             if is_gguf_file:
                 template = None if self.saved is None else template_of_rows(self.saved.rows)
-                given: Any = {"base": at.base(), "kind": self.gguf_type, "as_adapter": self.as_adapter, "files": files}
+                given: Any = {
+                    "base": at.base(),
+                    "kind": self.gguf_type,
+                    "as_adapter": self.as_adapter,
+                    "files": files,
+                }
                 given["template"] = template or template_of_chats(load_tokenizer(at.base()))
                 export_gguf(engine, model, self.output, tokenizer=load_tokenizer, **given)
             elif self.as_adapter:
@@ -133,7 +167,9 @@ class Export(WritesDirectory):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(WritesDirectory):
-    """Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time."""
+    """Write the base with an adapter, or with what a run has learned, merged into its weights, one
+    block at a time.
+    """
 
     first_options: ClassVar = "run_directory model adapter output at memory"
 
@@ -153,12 +189,16 @@ class Merge(WritesDirectory):
             if at.journal is None:
                 assert adapter is not None, "one of the two was required"
                 digest = file_sha256(adapter / WEIGHTS_FILE)
-                files = {CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)}
+                files = {
+                    CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)
+                }
             else:
                 files = self._files(at, engine, is_merged=isinstance(model, PeftBlockModel))
             if isinstance(model, PeftBlockModel):
                 specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
-                total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
+                total = sum(
+                    spec.nbytes for spec in specs if spec.name not in model.exported_parameters
+                )
                 with progress_bar(total=total, unit="B", desc="merge") as bar:
                     export_merged(engine, model, self.output, files=files, progress=bar.update)
             else:
@@ -168,7 +208,9 @@ class Merge(WritesDirectory):
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Command):
-    """Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model."""
+    """Convert pickled .bin shards to safetensors, one at a time and without running code in them,
+    or quantise a model.
+    """
 
     needs: ClassVar = ("zo2adapters.models.conversion",)
 
@@ -177,8 +219,10 @@ class Convert(Command):
     output: Path
     """Directory to write; it must not exist, or be empty."""
     quantize: Literal["int8", "nf4", "fp8"] | None = None
-    """Format in which the layers' linear weights are stored. Such a model is trained with --rank or an adapter;
-    its own weights do not change."""
+    """Format in which the layers' linear weights are stored.
+
+    Such a model is trained with --rank or an adapter; its own weights do not change.
+    """
 
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""
@@ -194,17 +238,44 @@ class Convert(Command):
                 bar.total = total
                 bar.update(done - bar.n)
 
-            before, after, left = quantize(self.model, self.output, self.quantize, progress=progress)
-        print(f"{self.output}: the model in {self.quantize}, {shown_bytes(after)}; it was {shown_bytes(before)}")
+            before, after, left = quantize(
+                self.model, self.output, self.quantize, progress=progress
+            )
+        print(
+            f"{self.output}: the model in {self.quantize}, {shown_bytes(after)}; it was "
+            f"{shown_bytes(before)}"
+        )
         if left:
-            nbytes, largest = sum(spec.nbytes for spec in left), max(left, key=lambda spec: spec.numel)
-            words = f"{len(left)} of the layers' matrices, {shown_bytes(nbytes)}, such as {largest.name}"
+            nbytes, largest = (
+                sum(spec.nbytes for spec in left),
+                max(left, key=lambda spec: spec.numel),
+            )
+            words = (
+                f"{len(left)} of the layers' matrices, {shown_bytes(nbytes)}, such as "
+                f"{largest.name}"
+            )
             print(f"not in {self.quantize}: {words}; only linear layers and experts are encoded")
 
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "model.gguf", "adapter.gguf")
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "model.gguf",
+    "adapter.gguf",
+)
 _CONFIGS = ("config.json", "adapter_config.json", "Modelfile")
-_UPLOADED = ("*.safetensors", "*.gguf", "Modelfile", "*.json", "*.txt", "*.model", "*.jinja", "README.md")  # of an export
+# of an export
+_UPLOADED = (
+    "*.safetensors",
+    "*.gguf",
+    "Modelfile",
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "README.md",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,18 +293,33 @@ class Push(Command):
         """Upload the directory, and print its address."""
         exported = self._exported()
         if re.fullmatch(r"[\w.-]+/[\w.-]+", self.to) is None:
-            raise OptionError("to", repr(self.to), "a name such as user/name", "pass the name of a repository")
+            raise OptionError(
+                "to", repr(self.to), "a name such as user/name", "pass the name of a repository"
+            )
         import huggingface_hub
 
         hub = huggingface_hub.HfApi()
         # The Modelfile of an adapter names the base by its path on this machine.
-        names = [name for name in _UPLOADED if name != "Modelfile" or not (exported / "adapter.gguf").exists()]
-        given: Any = {"folder_path": exported, "allow_patterns": names, "commit_message": "Upload with zo2 push"}
+        names = [
+            name
+            for name in _UPLOADED
+            if name != "Modelfile" or not (exported / "adapter.gguf").exists()
+        ]
+        given: Any = {
+            "folder_path": exported,
+            "allow_patterns": names,
+            "commit_message": "Upload with zo2 push",
+        }
         try:
             hub.create_repo(self.to, private=not self.public, exist_ok=True)
             hub.upload_folder(repo_id=self.to, **given)
-        except Exception as error:  # the hub, the network and the login fail with many kinds of errors
-            found = f"{self.to}, which the hub refuses ({type(error).__name__}: {error})".splitlines()[0][:300]
+        except Exception as error:
+            # the hub, the network and the login fail with many kinds of errors
+            found = (
+                f"{self.to}, which the hub refuses ({type(error).__name__}: {error})".splitlines()[
+                    0
+                ][:300]
+            )
             remedy = "check the name and the network, and log in with hf auth login"
             raise OptionError("to", found, "a repository that you may write to", remedy) from error
         print(f"https://huggingface.co/{self.to}")
@@ -244,7 +330,15 @@ class Push(Command):
         path = self.directory / MODEL if is_run else self.directory
         has = [any((path / name).is_file() for name in names) for names in (_WEIGHTS, _CONFIGS)]
         if not all(has):
-            found = f"no {' or '.join(_CONFIGS if has[0] else _WEIGHTS)}" if path.is_dir() else "no directory"
-            remedy = f"write it with zo2 export --run {self.directory}" if is_run else "pass a run, or what zo2 export wrote"
+            found = (
+                f"no {' or '.join(_CONFIGS if has[0] else _WEIGHTS)}"
+                if path.is_dir()
+                else "no directory"
+            )
+            remedy = (
+                f"write it with zo2 export --run {self.directory}"
+                if is_run
+                else "pass a run, or what zo2 export wrote"
+            )
             raise OptionError(path, found, "an exported model or adapter", remedy)
         return path

@@ -1,4 +1,6 @@
-"""``zo2 generate`` continues prompts, ``zo2 chat`` talks: with a model, its adapters or a run, or labels texts."""
+"""``zo2 generate`` continues prompts, ``zo2 chat`` talks: with a model, its adapters or a run, or
+labels texts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from zo2core import Engine, SharedBase
 _BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
 _MOST_LABELS = 12  # that a message lists
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last character needs another token
+# how a text ends whose last character needs another token
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +55,29 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(AtStep):
-    """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
+    """Continue prompts with a model, or a run at any of its steps.
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.methods")
-    first_options: ClassVar = "run_directory model adapter prompt at others max_new_tokens temperature top_p memory"
+    Slow: each token takes a pass over all blocks.
+    """
+
+    needs: ClassVar = (
+        "zo2adapters.models.checkpoint",
+        "zo2adapters.tasks.generation",
+        "zo2adapters.trainers.methods",
+    )
+    first_options: ClassVar = (
+        "run_directory model adapter prompt at others max_new_tokens temperature top_p memory"
+    )
 
     prompt: tuple[str, ...]
-    r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over the blocks."""
+    r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over
+    the blocks.
+    """
     others: tuple[Path, ...] = ()
-    """Further runs, or directories with saved adapters, of the same base, which continue the prompts, too. All share each
-    pass over the blocks if they only read the base: adapters, and runs with --rank."""
+    """Further runs, or directories with saved adapters, of the same base, which continue the
+    prompts, too. All share each pass over the blocks if they only read the base: adapters, and runs
+    with --rank.
+    """
     max_new_tokens: int = 32
     """Most tokens of a continuation."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -80,11 +96,15 @@ class Generate(AtStep):
         tokens = max(map(len, prompts)) + self.max_new_tokens
         chosen: Any = {"max_new_tokens": self.max_new_tokens, "sampling": sampling}
 
-        def continued(at: AtStep, model: HFBlockModel, shared: SharedBase | None) -> list[list[int]]:
+        def continued(
+            at: AtStep, model: HFBlockModel, shared: SharedBase | None
+        ) -> list[list[int]]:
             """The tokens with which one model continues each prompt."""
             room = _generation_bytes(model.config, len(prompts), tokens)
             with (
-                at.engine(model, activation_bytes=room, shared=shared, tokens=len(prompts)) as engine,
+                at.engine(
+                    model, activation_bytes=room, shared=shared, tokens=len(prompts)
+                ) as engine,
                 progress_bar(total=self.max_new_tokens, unit="token") as bar,
                 sweep_bars(engine),
             ):
@@ -92,21 +112,34 @@ class Generate(AtStep):
                 for step in _generated(engine, model, at, tokenizer, prompts, **chosen):
                     steps.append(step)
                     bar.update()
-            return [[token for token in column if token is not None] for column in zip(*steps, strict=True)]
+            return [
+                [token for token in column if token is not None]
+                for column in zip(*steps, strict=True)
+            ]
 
         title = name_of(self.run_directory or at.model_options.adapter or Path(str(at.model)))
         for name, found in at.with_others(model, at.named_others(self.others), continued).items():
             if self.others:
                 print(f"\n{name}:" if name else f"{title}:")
             for text, ids, new in zip(texts, prompts, found, strict=True):
-                whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
+                whole, prefix = (
+                    tokenizer.decode(tokens, skip_special_tokens=True)
+                    for tokens in ([*ids, *new], ids)
+                )
                 print(text + str(whole)[len(str(prefix)) :])
 
 
 def _generated(
-    engine: Engine, model: HFBlockModel, at: AtStep, tokenizer: Any, prompts: Sequence[Sequence[int]], **given: Any
+    engine: Engine,
+    model: HFBlockModel,
+    at: AtStep,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    **given: Any,
 ) -> Iterator[tuple[int | None, ...]]:
-    """The next token of each prompt, again and again; a model that is not finite is refused by name."""
+    """The next token of each prompt, again and again; a model that is not finite is refused by
+    name.
+    """
     from zo2adapters.models.checkpoint import end_token_ids
     from zo2adapters.tasks.generation import generate
     from zo2adapters.tasks.tokenizer import pad_token_id
@@ -116,12 +149,15 @@ def _generated(
     try:
         yield from generate(engine, model, prompts, eos_token_ids=ends, pad_token_id=pad, **given)
     except NonFiniteLossError:
-        require_finite_base(at.open_model(), at.base())  # also experts that were read outside the engine's segments
+        # also experts that were read outside the engine's segments
+        require_finite_base(at.open_model(), at.base())
         raise
 
 
 def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
-    """Bytes of keys, values and activations, for prompts of so many tokens with their continuations."""
+    """Bytes of keys, values and activations, for prompts of so many tokens with their
+    continuations.
+    """
     from zo2adapters.models.footprint import activation_bytes, cache_bytes
 
     return cache_bytes(config, rows, tokens) + activation_bytes(config, rows, tokens, streams=1)
@@ -129,26 +165,48 @@ def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Command):
-    """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
+    """Chat with a model, its adapters, or a run, in the terminal.
 
-    needs: ClassVar = ("zo2adapters.models.checkpoint", "zo2adapters.tasks.generation", "zo2adapters.trainers.methods")
-    first_options: ClassVar = "run_directory model adapters at max_new_tokens temperature top_p sequence_length memory"
+    Slow: each token takes a pass over all blocks.
+    """
+
+    needs: ClassVar = (
+        "zo2adapters.models.checkpoint",
+        "zo2adapters.tasks.generation",
+        "zo2adapters.trainers.methods",
+    )
+    first_options: ClassVar = (
+        "run_directory model adapters at max_new_tokens temperature top_p sequence_length memory"
+    )
 
     run_directory: Annotated[Path | None, POSITIONAL] = None
-    """Directory of a run, instead of --model. A run on rows with labels chooses a label for each line, and says how sure it
-    is."""
+    """Directory of a run, instead of --model.
+
+    A run on rows with labels chooses a label for each line, and says how sure it is.
+    """
     model: str | None = None
-    """The model: a directory, a GGUF file, or a hub id. By default the base that --adapter names."""
+    """The model: a directory, a GGUF file, or a hub id.
+
+    By default the base that --adapter names.
+    """
     adapters: Annotated[tuple[Path, ...], Written(name="adapter")] = ()
-    """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
-    or its run, and /adapter none to the model alone."""
+    """Saved peft adapters of the model.
+
+    The first one answers; /adapter NAME switches to another one, named as its directory or its run,
+    and /adapter none to the model alone.
+    """
     at: int | None = None
-    """Number of steps of the run that the weights include, by default as in zo2 export. /adapter none includes none."""
+    """Number of steps of the run that the weights include, by default as in zo2 export. /adapter
+    none includes none.
+    """
     max_new_tokens: int = 256
     """Most tokens of an answer."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     sequence_length: int | None = None
-    """Most tokens of a conversation with its answer. By default 1024, or the model's limit if that is lower."""
+    """Most tokens of a conversation with its answer.
+
+    By default 1024, or the model's limit if that is lower.
+    """
     model_options: ModelOptions = field(default_factory=ModelOptions)
     resources: Resources = field(default_factory=Resources)
 
@@ -166,26 +224,56 @@ class Chat(Command):
                 session.take(line)
 
     def _rows(self) -> RowOptions | None:
-        """The prompts and labels of the run, if a line is the only column of its prompts; None for conversations."""
+        """The prompts and labels of the run, if a line is the only column of its prompts; None for
+        conversations.
+        """
         from zo2adapters.trainers.model_card import rows_of_run
 
-        rows = rows_of_run(None if self.run_directory is None else RunDirectory.options(self.run_directory))
-        is_prompt = rows is not None and len(rows.prompt_columns) == 1 and (rows.labels or rows.prompt_template)
+        rows = rows_of_run(
+            None if self.run_directory is None else RunDirectory.options(self.run_directory)
+        )
+        is_prompt = (
+            rows is not None
+            and len(rows.prompt_columns) == 1
+            and (rows.labels or rows.prompt_template)
+        )
         return rows if is_prompt else None
 
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first."""
         if self.model is not None and (Path(self.model) / JOURNAL).is_file():
-            raise OptionError("model", f"{self.model}, the directory of a run", "a model", f"zo2 chat {self.model}")
+            raise OptionError(
+                "model",
+                f"{self.model}, the directory of a run",
+                "a model",
+                f"zo2 chat {self.model}",
+            )
         opening = RunModelOptions(**vars(self.model_options))
         if self.run_directory is None and (self.model is not None or self.adapters):
-            return self._adapted(AtStep(model=self.model, model_options=opening, resources=self.resources))
+            return self._adapted(
+                AtStep(model=self.model, model_options=opening, resources=self.resources)
+            )
         if self.run_directory is None or self.model is not None:
-            found = "no model and no run's directory" if self.model is None else "both --model and a run's directory"
-            raise OptionError("model", found, "either --model or a run's directory", "pass one of the two")
+            found = (
+                "no model and no run's directory"
+                if self.model is None
+                else "both --model and a run's directory"
+            )
+            raise OptionError(
+                "model", found, "either --model or a run's directory", "pass one of the two"
+            )
         if self.adapters:
-            raise without_effect("adapter", f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone")
-        run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, resources=self.resources)
+            raise without_effect(
+                "adapter",
+                f"{self.adapters[0]} with a run",
+                "--model with --adapter, or a run alone",
+            )
+        run = AtStep(
+            run_directory=self.run_directory,
+            at=self.at,
+            model_options=opening,
+            resources=self.resources,
+        )
         return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
 
     def _adapted(self, base: AtStep) -> dict[str, AtStep]:
@@ -195,16 +283,25 @@ class Chat(Command):
         names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
             remedy = "rename one of the directories, or pass links"
-            raise OptionError("adapter", f"the names {', '.join(names)}", f"different names, none of them {_BASE!r}", remedy)
+            raise OptionError(
+                "adapter",
+                f"the names {', '.join(names)}",
+                f"different names, none of them {_BASE!r}",
+                remedy,
+            )
         adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
-        variants = [replace(base, model_options=model_options).resolved() for model_options in adapted]
+        variants = [
+            replace(base, model_options=model_options).resolved() for model_options in adapted
+        ]
         if variants:  # an adapter may have named the base
             base = replace(base, model=variants[0].model)
         return {**dict(zip(names, variants, strict=True)), _BASE: base.resolved()}
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input that are not empty, after a mark in a terminal, where earlier lines can be taken up again."""
+    """Lines of standard input that are not empty, after a mark in a terminal, where earlier lines
+    can be taken up again.
+    """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with suppress(ImportError):  # not on every platform
@@ -224,7 +321,9 @@ def _lines() -> Iterator[str]:
 
 
 class _Stop:
-    """While an answer is written in a terminal, the first interrupt ends the answer, and the second one the command."""
+    """While an answer is written in a terminal, the first interrupt ends the answer, and the second
+    one the command.
+    """
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -248,28 +347,44 @@ class _Stop:
 class _Session:
     """Lines that one variant at a time answers, whose engine is open.
 
-    A conversation goes on when another variant answers. With a run's template each line is a prompt by itself. With a run's
-    labels a line gets one of these, compared as the run's evaluations compare them.
+    A conversation goes on when another variant answers. With a run's template each line is a prompt
+    by itself. With a run's labels a line gets one of these, compared as the run's evaluations
+    compare them.
     """
 
-    def __init__(self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None) -> None:
+    def __init__(
+        self, options: Chat, variants: Mapping[str, AtStep], rows: RowOptions | None
+    ) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
         self._options, self._variants, self._sampling = options, variants, options.sampling.chosen()
         self.name, self._messages = next(iter(variants)), list[dict[str, str]]()
         self._tokenizer = load_tokenizer(self._at.base())
         self._labels = () if rows is None else rows.labels
-        self._rows = rows if rows is None or rows.labels else RowOptions(prompt_template=rows.prompt_template)
+        self._rows = (
+            rows
+            if rows is None or rows.labels
+            else RowOptions(prompt_template=rows.prompt_template)
+        )
         self.does, reset = "answers", ""  # what the present variant does with a line
         if rows is not None:
             [self._column] = rows.prompt_columns
-            listed = ", ".join(self._labels[:_MOST_LABELS]) + (", ..." if len(self._labels) > _MOST_LABELS else "")
-            does = f"chooses one of the labels {listed} for" if self._labels else "continues the prompt of"
+            listed = ", ".join(self._labels[:_MOST_LABELS]) + (
+                ", ..." if len(self._labels) > _MOST_LABELS else ""
+            )
+            does = (
+                f"chooses one of the labels {listed} for"
+                if self._labels
+                else "continues the prompt of"
+            )
             self.does = f"{does} the {self._column} that you type"
         elif self._tokenizer.chat_template:
             reset = "/reset forgets the conversation, "
         else:
-            found, remedy = "a tokenizer without a chat template", "continue plain text with zo2 generate --prompt TEXT"
+            found, remedy = (
+                "a tokenizer without a chat template",
+                "continue plain text with zo2 generate --prompt TEXT",
+            )
             raise DataError(self._at.base(), found, "the tokenizer of a chat model", remedy)
         switches = "/adapter NAME switches, /adapter lists, " if len(variants) > 1 else ""
         self.commands = f"{switches}{reset}/help says this again, /quit ends"
@@ -279,10 +394,16 @@ class _Session:
         from zo2adapters.models.footprint import activation_bytes
 
         self._model = self._at.open_model()
-        self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
+        self._length = Batching(sequence_length=self._options.sequence_length).length_for(
+            self._model
+        )
         config, labels = self._model.config, len(self._labels)
         length = self._length
-        room = activation_bytes(config, labels, length, streams=1) if labels else _generation_bytes(config, 1, length)
+        room = (
+            activation_bytes(config, labels, length, streams=1)
+            if labels
+            else _generation_bytes(config, 1, length)
+        )
         self._engine: Engine = self._at.engine(self._model, activation_bytes=room, tokens=1)
 
     def close(self) -> None:
@@ -295,7 +416,9 @@ class _Session:
 
     @property
     def title(self) -> str:
-        """What the present variant is called: a base that has nothing beside it by its directory or hub id."""
+        """What the present variant is called: a base that has nothing beside it by its directory or
+        hub id.
+        """
         return self.name if len(self._variants) > 1 else name_of(Path(str(self._at.model)))
 
     @property
@@ -323,7 +446,9 @@ class _Session:
     def _switch(self, name: str) -> None:
         """Let another variant answer."""
         if name not in self._variants:
-            print(f"{self.title} {self.does}; there are {', '.join(self._variants)}", file=sys.stderr)
+            print(
+                f"{self.title} {self.does}; there are {', '.join(self._variants)}", file=sys.stderr
+            )
             return
         if name != self.name:
             self._engine.close()
@@ -341,17 +466,29 @@ class _Session:
             text = render_chat(messages, self._tokenizer, reply_follows=True)
         else:
             text = self._rows.converted({self._column: with_line_breaks(line)})["prompt"]
-        ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)[
+            "input_ids"
+        ]
         room = self._length - len(ids)
         if room < 1:
-            said = f"the conversation has {counted(len(ids), 'token')}, and at most {self._length - 1} leave room"
+            said = (
+                f"the conversation has {counted(len(ids), 'token')}, and at most "
+                f"{self._length - 1} leave room"
+            )
             print(f"{said} for an answer: shorten the message, or type /reset", file=sys.stderr)
             return
         ends = end_token_ids(self._model, self._tokenizer)
-        chosen: Any = {"max_new_tokens": min(room, self._options.max_new_tokens), "sampling": self._sampling}
-        stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
+        chosen: Any = {
+            "max_new_tokens": min(room, self._options.max_new_tokens),
+            "sampling": self._sampling,
+        }
+        stream = _TextStream(
+            lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        )
         with _Stop() as stop:
-            for (token,) in _generated(self._engine, self._model, self._at, self._tokenizer, [ids], **chosen):
+            for (token,) in _generated(
+                self._engine, self._model, self._at, self._tokenizer, [ids], **chosen
+            ):
                 if token is not None and token not in ends:
                     stream.add(token)
                 if stop.is_asked:
@@ -367,18 +504,33 @@ class _Session:
 
         assert self._rows is not None, "they have the labels"
         label_column = self._rows.label_column or "label"
-        row = self._rows.converted({self._column: with_line_breaks(line), label_column: self._labels[0]})
+        row = self._rows.converted(
+            {self._column: with_line_breaks(line), label_column: self._labels[0]}
+        )
         choice = tokenized_choice(row["prompt"], row["candidates"], [0], self._tokenizer)
         longest = max(tokens for tokens, _ in choice.sequences)
         if longest > self._length:
-            said = f"the prompt has {counted(longest, 'token')} with a label, and at most {self._length} fit"
+            said = (
+                f"the prompt has {counted(longest, 'token')} with a label, and at most "
+                f"{self._length} fit"
+            )
             print(said, file=sys.stderr)
             return
-        given: Any = {"batch_size": len(self._labels), "pad_token_id": pad_token_id(self._tokenizer)}
-        means = score(self._engine, self._model, [choice.prompt], [choice.candidates], **given).means[0]
+        given: Any = {
+            "batch_size": len(self._labels),
+            "pad_token_id": pad_token_id(self._tokenizer),
+        }
+        means = score(
+            self._engine, self._model, [choice.prompt], [choice.candidates], **given
+        ).means[0]
         weights = [math.exp(mean - max(means)) for mean in means]
         shares = sorted(zip(weights, self._labels, strict=True), key=lambda pair: -pair[0])
-        print(", ".join(f"{label} {weight / sum(weights):.1%}" for weight, label in shares[:_MOST_LABELS]), flush=True)
+        print(
+            ", ".join(
+                f"{label} {weight / sum(weights):.1%}" for weight, label in shares[:_MOST_LABELS]
+            ),
+            flush=True,
+        )
 
 
 class _TextStream:

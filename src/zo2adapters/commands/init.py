@@ -17,12 +17,17 @@ from zo2adapters.trainers.options import HeadName, RunModelOptions, Storage, Tra
 from zo2core.errors import OutputError, system_errors_as
 from zo2core.io.durable import replace_file
 
-_FREE = {"expected": "a new file in a directory that can be written", "remedy": "pass --output with another path"}
+_FREE = {
+    "expected": "a new file in a directory that can be written",
+    "remedy": "pass --output with another path",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Init(Command):
-    """Look at a model and its data, and write a recipe for zo2 train that says why each option was chosen."""
+    """Look at a model and its data, and write a recipe for zo2 train that says why each option was
+    chosen.
+    """
 
     needs: ClassVar = ("zo2adapters.trainers.initial_recipe",)
     first_options: ClassVar = "model data output evaluation prompt_template columns memory"
@@ -56,23 +61,41 @@ class Init(Command):
         """Write the recipe, and print what its run would take and the command that starts it."""
         from zo2adapters.trainers.initial_recipe import initial_recipe
 
-        print("zo2 init reads the data and measures the model, which takes some seconds.", file=sys.stderr, flush=True)
+        print(
+            "zo2 init reads the data and measures the model, which takes some seconds.",
+            file=sys.stderr,
+            flush=True,
+        )
         recipe = initial_recipe(self._options())
         self._require_free()  # measuring takes a while
         with system_errors_as(OutputError, self.output, **_FREE):
             replace_file(self.output, recipe.text().encode())
         consent = "" if function_file(self.objective) is None else f" --objective {self.objective}"
-        print("\n".join([recipe.rows, *recipe.left_out, recipe.summary, f"next: zo2 train {self.output}{consent}"]))
+        print(
+            "\n".join(
+                [
+                    recipe.rows,
+                    *recipe.left_out,
+                    recipe.summary,
+                    f"next: zo2 train {self.output}{consent}",
+                ]
+            )
+        )
 
     def _require_free(self) -> None:
         if os.path.lexists(self.output):
             raise OutputError(self.output, found="a file", **_FREE)
         if not os.access(self.output.parent, os.W_OK):
-            raise OutputError(self.output, found="a directory that does not exist, or is not writable", **_FREE)
+            raise OutputError(
+                self.output, found="a directory that does not exist, or is not writable", **_FREE
+            )
 
     def _options(self) -> TrainOptions:
         names = itertools.chain(["run"], (f"run-{number}" for number in itertools.count(2)))
         output = next(path for path in map(Path, names) if not os.path.lexists(path))
-        same: Any = {name: getattr(self, name) for name in ("model", "data", "evaluation", "objective", "seed", "rows")}
+        same: Any = {
+            name: getattr(self, name)
+            for name in ("model", "data", "evaluation", "objective", "seed", "rows")
+        }
         opening, storage = RunModelOptions(head=self.head), Storage(memory=self.memory)
         return TrainOptions(output=output, model_options=opening, storage=storage, **same)

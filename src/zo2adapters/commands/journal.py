@@ -1,4 +1,6 @@
-"""``zo2 journal``: print what happened in a run, step by step; and read a run's journal, whose end may be missing."""
+"""``zo2 journal``: print what happened in a run, step by step; and read a run's journal, whose end
+may be missing.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,22 @@ if TYPE_CHECKING:
 
 
 def read_journal(path: Path, *, run: Path | None = None, step: int | None = None) -> Journal:
-    """Open a journal for reading, and print a line if its last record is damaged or was not written whole."""
+    """Open a journal for reading, and print a line if its last record is damaged or was not written
+    whole.
+    """
     from zo2core import Journal
 
-    raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
+    # before the journal, which a running process writes first
+    raw = b"" if run is None else metrics_of(run)
     journal = Journal(path)
     journal.close()
     if journal.header is None:
         found, expected, remedy = "no journal", "a run's journal.jsonl", "check the path"
         if (path.parent / OPTIONS).exists():
-            found, expected = "no record: the process ended before the run's first step", "a run that has begun"
+            found, expected = (
+                "no record: the process ended before the run's first step",
+                "a run that has begun",
+            )
             remedy = f"continue it with zo2 train --resume {path.parent}"
         raise JournalError(path, found, expected, remedy)
     steps = journal.version
@@ -45,8 +53,18 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
     return journal
 
 
-_TITLES = {"base": "base fingerprint", "parameters": "parameters sha256"}  # of a header's keys; others are their own title
-_CONFIG = ("model_type", "num_hidden_layers", "n_layer", "hidden_size", "n_embd", "d_model", "vocab_size", "attention")
+# of a header's keys; others are their own title
+_TITLES = {"base": "base fingerprint", "parameters": "parameters sha256"}
+_CONFIG = (
+    "model_type",
+    "num_hidden_layers",
+    "n_layer",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "vocab_size",
+    "attention",
+)
 _WIDTH = 110  # columns of a value
 
 
@@ -78,7 +96,9 @@ class ShowJournal(Command):
 
     def _print_head(self, steps: int, scalar: str, more: str = "") -> None:
         """Print the number of steps, and what stands in the columns below."""
-        print(f"{counted(steps, 'step')}\n{'step':>8s} {'loss':>12s} {scalar:>16s} {'lr':>10s}{more}")
+        print(
+            f"{counted(steps, 'step')}\n{'step':>8s} {'loss':>12s} {scalar:>16s} {'lr':>10s}{more}"
+        )
 
     def _print_commits(self, journal: Journal) -> None:
         """Print the steps of a first-order run, and mark those that have a snapshot."""
@@ -88,12 +108,19 @@ class ShowJournal(Command):
         self._print_head(journal.version, "gradient norm")
         for commit in journal.commits[-(self.last or 0) :]:
             mark = f"  snapshot of step {commit.step + 1}" if commit.step + 1 in snapshots else ""
-            print(f"{commit.step:8d} {commit.loss:12.6f} {commit.grad_norm:16.6g} {commit.lr:10.3g}{mark}")
+            print(
+                f"{commit.step:8d} {commit.loss:12.6f} {commit.grad_norm:16.6g} "
+                f"{commit.lr:10.3g}{mark}"
+            )
 
 
 def _header_lines(header: Mapping[str, Any]) -> Iterator[str]:
-    """What a journal's header says of its run: a title and a value, which may take several lines."""
-    rows = {printable(title): _words(value) for title, value in _titled(header) if value is not None}
+    """What a journal's header says of its run: a title and a value, which may take several
+    lines.
+    """
+    rows = {
+        printable(title): _words(value) for title, value in _titled(header) if value is not None
+    }
     width = max(map(len, rows))
     for title, text in rows.items():
         for line in textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False):
@@ -106,9 +133,16 @@ def _titled(header: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     left = {key: value for key, value in header.items() if key != "format"}
     optimizer, estimator = left.pop("method", None), left.pop("estimator", None)
     if optimizer or estimator:
-        yield "method", f"{'first' if optimizer else 'zeroth'}-order steps, {_words(with_peak_rate(optimizer or estimator))}"
+        yield (
+            "method",
+            f"{'first' if optimizer else 'zeroth'}-order steps, "
+            f"{_words(with_peak_rate(optimizer or estimator))}",
+        )
     if directions := left.pop("perturbation", None):
-        yield "directions", f"low rank, {_words({key: directions[key] for key in directions if key != 'kind'})}"
+        yield (
+            "directions",
+            f"low rank, {_words({key: directions[key] for key in directions if key != 'kind'})}",
+        )
     if config := left.pop("model", None):
         text = config.get("text_config")
         config = {**(text if isinstance(text, dict) else {}), **config}
@@ -122,7 +156,11 @@ def _titled(header: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _words(value: object) -> str:
     """A JSON value as a reader would write it, without what is null or false."""
     if isinstance(value, dict):
-        return ", ".join(_named(key, item) for key, item in value.items() if item is not None and item is not False)
+        return ", ".join(
+            _named(key, item)
+            for key, item in value.items()
+            if item is not None and item is not False
+        )
     if isinstance(value, list):
         return ", ".join(map(_words, value))
     if isinstance(value, bool):
@@ -131,7 +169,9 @@ def _words(value: object) -> str:
 
 
 def _named(name: str, value: object) -> str:
-    """An entry of an object: its name and its value; the value alone where that is a name itself."""
+    """An entry of an object: its name and its value; the value alone where that is a name
+    itself.
+    """
     if name == "name":
         return _words(value)
     if value is True:
@@ -141,20 +181,31 @@ def _named(name: str, value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace characters that would do something to a terminal or a page, and bytes that are not UTF-8."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    """Replace characters that would do something to a terminal or a page, and bytes that are not
+    UTF-8.
+    """
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
-    """Write a page with the curves, the cost and the options of one run, or of several side by side."""
+    """Write a page with the curves, the cost and the options of one run, or of several side by
+    side.
+    """
 
     needs: ClassVar = ("zo2adapters.commands.report",)
 
     runs: Annotated[tuple[Path, ...], POSITIONAL]
-    """Directories of runs, which may still be running, or directories of several runs, such as the --output of zo2 tune."""
+    """Directories of runs, which may still be running, or directories of several runs, such as the
+    --output of zo2 tune.
+    """
     output: Annotated[Path, Written(aliases=("-o",))]
-    """HTML file to write. The page is self-contained. It replaces an earlier page of this command, and no other file."""
+    """HTML file to write.
+
+    The page is self-contained. It replaces an earlier page of this command, and no other file.
+    """
 
     def run(self) -> None:
         """Write the page and print its path."""
@@ -164,11 +215,22 @@ class Report(Command):
             raise OptionError("runs", "none", "at least one directory", "pass a run's directory")
         if self.output.suffix.lower() not in ("", ".html", ".htm"):
             remedy = "let it end with .html"
-            raise OptionError("output", str(self.output), "the name of an HTML file, which is what a report is", remedy)
-        text, is_page = page([read_run(path) for given in self.runs for path in runs_in(given)]), False
+            raise OptionError(
+                "output",
+                str(self.output),
+                "the name of an HTML file, which is what a report is",
+                remedy,
+            )
+        text, is_page = (
+            page([read_run(path) for given in self.runs for path in runs_in(given)]),
+            False,
+        )
         with suppress(OSError):
             is_page = read_regular(self.output).startswith(HEAD.encode())
-        wanted = {"expected": "a new file or an earlier report, in a writable directory", "remedy": "pass another path"}
+        wanted = {
+            "expected": "a new file or an earlier report, in a writable directory",
+            "remedy": "pass another path",
+        }
         if os.path.lexists(self.output) and not is_page:
             raise OutputError(self.output, found="something else at this path", **wanted)
         with system_errors_as(OutputError, self.output, **wanted):
@@ -177,7 +239,9 @@ class Report(Command):
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """The run in a directory, or all runs in its subdirectories, by name, if it holds none itself."""
+    """The run in a directory, or all runs in its subdirectories, by name, if it holds none
+    itself.
+    """
     if (directory / JOURNAL).exists() or not directory.is_dir():
         return [directory]
     return sorted(path for path in directory.iterdir() if (path / JOURNAL).is_file()) or [directory]

@@ -1,4 +1,5 @@
-"""The options of commands, which command lines and recipes fill in: their help, their completion, and errors that name them.
+"""The options of commands, which command lines and recipes fill in: their help, their completion,
+and errors that name them.
 
 An error is one typed line, which names the option that was probably meant.
 """
@@ -25,19 +26,40 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
-from zo2adapters.trainers.option_table import SECTIONS, SETTING_OF, described, filled, flag, section_of, setting_text
-from zo2core.errors import DeviceError, MemoryBudgetError, OptionError, OutputError, ZO2Error, reason
+from zo2adapters.trainers.option_table import (
+    SECTIONS,
+    SETTING_OF,
+    described,
+    filled,
+    flag,
+    section_of,
+    setting_text,
+)
+from zo2core.errors import (
+    DeviceError,
+    MemoryBudgetError,
+    OptionError,
+    OutputError,
+    ZO2Error,
+    reason,
+)
 from zo2core.ranges import counted
 
-_DESCRIPTION = "Fine-tune language models that are larger than memory, block by block: by gradients or zeroth-order steps."
+_DESCRIPTION = (
+    "Fine-tune language models that are larger than memory, block by block: by gradients or "
+    "zeroth-order steps."
+)
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _MOST_LISTED = 20  # options that a message lists
 _SIZES = ("memory", "rank")  # options whose settings stay as they are when another value is given
-_ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
+# similarity above which a name is a misspelling; below it, a name contained in the unknown one is
+# better
+_ALIKE = 0.75
 
-# Options of other trainers that would not be recognised or be taken for another one, by what they are called here.
+# Options of other trainers that would not be recognised or be taken for another one, by what they
+# are called here.
 _OTHER_NAMES: Mapping[str | None, str] = {
     "betas": "adam_beta1 adam_beta2",
     "decay": "lr_scheduler_type",
@@ -56,14 +78,29 @@ _OTHER_NAMES: Mapping[str | None, str] = {
     "warmup_steps": "warmup_ratio",
     None: "adam_epsilon lr_scheduler_kwargs",  # nothing here does the same
 }
-_QUALIFIERS = {"", "per", "device", "train", "eval", "max", "total", "num", "global", "gpu", "model", "output", "input"}
+_QUALIFIERS = {
+    "",
+    "per",
+    "device",
+    "train",
+    "eval",
+    "max",
+    "total",
+    "num",
+    "global",
+    "gpu",
+    "model",
+    "output",
+    "input",
+}
 
 
 class Command:
     """A subcommand: a dataclass whose fields are its options."""
 
     first_options: ClassVar[str] = ""  # fields that its help lists, or lists first; by default all
-    needs: ClassVar[tuple[str, ...]] = ()  # slow modules, imported after its options were checked and before it starts
+    # slow modules, imported after its options were checked and before it starts
+    needs: ClassVar[tuple[str, ...]] = ()
 
     takes_recipe: ClassVar[bool] = False  # whether its first argument may be a recipe
 
@@ -73,11 +110,15 @@ class Command:
         return list(arguments)
 
     def saved_command(self) -> Self | None:
-        """The command with the options of the run to continue, which are then its defaults; None for a new run."""
+        """The command with the options of the run to continue, which are then its defaults; None
+        for a new run.
+        """
         return None
 
     def check(self) -> None:
-        """Refuse options that depend on neither model nor data nor machine, before anything slow is imported."""
+        """Refuse options that depend on neither model nor data nor machine, before anything slow is
+        imported.
+        """
 
     def run(self) -> None:
         """Run the command."""
@@ -89,7 +130,9 @@ class Command:
 
 
 class Written(NamedTuple):
-    """How an option is written, where that is not its field's name with hyphens: a mark in the annotation of the field."""
+    """How an option is written, where that is not its field's name with hyphens: a mark in the
+    annotation of the field.
+    """
 
     name: str | None = None
     aliases: tuple[str, ...] = ()  # further names, with hyphens
@@ -104,12 +147,14 @@ class OptionField(NamedTuple):
     owner: type  # the dataclass that has the field
     field: str
     name: str  # on the command line, with underscores
-    flag: str  # the option on the command line, such as --batch-size, or which setting it is of which option
+    # the option on the command line, such as --batch-size, or which setting it is of which option
+    flag: str
     type: Any  # without marks
     default: Any = None  # MISSING: the option is required
     aliases: tuple[str, ...] = ()  # further names, with hyphens
     is_positional: bool = False
-    settings: Mapping[str, OptionField] = MappingProxyType({})  # that the value has after a colon, or alone
+    # that the value has after a colon, or alone
+    settings: Mapping[str, OptionField] = MappingProxyType({})
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -125,13 +170,24 @@ class OptionField(NamedTuple):
     @property
     def named(self) -> dict[str, Any]:
         """The values that have a name, such as those of an enumeration."""
-        literals = [value for kind in self.kinds if get_origin(kind) is Literal for value in get_args(kind)]
-        members = [member for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum) for member in kind]
-        return {str(value): value for value in literals} | {str(member.value): member for member in members}
+        literals = [
+            value for kind in self.kinds if get_origin(kind) is Literal for value in get_args(kind)
+        ]
+        members = [
+            member
+            for kind in self.kinds
+            if isinstance(kind, type) and issubclass(kind, Enum)
+            for member in kind
+        ]
+        return {str(value): value for value in literals} | {
+            str(member.value): member for member in members
+        }
 
     @property
     def items(self) -> tuple[Any, ...]:
-        """The types of the items, if a value is several texts; the last one is an ellipsis if there may be any number."""
+        """The types of the items, if a value is several texts; the last one is an ellipsis if there
+        may be any number.
+        """
         return next((get_args(kind) for kind in self.kinds if get_origin(kind) is tuple), ())
 
     @property
@@ -156,17 +212,28 @@ class OptionField(NamedTuple):
 
 
 def option_fields(command: Any) -> list[OptionField]:
-    """The options of a command, and where it has groups of options, those of each, with their settings."""
+    """The options of a command, and where it has groups of options, those of each, with their
+    settings.
+    """
     listed: dict[str, OptionField] = {}
     for found in _fields(command):
-        definition = next(base for base in found.owner.__mro__ if found.field in inspect.get_annotations(base))
-        is_own = definition.__module__.startswith("zo2adapters.commands")  # no setting of an option that runs have
-        option, key = (found.name, None) if is_own else SETTING_OF.get(found.field, (found.name, None))
+        definition = next(
+            base for base in found.owner.__mro__ if found.field in inspect.get_annotations(base)
+        )
+        # no setting of an option that runs have
+        is_own = definition.__module__.startswith("zo2adapters.commands")
+        option, key = (
+            (found.name, None) if is_own else SETTING_OF.get(found.field, (found.name, None))
+        )
         if key is None:
             listed[option] = found
             continue
-        holder = listed.get(option, OptionField(found.owner, option, option, flag(option), NoneType))
-        listed[option] = holder._replace(settings={**holder.settings, key: found._replace(flag=flag(found.field))})
+        holder = listed.get(
+            option, OptionField(found.owner, option, option, flag(option), NoneType)
+        )
+        listed[option] = holder._replace(
+            settings={**holder.settings, key: found._replace(flag=flag(found.field))}
+        )
     return list(listed.values())
 
 
@@ -176,7 +243,16 @@ def _fields(command: Any) -> Iterator[OptionField]:
         kind, mark = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
         name, aliases = mark if isinstance(mark, Written) else Written()
         called = f"--{(name or field).replace('_', '-')}"
-        yield OptionField(owner, field, name or field, called, kind, default, aliases, is_positional=mark == POSITIONAL)
+        yield OptionField(
+            owner,
+            field,
+            name or field,
+            called,
+            kind,
+            default,
+            aliases,
+            is_positional=mark == POSITIONAL,
+        )
 
 
 def option_names(command: Any) -> list[str]:
@@ -195,7 +271,9 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
     """Fill in a command's options. Those that are not given are a default's, where there is one."""
     listed, see = option_fields(options), f"see zo2 {name} --help"
     try:
-        parsed, stray = _parser(listed, see).parse_known_args([_with_hyphens(argument) for argument in arguments])
+        parsed, stray = _parser(listed, see).parse_known_args(
+            [_with_hyphens(argument) for argument in arguments]
+        )
     except argparse.ArgumentError as error:
         if isinstance(error.__context__, OptionError):  # of a value
             raise error.__context__ from None
@@ -206,24 +284,41 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
     for word in stray:
         called = word.partition("=")[0]
         if called.startswith("--"):
-            raise unknown_option("command line", f"the unknown option {called[:80]}", called, listed, f"zo2 {name}")
+            raise unknown_option(
+                "command line", f"the unknown option {called[:80]}", called, listed, f"zo2 {name}"
+            )
     if stray and "run" in option_names(options) and (Path(stray[0]) / "journal.jsonl").is_file():
-        expected, see = f"an option before it; did you mean --run {stray[0]}", f"write --run {stray[0]}"
+        expected, see = (
+            f"an option before it; did you mean --run {stray[0]}",
+            f"write --run {stray[0]}",
+        )
         raise _refused(f"the word {stray[0][:80]} without an option", expected, see)
     if stray:
-        raise _refused(f"the word {stray[0][:80]} without an option", f"options of zo2 {name}, which begin with --", see)
+        raise _refused(
+            f"the word {stray[0][:80]} without an option",
+            f"options of zo2 {name}, which begin with --",
+            see,
+        )
     values = vars(parsed)
     for option in listed:
         if option.settings:
-            for with_settings in values.pop(option.field, ()):  # a later one without a value changes settings alone
+            for with_settings in values.pop(option.field, ()):
+                # a later one without a value changes settings alone
                 values |= with_settings
         elif isinstance(given := values.get(option.field), list):
             values[option.field] = None if given == [None] else tuple(given)
     missing = [
-        option._replace(aliases=()).written for option in listed if option.default is MISSING if option.field not in values
+        option._replace(aliases=()).written
+        for option in listed
+        if option.default is MISSING
+        if option.field not in values
     ]
     if missing and default is None:
-        raise _refused(", ".join(f"no {written.partition(' ')[0]}" for written in missing), " and ".join(missing), see)
+        raise _refused(
+            ", ".join(f"no {written.partition(' ')[0]}" for written in missing),
+            " and ".join(missing),
+            see,
+        )
     return filled(options if default is None else default, values)
 
 
@@ -233,9 +328,15 @@ def _refused(found: str, expected: str, remedy: str) -> OptionError:
 
 
 def _with_hyphens(argument: str) -> str:
-    """An argument with its option as it is called, such as ``--weight-decay=0`` for ``--method.weight_decay=0``."""
+    """An argument with its option as it is called, such as ``--weight-decay=0`` for
+    ``--method.weight_decay=0``.
+    """
     called, equals, value = argument.partition("=")
-    return _SECTION.sub("--", called).replace("_", "-") + equals + value if called.startswith("--") else argument
+    return (
+        _SECTION.sub("--", called).replace("_", "-") + equals + value
+        if called.startswith("--")
+        else argument
+    )
 
 
 def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
@@ -247,7 +348,9 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
         if option.is_positional:
             parser.add_argument(option.field, type=convert, nargs=count or "?")
         elif option.type is bool:
-            parser.add_argument(option.flag, dest=option.field, action=argparse.BooleanOptionalAction)
+            parser.add_argument(
+                option.flag, dest=option.field, action=argparse.BooleanOptionalAction
+            )
         elif option.settings:
             convert = partial(_with_its_settings, option, see)
             parser.add_argument(*option.flags, dest=option.field, type=convert, action="append")
@@ -257,9 +360,14 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
 
 
 def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, Any]:
-    """The values of an option and of its settings, by field. Another method, but no other size, drops earlier settings."""
+    """The values of an option and of its settings, by field.
+
+    Another method, but no other size, drops earlier settings.
+    """
     is_kept = option.name in _SIZES
-    defaults = {} if is_kept else {setting.field: setting.default for setting in option.settings.values()}
+    defaults = (
+        {} if is_kept else {setting.field: setting.default for setting in option.settings.values()}
+    )
     if "" in option.settings:
         with contextlib.suppress(ValueError):
             return {option.field: None, option.settings[""].field: float(text)}
@@ -268,10 +376,17 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
     starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
     found, see = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL), f"{see}-all"
     if found is None and (unknown := re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)):
-        expected = f"one of {', '.join(option.settings)}{_meant(nearest_name(unknown[1], option.settings))}"
+        expected = (
+            "one of "
+            f"{', '.join(option.settings)}{_meant(nearest_name(unknown[1], option.settings))}"
+        )
         raise _refused(f"the setting {unknown[1]:.80} of {option.flag}", expected, see)
     if found is None and option.type is NoneType:
-        raise _refused(f"{text!r:.80} as {option.flag}", " or ".join(f"{key}=VALUE" for key in option.settings), see)
+        raise _refused(
+            f"{text!r:.80} as {option.flag}",
+            " or ".join(f"{key}=VALUE" for key in option.settings),
+            see,
+        )
     main, written = (text, "") if found is None else found.groups()
     values = {} if main is None else {option.field: _converted(option, see, main), **defaults}
     for part in re.split(rf",(?=(?:{starts}))", written) if written else ():
@@ -294,7 +409,8 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
 
 def _converted(option: OptionField, see: str, text: str) -> Any:
     """A text as a value of one of an option's kinds: a name, a number, a path or a text."""
-    if text is argparse.SUPPRESS:  # argparse converts the default of a missing positional argument, too
+    if text is argparse.SUPPRESS:
+        # argparse converts the default of a missing positional argument, too
         return text
     kinds, named = {*option.kinds, *option.items}, option.named
     if text in named:
@@ -309,7 +425,9 @@ def _converted(option: OptionField, see: str, text: str) -> Any:
         remedy = f"write it in digits, such as {'1000' if int in kinds else '1e-3'}"
         raise _refused(found, " or ".join([*numbers, *named]), remedy)
     choices = sorted(named)
-    near = next((choice for choice in choices if choice.startswith(text)), None) or nearest_name(text, choices)
+    near = next((choice for choice in choices if choice.startswith(text)), None) or nearest_name(
+        text, choices
+    )
     remedy = see if near is None else f"write {near} if that is meant"
     raise _refused(found, f"one of {', '.join(choices)}{_meant(near)}", remedy)
 
@@ -319,7 +437,9 @@ def _meant(near: str | None) -> str:
 
 
 def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
-    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values."""
+    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their
+    values.
+    """
 
     def refused(found: str, expected: str, remedy: str) -> OptionError:
         return OptionError(where, found, expected, remedy)
@@ -341,15 +461,25 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         called, is_list = option.replace("_", "-"), isinstance(value, (list, tuple))
         items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
-        if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
+        if not all(
+            item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items
+        ):
             expected = "a single value, or a list of single values"
-            raise refused(f"a {type(value).__name__} as {key}", expected, "see zo2 train --help-all")
+            raise refused(
+                f"a {type(value).__name__} as {key}", expected, "see zo2 train --help-all"
+            )
         if len(items) > 1 and not listed[option].items:
             raise refused(f"{len(items)} values as {key}", "a single value", "write one of them")
         if is_list and any(item is None or isinstance(item, bool) for item in items):
-            raise refused(f"{value!r} as {key}", "texts or numbers", "write each text between quotes")
+            raise refused(
+                f"{value!r} as {key}", "texts or numbers", "write each text between quotes"
+            )
         if any("\0" in text for text in texts):
-            raise refused(f"NUL in the value of {key}", "text without NUL, which no path can have", "correct the value")
+            raise refused(
+                f"NUL in the value of {key}",
+                "text without NUL, which no path can have",
+                "correct the value",
+            )
         if isinstance(value, bool):
             arguments.append(f"--{called}" if value else f"--no-{called}")
         else:
@@ -358,11 +488,17 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
 
 
 def _settings_last(values: Iterable[tuple[Any, object]]) -> list[tuple[str, Any, object]]:
-    """Names, keys and values of a recipe. Settings with keys of their own, as in earlier versions, follow their options."""
+    """Names, keys and values of a recipe.
+
+    Settings with keys of their own, as in earlier versions, follow their options.
+    """
     listed = [(str(key).replace("-", "_"), key, value) for key, value in values]
     given = {name: value for name, _, value in listed}
     # Of a file and a share of rows to evaluate on, a recipe may say that it is not the other one.
-    if given.keys() >= {"evaluation", "eval_split"} and None in (given["evaluation"], given["eval_split"]):
+    if given.keys() >= {"evaluation", "eval_split"} and None in (
+        given["evaluation"],
+        given["eval_split"],
+    ):
         without = "eval_split" if given["eval_split"] is None else "evaluation"
         listed = [item for item in listed if item[0] != without]
     return sorted(listed, key=lambda item: item[0] in SETTING_OF)
@@ -377,12 +513,21 @@ def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, objec
         for name, of_section in value.items():
             section = section_of(str(name).replace("-", "_"))
             if section not in (None, key):
-                raise OptionError(where, f"{name} in the section {key}", f"it in the section {section}", "move it there")
+                raise OptionError(
+                    where,
+                    f"{name} in the section {key}",
+                    f"it in the section {section}",
+                    "move it there",
+                )
             yield name, of_section
 
 
-def unknown_option(where: str, found: str, name: str, listed: Iterable[OptionField], command: str) -> OptionError:
-    """The error about an unknown option, which names the nearest option, or all of them; as flags if ``name`` is one."""
+def unknown_option(
+    where: str, found: str, name: str, listed: Iterable[OptionField], command: str
+) -> OptionError:
+    """The error about an unknown option, which names the nearest option, or all of them; as flags
+    if ``name`` is one.
+    """
     is_flag = name.startswith("--")
     known = [option for option in listed if not option.is_positional]
     written = {option.name: option.flag if is_flag else option.name for option in known}
@@ -390,7 +535,9 @@ def unknown_option(where: str, found: str, name: str, listed: Iterable[OptionFie
     for option in known:
         for key, setting in option.settings.items():
             value = key if setting.type is bool else f"{key}=VALUE" if key else "SHARE"
-            written.setdefault(setting.field, f"{written[option.name]}{' ' if is_flag else ': '}{value}")
+            written.setdefault(
+                setting.field, f"{written[option.name]}{' ' if is_flag else ': '}{value}"
+            )
     nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
     if nearest is None:
         every, text = ("-all", "") if len(known) > _MOST_LISTED else ("", f": {names}")
@@ -402,10 +549,11 @@ def unknown_option(where: str, found: str, name: str, listed: Iterable[OptionFie
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The known name that a user who wrote another one most likely meant; None if there is no similar one.
+    """The known name that a user who wrote another one most likely meant; None if there is no
+    similar one.
 
-    A name is spelled alike, abbreviates the unknown one (``lr`` for ``learning_rate``), or stands after words that only
-    qualify it (``batch_size`` in ``per_device_train_batch_size``).
+    A name is spelled alike, abbreviates the unknown one (``lr`` for ``learning_rate``), or stands
+    after words that only qualify it (``batch_size`` in ``per_device_train_batch_size``).
     """
     known = list(names)
     for here, elsewhere in _OTHER_NAMES.items():
@@ -419,7 +567,9 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     if len(words) > 1 and initials in known:
         return initials
     contained = [other for other in known if name.endswith(f"_{other}")]
-    contained = [other for other in contained if {*name.removesuffix(other).split("_")} <= _QUALIFIERS]
+    contained = [
+        other for other in contained if {*name.removesuffix(other).split("_")} <= _QUALIFIERS
+    ]
     return max(contained, key=len, default=None)
 
 
@@ -431,7 +581,9 @@ def require_command(name: str, commands: Sequence[str]) -> None:
     """Refuse the name of a command that there is not."""
     if name not in commands:
         near = next(iter(difflib.get_close_matches(name, commands, n=1)), None)
-        raise OptionError("command", repr(name), f"one of {', '.join(commands)}{_meant(near)}", "see zo2 --help")
+        raise OptionError(
+            "command", repr(name), f"one of {', '.join(commands)}{_meant(near)}", "see zo2 --help"
+        )
 
 
 def program_help(commands: Mapping[str, type]) -> str:
@@ -460,18 +612,41 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     listed = option_fields(options)
     order = {field: index for index, field in enumerate(options.first_options.split())}
     # The command's own options come first, and of these the ones that most people need.
-    shown = sorted(listed, key=lambda option: order.get(option.field, len(order)) if option.owner is options else math.inf)
+    shown = sorted(
+        listed,
+        key=lambda option: (
+            order.get(option.field, len(order)) if option.owner is options else math.inf
+        ),
+    )
     if order and not lists_all:
         shown = [option for field in order for option in listed if option.field == field]
-    lines = [f"usage: {_usage(name, options, listed)}", "", *_wrapped(inspect.getdoc(options) or "", 0)]
-    for owner, group in itertools.groupby(shown, key=lambda option: option.owner if lists_all else options):
-        heading = "Options" if owner is options else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
+    lines = [
+        f"usage: {_usage(name, options, listed)}",
+        "",
+        *_wrapped(inspect.getdoc(options) or "", 0),
+    ]
+    for owner, group in itertools.groupby(
+        shown, key=lambda option: option.owner if lists_all else options
+    ):
+        heading = (
+            "Options"
+            if owner is options
+            else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
+        )
         lines += ["", heading]
         for option in group:
             lines.append(f"  {option.written}")
-            lines += _wrapped("One or several settings:" if option.type is NoneType else _text(option), _INDENT)
+            lines += _wrapped(
+                "One or several settings:" if option.type is NoneType else _text(option), _INDENT
+            )
             for key, setting in option.settings.items() if len(shown) == len(listed) else ():
-                written = key if setting.type is bool else f"{key}={setting.kind}" if key else setting.kind
+                written = (
+                    key
+                    if setting.type is bool
+                    else f"{key}={setting.kind}"
+                    if key
+                    else setting.kind
+                )
                 lines += [f"    {written}", *_wrapped(_text(setting), _INDENT)]
     rest = len(listed) - len(shown)
     more = [f"{rest} more options: zo2 {name} --help-all"] if rest else []
@@ -496,7 +671,13 @@ def _text(option: OptionField) -> str:
         return f"{text} (required)"
     if default is None or default is False or default == ():
         return text
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else "on" if default is True else str(default)
+    shown = (
+        " ".join(map(str, default))
+        if isinstance(default, tuple)
+        else "on"
+        if default is True
+        else str(default)
+    )
     return f"{text} (default: {shown})"
 
 
@@ -504,21 +685,30 @@ def _wrapped(text: str, indent: int) -> list[str]:
     """The paragraphs of a text as lines."""
     width, margin = min(shutil.get_terminal_size().columns, _WIDEST), " " * indent
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    wrap = textwrap.TextWrapper(width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False).wrap
+    wrap = textwrap.TextWrapper(
+        width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False
+    ).wrap
     wrapped = map(wrap, paragraphs)
     return "\n\n".join("\n".join(lines) for lines in wrapped).split("\n")
 
 
 def text_table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
-    """A table as text; numbers stand at the right of their columns, but for those whose places are in ``left``."""
+    """A table as text; numbers stand at the right of their columns, but for those whose places are
+    in ``left``.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ([(cell.ljust if i in left else cell.rjust)(widths[i]) for i, cell in enumerate(row)] for row in rows)
+    aligned = (
+        [(cell.ljust if i in left else cell.rjust)(widths[i]) for i, cell in enumerate(row)]
+        for row in rows
+    )
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
 @functools.cache
 def _docstrings_of(options: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, including fields of its bases, by the field's name."""
+    """The docstring below each field of a dataclass, including fields of its bases, by the field's
+    name.
+    """
     docstrings: dict[str, str] = {}
     for base in reversed(options.__mro__):
         docstrings |= dict(_docstrings(base)) if is_dataclass(base) else {}
@@ -530,12 +720,15 @@ def _docstrings(options: type) -> Iterator[tuple[str, str]]:
     assert isinstance(definition, ast.ClassDef)
     for field, docstring in itertools.pairwise(definition.body):
         match field, docstring:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
                 yield name, inspect.cleandoc(text)
 
 
 def completions(line: str, commands: Iterable[str], options_of: Callable[[str], Any]) -> list[str]:
-    """What the last word of a command line can become; nothing where it can be any text, such as a path.
+    """What the last word of a command line can become; nothing where it can be any text, such as a
+    path.
 
     Args:
         line: The command line up to the cursor, the program's name first.
@@ -575,22 +768,47 @@ _LIBRARY_NAMES: Mapping[str, str] = {
 }
 _QUOTED = re.compile(r"`([\w.]+)`")
 # Options that reduce the memory a command takes.
-_MEMORY_OPTIONS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")
-_OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
-_NO_EXCEPTION = ("without exception set", "without setting an exception")  # an extension had no memory for an exception
+_MEMORY_OPTIONS = (
+    "micro_batch_size",
+    "loss_chunk",
+    "sequence_length",
+    "batch_size",
+    "tokens",
+    "dtype",
+)
+_OUT_OF_MEMORY = (
+    "allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "bad allocation",
+    "calculation overflowed",
+)
+# an extension had no memory for an exception
+_NO_EXCEPTION = ("without exception set", "without setting an exception")
 
 
 def as_zo2_error(error: Exception) -> ZO2Error | None:
-    """Convert an error of the system to a typed error; None for an unexpected error, which is a defect of this program."""
+    """Convert an error of the system to a typed error; None for an unexpected error, which is a
+    defect of this program.
+    """
     if isinstance(error, ZO2Error):
         return error
     message = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    is_short = isinstance(error, RuntimeError) and any(words in message.lower() for words in _OUT_OF_MEMORY)
+    is_short = isinstance(error, RuntimeError) and any(
+        words in message.lower() for words in _OUT_OF_MEMORY
+    )
     is_short |= isinstance(error, SystemError) and any(words in message for words in _NO_EXCEPTION)
-    is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
-    if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    # parsed for docstrings, imported before
+    is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"
+    if (
+        is_short
+        or isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    ):
         where = "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory"
-        return MemoryBudgetError(where, f"none left ({message})", "enough for these options", "free memory")
+        return MemoryBudgetError(
+            where, f"none left ({message})", "enough for these options", "free memory"
+        )
     if isinstance(error, RuntimeError) and "start new thread" in message:
         remedy = "raise ulimit -u, or the control group's pids.max"
         return DeviceError("threads", "that no more can be started", "a few more", remedy)
@@ -599,7 +817,9 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
         return OutputError(error.filename[:300], reason(error), "a usable path", remedy)
     if isinstance(error, OSError):
         remedy = "redirect the output elsewhere"
-        return OutputError("standard output", reason(error), "an output that can be written", remedy)
+        return OutputError(
+            "standard output", reason(error), "an output that can be written", remedy
+        )
     return None
 
 
@@ -608,13 +828,22 @@ def error_line(error: ZO2Error, command: Any) -> str:
     listed = option_fields(command) if is_dataclass(command) else []
     names = {option.name for option in listed}
     flags = {name: option.flag for option in listed for name in (option.name, option.field)}
-    flags |= {setting.field: setting.flag for option in listed for setting in option.settings.values()}
-    flags |= {name: flags[option] for option, names in _LIBRARY_NAMES.items() if option in flags for name in names.split()}
+    flags |= {
+        setting.field: setting.flag for option in listed for setting in option.settings.values()
+    }
+    flags |= {
+        name: flags[option]
+        for option, names in _LIBRARY_NAMES.items()
+        if option in flags
+        for name in names.split()
+    }
     where = error.where if error.is_of_path else flags.get(error.where, error.where)
     remedy = error.remedy
     if isinstance(error, MemoryBudgetError) and names:
         reducing = [flags[name] for name in _MEMORY_OPTIONS if name in names]
-        remedy = "allow or free more" + (f", or reduce it with {', '.join(reducing)}" if reducing else "")
+        remedy = "allow or free more" + (
+            f", or reduce it with {', '.join(reducing)}" if reducing else ""
+        )
     line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
     line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
     return " ".join(line.split())

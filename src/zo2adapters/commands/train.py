@@ -1,4 +1,5 @@
-"""``zo2 train``: fine-tune a checkpoint, continue a run, or train several at once; ``zo2 plan`` says what that takes.
+"""``zo2 train``: fine-tune a checkpoint, continue a run, or train several at once; ``zo2 plan``
+says what that takes.
 
 ``zo2 tune`` finds the learning rate for a model and its data, within a budget of forward passes.
 """
@@ -20,14 +21,27 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from zo2adapters.commands.evaluate import require_consistent, run_task
-from zo2adapters.commands.options import Command, parse_command, parse_options, recipe_arguments, text_table
+from zo2adapters.commands.options import (
+    Command,
+    parse_command,
+    parse_options,
+    recipe_arguments,
+    text_table,
+)
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.process import SMALL, WorkerOptions, is_first, keep_freed_memory, keeps_memory, torchrun_rank
+from zo2adapters.trainers.process import (
+    SMALL,
+    WorkerOptions,
+    is_first,
+    keep_freed_memory,
+    keeps_memory,
+    torchrun_rank,
+)
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
     METRICS,
@@ -45,15 +59,29 @@ from zo2core.errors import OptionError, ZO2Error
 from zo2core.ranges import counted, require_whole
 
 if TYPE_CHECKING:
-    from zo2adapters.trainers.tuning import Schedule, Trial  # command lines are parsed without importing transformers
+    # command lines are parsed without importing transformers
+    from zo2adapters.trainers.tuning import Schedule, Trial
     from zo2core import SharedBase, Workers
 
 TABLE = "runs.json"  # name of the comparison of several runs in their output directory
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of one of several runs
 _JUDGED = 0.1  # share of a run's steps, the last ones, whose mean loss is compared
 # Options that several runs share.
-_SAME = ["model", "output", "memory", "device", "device_memory", "dtype", "precision", "resume", "runs", "task", "from_step"]
-_NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
+_SAME = [
+    "model",
+    "output",
+    "memory",
+    "device",
+    "device_memory",
+    "dtype",
+    "precision",
+    "resume",
+    "runs",
+    "task",
+    "from_step",
+]
+# objective of a run with a function of the user's own, which the command line has to name again
+_NOT_NAMED = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,44 +90,65 @@ class Train(RunOptions, Command):
 
     needs: ClassVar = ("zo2adapters.trainers.trainer",)
     takes_recipe: ClassVar = True
-    runs_code: ClassVar = True  # whether functions that a recipe names are run, and have to be named beside it
-    first_options: ClassVar = "model data output steps lr method lora_rank batch_size evaluation memory device resume"
+    # whether functions that a recipe names are run, and have to be named beside it
+    runs_code: ClassVar = True
+    first_options: ClassVar = (
+        "model data output steps lr method lora_rank batch_size evaluation memory device resume"
+    )
 
     model: str | None = None
     """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path | None = None
-    """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of the hub. Each row has
-    text, or prompt and completion (loss on the completion only), or messages. With --task: the directory with the
-    benchmark's files."""
+    """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of
+    the hub. Each row has text, or prompt and completion (loss on the completion only), or messages.
+    With --task: the directory with the benchmark's files.
+    """
     task: str | None = None
-    """Benchmark, such as sst2, which is downloaded from the hub unless --data names its files. Its rows are written to
-    DIR.rows, the model is scored, trained with --keep-best, and scored again. zo2 rows lists the benchmarks, and writes the
-    rows alone."""
+    """Benchmark, such as sst2, which is downloaded from the hub unless --data names its files.
+
+    Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
+    again. zo2 rows lists the benchmarks, and writes the rows alone.
+    """
     shots: int | None = None
-    """With --task: number of solved examples before each prompt in one more evaluation before training."""
+    """With --task: number of solved examples before each prompt in one more evaluation before
+    training.
+    """
     output: Path | None = None
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Further
-    workers on the same host use DIR.worker-1 and so on."""
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
+
+    It must not exist, or be empty. Further workers on the same host use DIR.worker-1 and so on.
+    """
     resume: Path | None = None
-    """Directory of a run to continue; the result is that of an uninterrupted one. Options that do not change it (memory,
-    --trace, ...) may be given, and more --steps if --decay is constant; else a new run with --adapter RUN/model goes on
-    from its adapter. --model and --data name moved files."""
+    """Directory of a run to continue; the result is that of an uninterrupted one.
+
+    Options that do not change it (memory, --trace, ...) may be given, and more --steps if --decay
+    is constant; else a new run with --adapter RUN/model goes on from its adapter. --model and
+    --data name moved files.
+    """
     from_step: int | None = None
-    """Step to branch from: --output gets a new run, which starts with the steps before this one of the run in --resume. It
-    may have other --steps, --lr and the like. This is how steps are undone."""
+    """Step to branch from: --output gets a new run, which starts with the steps before this one of
+    the run in --resume. It may have other --steps, --lr and the like. This is how steps are undone.
+    """
     runs: Path | None = None
-    """YAML file that trains several runs of one model at once, which share each pass over its blocks: a line for each run,
-    such as small: {lr: 1e-4}, with the options in which it differs from this command. Each has a directory in --output, and
-    can be continued alone; the same command continues all. They train adapters by any method, or with --rank."""
+    """YAML file that trains several runs of one model at once, which share each pass over its
+    blocks: a line for each run, such as small: {lr: 1e-4}, with the options in which it differs
+    from this command. Each has a directory in --output, and can be continued alone; the same
+    command continues all. They train adapters by any method, or with --rank.
+    """
     execution: Execution = field(default_factory=Execution)
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
     @classmethod
     def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
-        """Replace a recipe at the start of the arguments by the options in it, which later ones override."""
+        """Replace a recipe at the start of the arguments by the options in it, which later ones
+        override.
+        """
         if not arguments or arguments[0].startswith("-"):
             return list(arguments)
-        return [*arguments_of_recipe(Path(arguments[0]), arguments[1:] if cls.runs_code else None), *arguments[1:]]
+        return [
+            *arguments_of_recipe(Path(arguments[0]), arguments[1:] if cls.runs_code else None),
+            *arguments[1:],
+        ]
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -107,7 +156,12 @@ class Train(RunOptions, Command):
         ``torchrun`` restarts workers with the command that started the run; they then continue it.
         """
         resume = self.resume
-        if resume is None and self.output is not None and torchrun_rank() is not None and holds_run(self.output):
+        if (
+            resume is None
+            and self.output is not None
+            and torchrun_rank() is not None
+            and holds_run(self.output)
+        ):
             resume = self.output
         if resume is None:
             return None
@@ -115,19 +169,31 @@ class Train(RunOptions, Command):
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
         if options.own_functions is not None:
             is_reward = options.own_functions[0] == "reward"
-            shared |= {"rewards": replace(options.rewards, reward=())} if is_reward else {"objective": _NOT_NAMED}
+            shared |= (
+                {"rewards": replace(options.rewards, reward=())}
+                if is_reward
+                else {"objective": _NOT_NAMED}
+            )
         output = resume if self.from_step is None else None
-        return type(self)(model=options.model, data=options.data, output=output, resume=resume, **shared)
+        return type(self)(
+            model=options.model, data=options.data, output=output, resume=resume, **shared
+        )
 
     @cached_property
     def options(self) -> TrainOptions:
-        """The run's options: those given, or those of the run to resume or to branch from, with the changes allowed."""
+        """The run's options: those given, or those of the run to resume or to branch from, with the
+        changes allowed.
+        """
         if self.resume is None and self.from_step is not None:
-            raise OptionError("from_step", "no --resume", "--resume DIR", "pass the run to branch from")
+            raise OptionError(
+                "from_step", "no --resume", "--resume DIR", "pass the run to branch from"
+            )
         if self.resume is None:
             self._require("model", "data", "output", expected="a value, or --resume DIR")
             return self._of(self.data, self.output)
-        saved = self._at_given_paths(replace(RunDirectory.options(directory_to_resume(self.resume)), output=self.resume))
+        saved = self._at_given_paths(
+            replace(RunDirectory.options(directory_to_resume(self.resume)), output=self.resume)
+        )
         if self.from_step is not None:
             return self._branched(saved)
         if self.model is None or self.data is None:  # nothing was filled in from the run
@@ -145,11 +211,15 @@ class Train(RunOptions, Command):
             if getattr(self, option) is None:
                 raise OptionError(option, "nothing", expected, "see zo2 train --help")
 
-    def _require_none(self, *options: str, beside: str, expected: str, remedy: str = "leave it out") -> None:
+    def _require_none(
+        self, *options: str, beside: str, expected: str, remedy: str = "leave it out"
+    ) -> None:
         """Refuse the command with one of these options."""
         for option in options:
             if getattr(self, option) is not None:
-                raise OptionError(option, f"{getattr(self, option)} {beside}", f"none{expected}", remedy)
+                raise OptionError(
+                    option, f"{getattr(self, option)} {beside}", f"none{expected}", remedy
+                )
 
     def _of(self, data: Path | None, output: Path | None) -> TrainOptions:
         """The options of a run of this command with these paths."""
@@ -165,31 +235,58 @@ class Train(RunOptions, Command):
         """
         if saved.own_functions is not None:
             option, named = saved.own_functions
-            if not self.rewards.reward if option == "reward" else self.objective in (_NOT_NAMED, RunOptions().objective):
+            if (
+                not self.rewards.reward
+                if option == "reward"
+                else self.objective in (_NOT_NAMED, RunOptions().objective)
+            ):
                 raise _unnamed(option, named, f"{named}, which the run names")
-        files = {(name.name, name.weight): name.file for name in self.rewards.names if name.file is not None}
+        files = {
+            (name.name, name.weight): name.file
+            for name in self.rewards.names
+            if name.file is not None
+        }
         rewards = [
-            name if name.file is None else name._replace(file=files.get((name.name, name.weight), name.file))
+            name
+            if name.file is None
+            else name._replace(file=files.get((name.name, name.weight), name.file))
             for name in saved.rewards.names
         ]
-        objective, given, before = saved.objective, function_file(self.objective), function_file(saved.objective)
+        objective, given, before = (
+            saved.objective,
+            function_file(self.objective),
+            function_file(saved.objective),
+        )
         if given is not None and before is not None:
             objective = f"{given}:{objective.rpartition(':')[2]}"
-        saved = replace(saved, objective=objective, rewards=replace(saved.rewards, reward=tuple(map(str, rewards))))
+        saved = replace(
+            saved,
+            objective=objective,
+            rewards=replace(saved.rewards, reward=tuple(map(str, rewards))),
+        )
         return changed(saved, self, Change.MOVED)
 
     def _branched(self, saved: TrainOptions) -> TrainOptions:
         """The options of a new run that starts with steps of another one.
 
-        The learning rate is scheduled over all steps of the new run, including those of the other run.
+        The learning rate is scheduled over all steps of the new run, including those of the other
+        run.
         """
         if (method := saved.first_order.method) is not None:
             expected = "a run of zeroth-order steps, which are replayed"
             remedy = "export its adapter with zo2 export --at, and start a new run with --adapter"
             raise OptionError("from_step", f"a run of --method {method}", expected, remedy)
         self._require("output", expected="a directory for the new run")
-        given = replace(self, model=self.model or saved.model)._of(self.data or saved.data, self.output)
-        require_unchanged(saved.to_json(), given.to_json(), Change.RESUME, Change.BRANCH, remedy="or start a new run")
+        given = replace(self, model=self.model or saved.model)._of(
+            self.data or saved.data, self.output
+        )
+        require_unchanged(
+            saved.to_json(),
+            given.to_json(),
+            Change.RESUME,
+            Change.BRANCH,
+            remedy="or start a new run",
+        )
         return given
 
     def check(self) -> None:
@@ -216,9 +313,13 @@ class Train(RunOptions, Command):
                 self._train(workers)
 
     def _train_together(self, runs: Path) -> None:
-        """Train several runs, each with this command's options but for those in which it differs."""
+        """Train several runs, each with this command's options but for those in which it
+        differs.
+        """
         expected = ", because its runs continue by the same command"
-        self._require_none("task", "resume", "from_step", "shots", beside="with --runs", expected=expected)
+        self._require_none(
+            "task", "resume", "from_step", "shots", beside="with --runs", expected=expected
+        )
         if torchrun_rank() is not None:
             raise OptionError("runs", "torchrun", "one process", "start it without torchrun")
         self._require("model", "data", "output")
@@ -235,25 +336,33 @@ class Train(RunOptions, Command):
                 option, named = command.own_functions
                 raise _unnamed(option, named, named, f"{runs}, {name}: ")
             is_there = holds_run(self.output / name)
-            planned[name] = replace(command, resume=self.output / name if is_there else None).options
+            planned[name] = replace(
+                command, resume=self.output / name if is_there else None
+            ).options
         if not planned:
             raise OptionError(runs, "no run", "at least one", "write a line for each run")
         train_together(planned, self.output)
 
     def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Self:
         """This command with the options in which one of several runs differs."""
-        command = replace(self, runs=None, output=None if self.output is None else self.output / name)
+        command = replace(
+            self, runs=None, output=None if self.output is None else self.output / name
+        )
         arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
         differing: Self = parse_options("train", Train, arguments, default=command)
         return differing
 
     def _train_on_benchmark(self, task: str) -> None:
         expected = ": without --task it continues with the rows already written"
-        self._require_none("resume", beside="with --task", expected=expected, remedy="leave --task out")
+        self._require_none(
+            "resume", beside="with --task", expected=expected, remedy="leave --task out"
+        )
         require_consistent(task, self)
         self._require("model", "output")
         command = replace(self, task=None, shots=None, keep_best=True)
-        run_task(self, lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run())
+        run_task(
+            self, lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run()
+        )
 
     def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer
@@ -265,13 +374,19 @@ class Train(RunOptions, Command):
         if chooses:
             options, resume = self._with_chosen_rate(options, workers), True
         branching: Any = nullcontext()
-        if self.resume is not None and self.from_step is not None and first and not (workers and holds_run(options.output)):
+        if (
+            self.resume is not None
+            and self.from_step is not None
+            and first
+            and not (workers and holds_run(options.output))
+        ):
             branching = branched_run(self.resume, self.from_step, options)
         with branching:
             if workers is not None:  # each of them has a directory of its own
                 options = replace(options, output=worker_directory(options.output))
                 resume = (options.output / OPTIONS).exists()
-            plans = workers is None and not chooses  # what the choice takes was said with what the run takes
+            # what the choice takes was said with what the run takes
+            plans = workers is None and not chooses
             given: Any = {"execution": self.execution, "workers": workers, "plans": plans}
             opened = Trainer(options, resume=resume, quiet=not first, **given)
         with opened as trainer:
@@ -291,15 +406,26 @@ class Train(RunOptions, Command):
                 tell(f"\n{trainer.how_to_continue()}")
                 raise
             tell(*trainer.last_lines())
-        print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+        print(
+            f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: "
+            f"{options.output / JOURNAL}"
+        )
 
     def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
         """The options with a learning rate that short runs have chosen."""
         from zo2adapters.trainers.tuning import with_chosen_rate
 
-        refused = "--from-step" if self.from_step is not None else "torchrun" if workers is not None else None
+        refused = (
+            "--from-step"
+            if self.from_step is not None
+            else "torchrun"
+            if workers is not None
+            else None
+        )
         if refused is not None:
-            raise OptionError("lr", f"auto with {refused}", "a number", "pass the rate that zo2 tune finds")
+            raise OptionError(
+                "lr", f"auto with {refused}", "a number", "pass the rate that zo2 tune finds"
+            )
         try:
             return with_chosen_rate(options, resume=self.resume is not None, announce=tell)
         except KeyboardInterrupt:
@@ -315,7 +441,8 @@ def tell(*lines: str, prefix: str = "") -> None:
 
 
 def train(
-    recipe: str | os.PathLike[str] | Mapping[str, object], overrides: Mapping[str, object] = MappingProxyType({})
+    recipe: str | os.PathLike[str] | Mapping[str, object],
+    overrides: Mapping[str, object] = MappingProxyType({}),
 ) -> Path:
     """Run a recipe, as ``zo2 train recipe.yaml`` does.
 
@@ -327,10 +454,14 @@ def train(
         The run's directory.
 
     Raises:
-        ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown key.
+        ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown
+            key.
     """
     later = arguments_of_recipe(overrides)
-    arguments = [*arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later), *later]
+    arguments = [
+        *arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later),
+        *later,
+    ]
     command: Train = parse_command("train", Train, arguments)
     command.run()
     output = command.output or command.resume
@@ -350,15 +481,24 @@ def arguments_of_recipe(
     except OptionError as error:
         raise OptionError(where, error.found, error.expected, error.remedy) from error
     own = None if later is None else command.own_functions
-    if own is not None and f"--{own[0]}" not in {argument.partition("=")[0] for argument in later or ()}:
+    if own is not None and f"--{own[0]}" not in {
+        argument.partition("=")[0] for argument in later or ()
+    }:
         raise _unnamed(*own, own[1], f"{where}: ")
     return arguments
 
 
 def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionError:
-    """The error of functions that a file or directory names, which may be somebody else's, and the command line does not."""
+    """The error of functions that a file or directory names, which may be somebody else's, and the
+    command line does not.
+    """
     expected = "the same functions on the command line, because their code will be run"
-    return OptionError(f"{where}{option}", found, expected, f"read the file, and pass --{option} {named} if you trust it")
+    return OptionError(
+        f"{where}{option}",
+        found,
+        expected,
+        f"read the file, and pass --{option} {named} if you trust it",
+    )
 
 
 # Several runs of one base at once, each in a directory of its own, where it can continue alone
@@ -380,11 +520,16 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     for name, given in named.items():
         values = {} if given is None else given
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
-            expected = "a name of letters and digits, which its directory gets, and its options, for each run"
+            expected = (
+                "a name of letters and digits, which its directory gets, and its options, for "
+                "each run"
+            )
             raise OptionError(path, f"{name!r}: {str(values)[:80]}", expected, f"write {example}")
         if common := [str(option) for option in values if option in _SAME]:
             remedy = f"pass {flag(common[0])} for all runs"
-            raise OptionError(f"{path}, {name}", common[0], "options in which runs of one base may differ", remedy)
+            raise OptionError(
+                f"{path}, {name}", common[0], "options in which runs of one base may differ", remedy
+            )
         runs[name] = values
     return runs
 
@@ -398,18 +543,23 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
             require_shareable(options)
         except OptionError as error:
             raise OptionError(name, error.found, error.expected, error.remedy) from error
-    held = held_directory(output)  # before its runs': else two processes take some of them each, and both end
+    # before its runs': else two processes take some of them each, and both end
+    held = held_directory(output)
     tell(f"{len(runs)} runs share each pass over the blocks: {', '.join(runs)}")
     with held, open_shared_base(next(iter(runs.values()))) as shared:
         try:
-            ended = shared.together({name: partial(_trained, name, options, shared) for name, options in runs.items()})
+            ended = shared.together(
+                {name: partial(_trained, name, options, shared) for name, options in runs.items()}
+            )
         except KeyboardInterrupt:
             tell("\nstopped; the same command continues all runs; to continue one of them:")
             tell(*(options.resume_command for options in runs.values()), prefix="  ")
             raise
     failures = {name: result for name in runs if isinstance(result := ended[name], Exception)}
     tell(*(f"{name} ended: {failure}" for name, failure in failures.items()))
-    outcomes = [_outcome(name, options.output, failures.get(name)) for name, options in runs.items()]
+    outcomes = [
+        _outcome(name, options.output, failures.get(name)) for name, options in runs.items()
+    ]
     replace_file(output / TABLE, json.dumps(outcomes, indent=2) + "\n")
     cells = [("run", "steps", "loss", "evaluation", "s a step", ""), *map(_cells, outcomes)]
     print(text_table(cells, left=(0, 5)))
@@ -421,7 +571,9 @@ def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
 
 
 def _trained(name: str, options: TrainOptions, shared: SharedBase) -> None:
-    """Train and export one of several runs; the sweeps are made together with those of the others."""
+    """Train and export one of several runs; the sweeps are made together with those of the
+    others.
+    """
     from zo2adapters.trainers.trainer import Trainer
 
     with Trainer(options, resume=holds_run(options.output), label=name, shared=shared) as trainer:
@@ -431,39 +583,62 @@ def _trained(name: str, options: TrainOptions, shared: SharedBase) -> None:
 
 
 def _outcome(name: str, directory: Path, failure: Exception | None) -> dict[str, Any]:
-    """What became of one of several runs, as its directory says: the mean loss of the last steps, the best evaluation."""
+    """What became of one of several runs, as its directory says: the mean loss of the last steps,
+    the best evaluation.
+    """
     from zo2core import Journal
 
-    losses, evaluation, seconds = list[float](), None, 0.0  # of its steps, each with the time of the sweep that it shares
+    # of its steps, each with the time of the sweep that it shares
+    losses, evaluation, seconds = list[float](), None, 0.0
     if (directory / OPTIONS).exists():
-        with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:  # its journal may be what failed
+        with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:
+            # its journal may be what failed
             losses, evaluations = losses_of(journal), journal.evaluations.values()
             evaluation = min(map(criterion, evaluations), default=None)
-            seconds = math.fsum(row.get("seconds", 0.0) for row in align_rows(metrics_of(directory), journal).rows)
+            seconds = math.fsum(
+                row.get("seconds", 0.0) for row in align_rows(metrics_of(directory), journal).rows
+            )
     loss = fmean(losses[-max(1, round(_JUDGED * len(losses))) :]) if losses else None
     numbers = {"steps": len(losses), "loss": loss, "evaluation": evaluation, "seconds": seconds}
-    return {"run": name, **numbers, "directory": str(directory), "error": None if failure is None else str(failure)}
+    return {
+        "run": name,
+        **numbers,
+        "directory": str(directory),
+        "error": None if failure is None else str(failure),
+    }
 
 
 def _cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
     """A run's line of the table."""
-    values = ["" if outcome[key] is None else f"{outcome[key]:.4f}" for key in ("loss", "evaluation")]
+    values = [
+        "" if outcome[key] is None else f"{outcome[key]:.4f}" for key in ("loss", "evaluation")
+    ]
     steps, seconds = outcome["steps"], outcome["seconds"]
     speed = f"{seconds / steps:.2f}" if steps and seconds else ""
-    return outcome["run"], str(steps), *values, speed, outcome["directory"] if outcome["error"] is None else "ended early"
+    return (
+        outcome["run"],
+        str(steps),
+        *values,
+        speed,
+        outcome["directory"] if outcome["error"] is None else "ended early",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Train):
-    """Print what a run would take in memory, disk and time, without loading the model, as zo2 train --plan does.
+    """Print what a run would take in memory, disk and time, without loading the model, as zo2 train
+    --plan does.
 
-    All options are those of zo2 train. --data and --output may be left out: rows are then as long as --sequence-length.
-    --device-memory plans for a GPU, which need not be in this machine, and --runs 3 for three equal runs.
+    All options are those of zo2 train. --data and --output may be left out: rows are then as long
+    as --sequence-length. --device-memory plans for a GPU, which need not be in this machine, and
+    --runs 3 for three equal runs.
     """
 
     needs: ClassVar = ("zo2adapters.trainers.run_plan",)
     runs_code: ClassVar = False
-    first_options: ClassVar = "model data method lora_rank rank steps batch_size memory device_memory json"
+    first_options: ClassVar = (
+        "model data method lora_rank rank steps batch_size memory device_memory json"
+    )
 
     json: bool = False
     """Print JSON instead of a table."""
@@ -486,23 +661,37 @@ class Plan(Train):
                 command = self._of_together(self.runs, name, values)
         options = command._planned_options()
         resume = command.resume is not None
-        planned = plan_of_options(options, has_rows=resume or command.data is not None, resume=resume, runs=count)
-        beside = ["the short runs that choose lr"] if options.optimization.lr == "auto" and command.lr_is_given else []
+        planned = plan_of_options(
+            options, has_rows=resume or command.data is not None, resume=resume, runs=count
+        )
+        beside = (
+            ["the short runs that choose lr"]
+            if options.optimization.lr == "auto" and command.lr_is_given
+            else []
+        )
         beside += [f"the answers to {options.samples} samples"] if options.samples else []
         if beside:
             print(f"not in the plan: {', '.join(beside)}", file=sys.stderr)
-        lines = [planned.to_json()] if self.json else [method_words(options), *planned.summary(), "", planned.table()]
+        lines = (
+            [planned.to_json()]
+            if self.json
+            else [method_words(options), *planned.summary(), "", planned.table()]
+        )
         print("\n".join(lines))
 
     @property
     def lr_is_given(self) -> bool:
-        """Whether the learning rate is not the default of zeroth-order steps, which a plan never needs."""
+        """Whether the learning rate is not the default of zeroth-order steps, which a plan never
+        needs.
+        """
         return self.optimization.lr != Optimization().lr
 
     def _planned_options(self) -> TrainOptions:
         """The options of the run to plan. What a plan does not depend on may be missing."""
         self._require_none(
-            "task", beside="in a plan", expected=": zo2 rows writes a benchmark's rows, which are passed as --data"
+            "task",
+            beside="in a plan",
+            expected=": zo2 rows writes a benchmark's rows, which are passed as --data",
         )
         if self.resume is not None:
             options = self.options
@@ -512,7 +701,11 @@ class Plan(Train):
             if self.data is None:
                 expected = ": they need the rows as --data"
                 self._require_none(
-                    "evaluation", "eval_split", "evaluate_every", beside="without the rows", expected=expected
+                    "evaluation",
+                    "eval_split",
+                    "evaluate_every",
+                    beside="without the rows",
+                    expected=expected,
                 )
         if options.first_order.method is not None and not self.lr_is_given:
             options = options.with_rate("auto")
@@ -526,48 +719,74 @@ class Plan(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(RunOptions, Command):
-    """Find the learning rate for a model and its data by short runs; the better half of them runs for longer."""
+    """Find the learning rate for a model and its data by short runs; the better half of them runs
+    for longer.
+    """
 
     needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.trainers.tuning")
-    first_options: ClassVar = "model data output forwards learning_rates zo_eps_to_try batch_size memory"
+    first_options: ClassVar = (
+        "model data output forwards learning_rates zo_eps_to_try batch_size memory"
+    )
 
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path
     """File to train on, as for zo2 train."""
     output: Path
-    """Directory for tune.json and the trials, each of which is a run. The same command continues interrupted trials."""
+    """Directory for tune.json and the trials, each of which is a run.
+
+    The same command continues interrupted trials.
+    """
     forwards: int = 2000
-    """Forward passes of a batch that all trials together may take. With --method, a step counts as three for an adapter,
-    and as four or eight for all parameters."""
+    """Forward passes of a batch that all trials together may take.
+
+    With --method, a step counts as three for an adapter, and as four or eight for all parameters.
+    """
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five: from 3e-5 to 3e-3 for an adapter,
-    and on the optimizer's own scale for all parameters. --lr has no effect here and is refused."""
+    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five: from 3e-5 to
+    3e-3 for an adapter, and on the optimizer's own scale for all parameters. --lr has no effect
+    here and is refused.
+    """
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
 
     def after_interruption(self) -> str:
         """How to continue after an interruption."""
-        return f"run the same command again to continue: finished work is in {self.output} and is not repeated"
+        return (
+            f"run the same command again to continue: finished work is in {self.output} and is "
+            "not repeated"
+        )
 
     def check(self) -> None:
         """See the contract."""
         require_whole("forwards", self.forwards, 1)
         for option, value, default, expected, remedy in (
             ("lr", self.optimization.lr, Optimization().lr, "none", "pass --learning-rates"),
-            ("steps", self.steps, RunOptions().steps, "no --steps, because --forwards sets the budget", "leave it out"),
+            (
+                "steps",
+                self.steps,
+                RunOptions().steps,
+                "no --steps, because --forwards sets the budget",
+                "leave it out",
+            ),
         ):
             if value != default:
                 raise OptionError(option, repr(value), expected, remedy)
 
     def run(self) -> None:
-        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
+        """Print the cost, run the trials, print a table after each round, and print how to continue
+        the best trial.
+        """
         from zo2adapters.trainers.tuning import tune
 
         options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions().workers() as workers:
             first = is_first(workers)
-            given: Any = {"forwards": self.forwards, "learning_rates": self.learning_rates, "zo_eps": self.zo_eps_to_try}
+            given: Any = {
+                "forwards": self.forwards,
+                "learning_rates": self.learning_rates,
+                "zo_eps": self.zo_eps_to_try,
+            }
             if first:
                 given["before"] = lambda schedule: tell(_trials_cost(schedule, options, workers))
                 given["after_round"] = lambda trials: tell(_trials_table(trials))
@@ -576,8 +795,10 @@ class Tune(RunOptions, Command):
             return
         scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
         print(
-            f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
-            f"to continue this run: {replace(options, output=best.directory).resume_command} --steps 1000"
+            f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of "
+            f"{best.steps}\n"
+            f"to continue this run: {replace(options, output=best.directory).resume_command} "
+            "--steps 1000"
         )
 
 
@@ -587,17 +808,27 @@ def _trials_cost(schedule: Schedule, options: TrainOptions, workers: Workers | N
     from zo2adapters.trainers.tuning import expected_seconds
 
     line = (
-        f"{schedule.trials} trials in {len(schedule.rounds)} rounds, of up to {schedule.rounds[-1]} steps: "
-        f"{schedule.steps:,} steps, {schedule.forwards:,} forward passes of {options.batching.batch_size} rows"
+        f"{schedule.trials} trials in {len(schedule.rounds)} rounds, of up to "
+        f"{schedule.rounds[-1]} steps: "
+        f"{schedule.steps:,} steps, {schedule.forwards:,} forward passes of "
+        f"{options.batching.batch_size} rows"
     )
     if options.storage.device != "cpu":
         return line
-    return f"{line}, about {duration(expected_seconds(options, schedule))}{'' if workers is None else ' with one worker'}"
+    return (
+        f"{line}, about "
+        f"{duration(expected_seconds(options, schedule))}"
+        f"{'' if workers is None else ' with one worker'}"
+    )
 
 
 def _trials_table(trials: Sequence[Trial]) -> str:
     losses = [f"{trial.loss:.4f}" if math.isfinite(trial.loss) else "diverged" for trial in trials]
     rows = [(f"{trial.lr:.1e}", f"{trial.zo_eps:.1e}", str(trial.steps)) for trial in trials]
     return text_table(
-        [("lr", "zo_eps", "steps", "loss"), *((*row, loss) for row, loss in zip(rows, losses, strict=True))], left=()
+        [
+            ("lr", "zo_eps", "steps", "loss"),
+            *((*row, loss) for row, loss in zip(rows, losses, strict=True)),
+        ],
+        left=(),
     )

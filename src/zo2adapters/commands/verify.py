@@ -15,17 +15,23 @@ from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(Command):
-    """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
+    """Run a few steps block by block and on the whole model with your checkpoint, and compare every
+    bit.
+    """
 
     needs: ClassVar = ("zo2adapters.trainers.verification",)
     first_options: ClassVar = "model method lora_rank steps batch_size tokens lr"
 
     model: str
-    """Model directory with safetensors weights, a GGUF file, or a hub id. The model is held in memory twice."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id.
+
+    The model is held in memory twice.
+    """
     model_options: ModelOptions = field(default_factory=ModelOptions)
     method: OptimizerName | None = None
-    """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,
-    zeroth-order steps are compared with MeZO on the whole model."""
+    """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and
+    torch.optim. By default, zeroth-order steps are compared with MeZO on the whole model.
+    """
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     steps: int = 3
     """Steps to take block by block and on the whole model."""
@@ -51,15 +57,20 @@ class Verify(Command):
         self.adapter_options.require_valid()
         if self.method is not None:
             self.adapter_options.require_method(self.method)
-        MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
+        # refuses values out of range
+        MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)
         size.require_sane()
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
         given: Any = {name: getattr(self, name) for name in ("steps", "tokens", "seed", "method")}
-        parameters, difference = verify(directory, opening, size, rows=self.batch_size, adapter=adapter, **given)
+        parameters, difference = verify(
+            directory, opening, size, rows=self.batch_size, adapter=adapter, **given
+        )
         if difference is not None:
             print(f"DIFFERENT: {difference}")
             sys.exit(1)
         scalars = "losses, projected gradients" if self.method is None else "losses, gradient norms"
-        trained = f"{parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
+        trained = (
+            f"{parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
+        )
         print(f"EQUAL over {counted(self.steps, 'step')}, bit for bit: {scalars} and all {trained}")

@@ -1,1 +1,3 @@
-"""Programs that train in ExecuTorch's runtime: dual forwards of LoRA-FA, their lowering, and a way to run them here."""
+"""Programs that train in ExecuTorch's runtime: dual forwards of LoRA-FA, their lowering, and a way
+to run them here.
+"""

@@ -1,8 +1,10 @@
-"""ExecuTorch programs that train an adapter: written here, and run in ExecuTorch's runtime on this machine.
+"""ExecuTorch programs that train an adapter: written here, and run in ExecuTorch's runtime on this
+machine.
 
-A step is one of P-RGE with LoRA-FA (arXiv 2409.15520, Algorithm 1), in a module that ``torch.export`` takes. Both
-evaluations run as one batch: its first half at +eps, its second at -eps, so that the weights are read once. A layer computes
-``x W^T + (x A^T) B^T`` with a B for each half; W and A are only read.
+A step is one of P-RGE with LoRA-FA (arXiv 2409.15520, Algorithm 1), in a module that
+``torch.export`` takes. Both evaluations run as one batch: its first half at +eps, its second at
+-eps, so that the weights are read once. A layer computes ``x W^T + (x A^T) B^T`` with a B for each
+half; W and A are only read.
 
 A program's methods share one state, B of all layers and the seed of the next step:
 
@@ -12,23 +14,27 @@ A program's methods share one state, B of all layers and the seed of the next st
     frozen       () -> A of each layer, which no step changes
     description  () -> the ``ProgramDescription`` as JSON
 
-Loading a method sets the state to its initial values, which are in the program. Therefore all methods are loaded before the
-first step. In C++ they share the state if the ``Module`` was made with ``share_memory_arenas``.
+Loading a method sets the state to its initial values, which are in the program. Therefore all
+methods are loaded before the first step. In C++ they share the state if the ``Module`` was made
+with ``share_memory_arenas``.
 
-Note: Differences from Algorithm 1. There each layer keeps both perturbed copies of B, takes their difference as the noise of
-the step before, and applies that step's update before it draws new noise; the projected gradient is an input that the caller
-computes from the losses. Here the noise follows from a seed (``Signs``). So B is kept once, is never restored with rounding
-errors, and is updated at the end of the same step; the caller passes nothing back. Noise is random signs instead of
-Gaussian. In exact arithmetic, and with the same noise, losses and B are those of Algorithm 1.
+Note: Differences from Algorithm 1. There each layer keeps both perturbed copies of B, takes their
+difference as the noise of the step before, and applies that step's update before it draws new
+noise; the projected gradient is an input that the caller computes from the losses. Here the noise
+follows from a seed (``Signs``). So B is kept once, is never restored with rounding errors, and is
+updated at the end of the same step; the caller passes nothing back. Noise is random signs instead
+of Gaussian. In exact arithmetic, and with the same noise, losses and B are those of Algorithm 1.
 
-Note: Directions. They are random signs, computed from a seed inside the program. ExecuTorch's kernels have no generator
-that can be seeded: ``rand`` and ``randn`` use the system's. So P-RGE adds an operator to the runtime. Counter-based noise
-needs none. The numbers are those of ``PhiloxNoise(Distribution.RADEMACHER)``, bit for bit, so that an engine that replays a
-program's losses gets the program's adapter.
+Note: Directions. They are random signs, computed from a seed inside the program. ExecuTorch's
+kernels have no generator that can be seeded: ``rand`` and ``randn`` use the system's. So P-RGE adds
+an operator to the runtime. Counter-based noise needs none. The numbers are those of
+``PhiloxNoise(Distribution.RADEMACHER)``, bit for bit, so that an engine that replays a program's
+losses gets the program's adapter.
 
-Note: Operations. The runtime's portable kernels have neither shifts nor unsigned 64-bit integers. Words are int64 below
-2**32, multipliers are split into halves of 16 bits so that no product reaches 2**63, and words are shifted by division. Two
-words of a counter that need the same operations share a tensor: each operation adds to the time of lowering a program.
+Note: Operations. The runtime's portable kernels have neither shifts nor unsigned 64-bit integers.
+Words are int64 below 2**32, multipliers are split into halves of 16 bits so that no product reaches
+2**63, and words are shifted by division. Two words of a counter that need the same operations share
+a tensor: each operation adds to the time of lowering a program.
 """
 
 from __future__ import annotations
@@ -87,10 +93,13 @@ class Signs(nn.Module):
     def __init__(self, indices: Sequence[int], sizes: Sequence[int]) -> None:
         super().__init__()
         calls = [_CALLS * groups_of(size) for size in sizes]
-        parameters = [torch.full((count,), index) for index, count in zip(indices, calls, strict=True)]
+        parameters = [
+            torch.full((count,), index) for index, count in zip(indices, calls, strict=True)
+        ]
         multipliers = torch.tensor(_MULTIPLIERS).view(2, 1)
         constant = partial(nn.Buffer, persistent=False)  # all are int64
-        self.block = constant(torch.cat([torch.arange(count) for count in calls]))  # (calls,): the counter's words 0 and 1
+        # (calls,): the counter's words 0 and 1
+        self.block = constant(torch.cat([torch.arange(count) for count in calls]))
         self.parameter = constant(torch.cat(parameters))  # (calls,): its word 2
         self.high_multipliers = constant(multipliers >> 16)  # (2, 1)
         self.low_multipliers = constant(multipliers & (_HALF - 1))  # (2, 1)
@@ -100,17 +109,21 @@ class Signs(nn.Module):
     def forward(self, seed: torch.Tensor) -> torch.Tensor:
         """Draw z of all parameters."""
         groups = len(self.block) // _CALLS
-        words = self._words(seed).view(4, groups, _CALLS).transpose(0, 1).reshape(groups, 1, 4 * _CALLS)
+        words = (
+            self._words(seed).view(4, groups, _CALLS).transpose(0, 1).reshape(groups, 1, 4 * _CALLS)
+        )
         is_positive = (words & self.masks) == 0
         return (is_positive.to(torch.float32) * 2 - 1).reshape(-1)
 
     def _words(self, seed: torch.Tensor) -> torch.Tensor:
         """Four words of each call: int64 (4, calls)."""
         even = torch.stack((self.block & _WORD, self.parameter))  # words 0 and 2 of the counters
-        odd = torch.stack((self.block // (_WORD + 1), torch.zeros_like(self.parameter)))  # words 1 and 3
+        # words 1 and 3
+        odd = torch.stack((self.block // (_WORD + 1), torch.zeros_like(self.parameter)))
         key = torch.stack((seed & _WORD, seed // (_WORD + 1))).view(2, 1)
         for _ in range(_ROUNDS):
-            high, low = even * self.high_multipliers, even * self.low_multipliers  # each product is high * 2**16 + low
+            # each product is high * 2**16 + low
+            high, low = even * self.high_multipliers, even * self.low_multipliers
             upper = (high + low // _HALF) // _HALF
             lower = ((high & (_HALF - 1)) * _HALF + low) & _WORD
             even, odd = upper.flip(0) ^ odd ^ key, lower.flip(0)
@@ -130,7 +143,15 @@ _LARGEST = torch.finfo(torch.float32).max
 class DualForwardLinear(nn.Module):
     """A linear layer with LoRA, whose B differs between the two halves of a batch."""
 
-    def __init__(self, base: nn.Linear, lora_a: torch.Tensor, scaling: float, *, path: str, batch: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        base: nn.Linear,
+        lora_a: torch.Tensor,
+        scaling: float,
+        *,
+        path: str,
+        batch: tuple[int, int],
+    ) -> None:
         super().__init__()
         self.base = base
         self.scaling = scaling
@@ -138,7 +159,9 @@ class DualForwardLinear(nn.Module):
         self.batch = batch
         self.lora_A = nn.Buffer(lora_a)  # peft's names
         # Float32 (2, outputs, rank), for both halves. A step replaces it while it runs.
-        self.lora_B = nn.Buffer(torch.zeros(STREAMS, base.out_features, len(lora_a)), persistent=False)
+        self.lora_B = nn.Buffer(
+            torch.zeros(STREAMS, base.out_features, len(lora_a)), persistent=False
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute both halves."""
@@ -162,8 +185,12 @@ class AdapterState(nn.Module):
 
     def __init__(self, values: Sequence[torch.Tensor], seed: int) -> None:
         super().__init__()
-        flat = [F.pad(value.flatten(), (0, groups_of(value.numel()) * GROUP - value.numel())) for value in values]
-        # Float32, one layer after another. Each starts at a whole group, as its noise does; the padding is not read.
+        flat = [
+            F.pad(value.flatten(), (0, groups_of(value.numel()) * GROUP - value.numel()))
+            for value in values
+        ]
+        # Float32, one layer after another. Each starts at a whole group, as its noise does; the
+        # padding is not read.
         self.adapter = nn.Buffer(torch.cat(flat))
         self.seed = nn.Buffer(torch.tensor(seed, dtype=torch.int64))
 
@@ -172,7 +199,13 @@ class TrainingStep(nn.Module):
     """One step of zeroth-order LoRA-FA: two losses from one forward, and the update."""
 
     def __init__(
-        self, model: Any, names: Sequence[str], indices: Sequence[int], state: AdapterState, *, zo_eps: float
+        self,
+        model: Any,
+        names: Sequence[str],
+        indices: Sequence[int],
+        state: AdapterState,
+        *,
+        zo_eps: float,
     ) -> None:
         super().__init__()
         self.model = model
@@ -192,7 +225,10 @@ class TrainingStep(nn.Module):
         shift = self.zo_eps * z
         logits = self._logits(input_ids.repeat(STREAMS, 1), torch.stack((shift, -shift)))
         options = {"vocab_size": self.model.config.get_text_config().vocab_size}
-        plus, minus = (self.model.loss_function(half, labels, **options) for half in torch.chunk(logits, STREAMS))
+        plus, minus = (
+            self.model.loss_function(half, labels, **options)
+            for half in torch.chunk(logits, STREAMS)
+        )
         projected_grad = (plus - minus) / (2 * self.zo_eps)
         is_finite = projected_grad.abs() <= _LARGEST
         applied = torch.where(is_finite, projected_grad, torch.zeros_like(projected_grad))
@@ -250,7 +286,8 @@ class ProgramDescription:
     vocabulary: int  # size of the vocabulary
     zo_eps: float  # perturbation scale
     config: Mapping[str, Any]  # peft's config, from ``plain_config``
-    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in peft's files, in the state's order
+    # (outputs, rank) of each layer's B by name in peft's files, in the state's order
+    trained: Mapping[str, tuple[int, int]]
     frozen: tuple[str, ...]  # name of each layer's A in peft's files, in the same order
 
     def to_json(self) -> str:
@@ -262,8 +299,14 @@ class ProgramDescription:
         """Read the text of ``to_json``."""
         values = json.loads(text)
         if values.pop("format", None) != _FORMAT:
-            raise _refused(path, f"another format than {_FORMAT}", "or run it with the version of zo2core that wrote it")
-        trained = {name: (int(outputs), int(rank)) for name, (outputs, rank) in values["trained"].items()}
+            raise _refused(
+                path,
+                f"another format than {_FORMAT}",
+                "or run it with the version of zo2core that wrote it",
+            )
+        trained = {
+            name: (int(outputs), int(rank)) for name, (outputs, rank) in values["trained"].items()
+        }
         return cls(**{**values, "trained": trained, "frozen": tuple(values["frozen"])})
 
     def split(self, adapter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -293,7 +336,11 @@ def require_digest(path: Path) -> None:
         length = max(path.stat().st_size - _LENGTH, 0)
         digest, end = _digest(file, length), file.read()
     if end != _MARK + digest:
-        found = "bytes that do not match the digest" if end.startswith(_MARK) else "no digest at its end"
+        found = (
+            "bytes that do not match the digest"
+            if end.startswith(_MARK)
+            else "no digest at its end"
+        )
         raise _refused(path, found, "or copy it again")
 
 
@@ -328,7 +375,8 @@ class TrainingProgram:
     """A program of ``write_program``, with its state in the runtime's memory.
 
     Args:
-        path: File of the program. It is not written: a program that is opened again starts from its initial values.
+        path: File of the program. It is not written: a program that is opened again starts from its
+            initial values.
 
     Raises:
         MissingPackageError: if ExecuTorch is not installed.
@@ -359,21 +407,31 @@ class TrainingProgram:
         """Take one step, which changes the state.
 
         Args:
-            batch: input_ids, labels and perhaps an attention_mask, which may mask padding at the right only. Smaller batches
-                than the program's are padded, which does not change the loss.
+            batch: input_ids, labels and perhaps an attention_mask, which may mask padding at the
+                right only. Smaller batches than the program's are padded, which does not change the
+                loss.
             lr: Learning rate.
 
         Raises:
             BatchError: if the batch does not fit the program, or has no label.
             OptionError: if the learning rate is negative or not finite.
-            NonFiniteLossError: if a loss is not finite. B does not change, and the next step has another direction.
+            NonFiniteLossError: if a loss is not finite. B does not change, and the next step has
+                another direction.
         """
         require_number("lr", lr, least=0, remedy="correct the learning-rate schedule")
         inputs = *self._fitted(batch), torch.tensor(lr, dtype=torch.float32)
         losses, projected_grad, seed = self._methods["step"].execute(inputs)
         if not math.isfinite(projected_grad.item()):
-            remedy = "lower lr, or write the program with a lower zo_eps; this step did not change the adapter"
-            raise NonFiniteLossError(f"the step of seed {seed.item()}", f"losses {losses.tolist()}", "finite losses", remedy)
+            remedy = (
+                "lower lr, or write the program with a lower zo_eps; this step did not change the "
+                "adapter"
+            )
+            raise NonFiniteLossError(
+                f"the step of seed {seed.item()}",
+                f"losses {losses.tolist()}",
+                "finite losses",
+                remedy,
+            )
         return ProgramStep(int(seed.item()), losses, projected_grad.item())
 
     def state(self) -> ProgramState:
@@ -389,10 +447,14 @@ class TrainingProgram:
         """
         require_whole("state.seed", state.seed, 0)
         adapters = state.adapter, self.state().adapter
-        found, expected = (f"{adapter.dtype} of shape {tuple(adapter.shape)}" for adapter in adapters)
+        found, expected = (
+            f"{adapter.dtype} of shape {tuple(adapter.shape)}" for adapter in adapters
+        )
         if found != expected:
             raise OptionError("state.adapter", found, expected, "use a state of this program")
-        self._methods["restore"].execute((state.adapter, torch.tensor(state.seed, dtype=torch.int64)))
+        self._methods["restore"].execute(
+            (state.adapter, torch.tensor(state.seed, dtype=torch.int64))
+        )
 
     def save_adapter(self, directory: Path | str) -> None:
         """Write the current adapter in peft's format.
@@ -413,23 +475,38 @@ class TrainingProgram:
         description = self.description
         options: dict[str, Any] = {"vocab_size": description.vocabulary}
         CAUSAL_LM.check(batch, PretrainedConfig(**options), description.tokens)
-        ids, labels = batch["input_ids"].to("cpu", torch.int64), batch["labels"].to("cpu", torch.int64)
+        ids, labels = (
+            batch["input_ids"].to("cpu", torch.int64),
+            batch["labels"].to("cpu", torch.int64),
+        )
         if len(ids) > description.rows:
             expected = f"at most {description.rows}, the program's rows"
-            raise BatchError("input_ids", f"{len(ids)} rows", expected, "pass fewer rows, or write another program")
+            raise BatchError(
+                "input_ids",
+                f"{len(ids)} rows",
+                expected,
+                "pass fewer rows, or write another program",
+            )
         others = sorted(batch.keys() - {"input_ids", "labels", "attention_mask"})
         if others:
-            raise BatchError(others[0], "an entry", "input_ids, labels and attention_mask alone", "leave it out")
+            raise BatchError(
+                others[0], "an entry", "input_ids, labels and attention_mask alone", "leave it out"
+            )
         mask = batch.get("attention_mask", torch.ones_like(ids)).to("cpu") != 0
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()) or bool((labels[~mask] != IGNORE_INDEX).any()):
-            found, expected = "masked tokens before other tokens, or with labels", "rows that are padded at the right"
+            found, expected = (
+                "masked tokens before other tokens, or with labels",
+                "rows that are padded at the right",
+            )
             remedy = "pad at the right, with labels of -100: a program has no mask"
             raise BatchError("attention_mask", found, expected, remedy)
         room = (0, description.tokens - ids.shape[1], 0, description.rows - len(ids))
         return F.pad(ids, room), F.pad(labels, room, value=IGNORE_INDEX)
 
 
-def _refused(path: Path, found: str, other_remedy: str = "for the backends of this runtime") -> CheckpointError:
+def _refused(
+    path: Path, found: str, other_remedy: str = "for the backends of this runtime"
+) -> CheckpointError:
     expected = "a whole program from write_program, for this runtime's backends"
     return CheckpointError(path, found, expected, f"write it again, {other_remedy}")
 
@@ -438,8 +515,10 @@ class Assembled(NamedTuple):
     """A training step, and the names of its parameters."""
 
     step: TrainingStep
-    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B by name in the model, in the state's order
-    frozen: Mapping[str, torch.Tensor]  # each layer's A by name in the model, in the same order; float32 (rank, inputs)
+    # (outputs, rank) of each layer's B by name in the model, in the state's order
+    trained: Mapping[str, tuple[int, int]]
+    # each layer's A by name in the model, in the same order; float32 (rank, inputs)
+    frozen: Mapping[str, torch.Tensor]
 
 
 def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed: int) -> Assembled:
@@ -448,38 +527,54 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
     _require_lora_fa(model, list(specs.values()))
     values = {name: read_weight(model.weights, spec) for name, spec in specs.items()}
     whole = _whole(model, values)
-    wrapped: Any = [(path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")]
+    wrapped: Any = [
+        (path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")
+    ]
     trained, frozen = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for path, module in wrapped:
         [name] = module.lora_A
         a, b = f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight"
         frozen[a], trained[b] = values[a], values[b]
         batch = (STREAMS * rows, tokens)
-        dual = DualForwardLinear(module.base_layer, values[a], module.scaling[name], path=path, batch=batch)
+        dual = DualForwardLinear(
+            module.base_layer, values[a], module.scaling[name], path=path, batch=batch
+        )
         whole.set_submodule(path, dual, strict=True)
     paths, state = [path for path, _ in wrapped], AdapterState(list(trained.values()), seed)
     step = TrainingStep(whole, paths, [specs[name].index for name in trained], state, zo_eps=zo_eps)
     step.requires_grad_(requires_grad=False)
     step.train(mode=False)
-    return Assembled(step, {name: (len(value), value.shape[1]) for name, value in trained.items()}, frozen)
+    return Assembled(
+        step, {name: (len(value), value.shape[1]) for name, value in trained.items()}, frozen
+    )
 
 
 def _require_lora_fa(model: HFBlockModel, specs: Sequence[ParameterSpec]) -> None:
     adapter = model.adapter if isinstance(model, PeftBlockModel) else None
-    other = "a model without an adapter" if adapter is None else adapter.kind.not_stacked(adapter.config)
+    other = (
+        "a model without an adapter"
+        if adapter is None
+        else adapter.kind.not_stacked(adapter.config)
+    )
     if adapter is None or other is not None or adapter.config.modules_to_save:
         found = other or "LoRA with modules_to_save"
-        remedy = "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
+        remedy = (
+            "open_checkpoint(path, adapter=Adapter(config=LoraConfig(...), frozen=('lora_A',)))"
+        )
         raise UnsupportedModelError("adapter", found, "LoRA, of which lora_B is trained", remedy)
     encoded = next((spec for spec in specs if spec.encoding is not None), None)
     if encoded is not None:
         found = f"a quantised weight ({type(encoded.encoding).__name__})"
-        raise UnsupportedModelError(encoded.name, found, "floating-point weights", "open the unquantised checkpoint")
+        raise UnsupportedModelError(
+            encoded.name, found, "floating-point weights", "open the unquantised checkpoint"
+        )
     wrong = next((spec for spec in specs if spec.frozen == (".lora_B." in spec.name)), None)
     if wrong is not None:
         found = f"{wrong.name}, which is {'frozen' if wrong.frozen else 'trained'}"
         expected = "lora_B trained, in all layers, and nothing else"
-        raise OptionError("adapter.frozen", found, expected, "Adapter(config=..., frozen=('lora_A',))")
+        raise OptionError(
+            "adapter.frozen", found, expected, "Adapter(config=..., frozen=('lora_A',))"
+        )
 
 
 def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
@@ -489,15 +584,20 @@ def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTraine
         for name, child in list(module.named_children()):
             if isinstance(child, Stub):
                 setattr(module, name, child.layer)
-    read = {parameter: nn.Parameter(values[name], requires_grad=False) for name, parameter in whole.named_parameters()}
-    for name, parameter in list(whole.named_parameters(remove_duplicate=False)):  # a tied weight stays one
+    read = {
+        parameter: nn.Parameter(values[name], requires_grad=False)
+        for name, parameter in whole.named_parameters()
+    }
+    for name, parameter in list(whole.named_parameters(remove_duplicate=False)):
+        # a tied weight stays one
         path, _, leaf = name.rpartition(".")
         whole.get_submodule(path)._parameters[leaf] = read[parameter]
     return whole
 
 
 _LARGEST_SEED = 1 << 62  # largest seed of the first step, which leaves 2**62 seeds for later steps
-_STATE = ("state_adapter", "state_seed")  # parts of the names of the state's buffers in the exported program
+# parts of the names of the state's buffers in the exported program
+_STATE = ("state_adapter", "state_seed")
 
 
 class _Constants(nn.Module):
@@ -526,14 +626,14 @@ def write_program(
 
     Args:
         path: File to write, usually ``.pte``; it must not exist.
-        model: A model from ``open_checkpoint(..., adapter=Adapter(config=..., frozen=("lora_A",)))``. It is not changed. The
-            program starts from its adapter's values.
+        model: A model from ``open_checkpoint(..., adapter=Adapter(config=...,
+            frozen=("lora_A",)))``. It is not changed. The program starts from its adapter's values.
         rows: Most rows of a step's batch; a step runs twice as many.
         tokens: Most tokens of a row.
         zo_eps: Perturbation scale of all steps. The learning rate is an input of each step.
         seed: Seed of the first step's direction; it grows by 1 each step.
-        partitioners: ExecuTorch's partitioners of the backends that compute the forward. None: XNNPACK's, for CPUs; an empty
-            sequence uses the portable kernels.
+        partitioners: ExecuTorch's partitioners of the backends that compute the forward. None:
+            XNNPACK's, for CPUs; an empty sequence uses the portable kernels.
 
     Raises:
         MissingPackageError: if ExecuTorch is not installed.
@@ -564,14 +664,24 @@ def write_program(
     )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ExecuTorch's warnings about itself and about states without initial values
-            program = _lowered(exir, assembled.step, list(assembled.frozen.values()), description, partitioners)
+            # ExecuTorch's warnings about itself and about states without initial values
+            warnings.simplefilter("ignore")
+            program = _lowered(
+                exir, assembled.step, list(assembled.frozen.values()), description, partitioners
+            )
     except ZO2Error:
         raise
-    except Exception as error:  # any: a model that cannot be exported leads to errors inside the exporter
-        found = f"a model that cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    except Exception as error:
+        # any: a model that cannot be exported leads to errors inside the exporter
+        found = (
+            f"a model that cannot be exported ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]})"
+        )
         expected = "a decoder whose forward torch.export and ExecuTorch support"
-        remedy, where = "name fewer layers in the adapter's target_modules, or use another model", model.config.model_type
+        remedy, where = (
+            "name fewer layers in the adapter's target_modules, or use another model",
+            model.config.model_type,
+        )
         raise UnsupportedModelError(f"model type {where}", found, expected, remedy) from error
     _write(path, program)
 
@@ -585,7 +695,9 @@ def _lowered(
 ) -> Any:
     """The ExecuTorch program with all methods."""
     if partitioners is None:
-        partitioners = [executorch("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()]
+        partitioners = [
+            executorch("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
+        ]
     tokens = torch.zeros(description.rows, description.tokens, dtype=torch.int64)
     state = step.state
     methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
@@ -595,14 +707,25 @@ def _lowered(
         "frozen": (_Constants(frozen), ()),
     }
     with torch.no_grad():
-        exported = {name: torch.export.export(module, inputs, strict=False) for name, (module, inputs) in methods.items()}
+        exported = {
+            name: torch.export.export(module, inputs, strict=False)
+            for name, (module, inputs) in methods.items()
+        }
     edge = exir.to_edge_transform_and_lower(
-        exported, partitioner={"step": list(partitioners)}, constant_methods={"description": description.to_json()}
+        exported,
+        partitioner={"step": list(partitioners)},
+        constant_methods={"description": description.to_json()},
     )
     return edge.to_executorch(
         exir.ExecutorchBackendConfig(
-            passes=[executorch("exir.passes.init_mutable_pass").InitializedMutableBufferPass(list(_STATE))],
-            memory_planning_pass=executorch("exir.passes").MemoryPlanningPass(share_mutable_buffers=True),
+            passes=[
+                executorch("exir.passes.init_mutable_pass").InitializedMutableBufferPass(
+                    list(_STATE)
+                )
+            ],
+            memory_planning_pass=executorch("exir.passes").MemoryPlanningPass(
+                share_mutable_buffers=True
+            ),
         )
     )
 
@@ -628,4 +751,6 @@ def _write(path: Path, program: Any) -> None:
 
 def _in_use(path: Path) -> OutputError:
     found = "something at this path"
-    return OutputError(path, found, "a path that does not exist yet", "choose another path, or remove this file")
+    return OutputError(
+        path, found, "a path that does not exist yet", "choose another path, or remove this file"
+    )

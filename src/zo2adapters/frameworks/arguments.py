@@ -1,4 +1,5 @@
-"""Arguments of trainers: which are supported, while others are refused if they are set; and those of a zeroth-order run.
+"""Arguments of trainers: which are supported, while others are refused if they are set; and those
+of a zeroth-order run.
 
 Opens the model of a trainer in the precision that the trainer's arguments ask for.
 """
@@ -44,21 +45,26 @@ class ZOArguments:
 
     Args:
         zo_eps: Perturbation scale.
-        estimator: Makes the estimator from ``lr`` (a function of the step), ``zo_eps`` and ``weight_decay``: a class such as
-            ``MeZOSGD``, or ``functools.partial(MultiQueryRGE, q=4)``.
-        guard: Whether to skip steps far outside the run's range and to stop a run that diverges. See ``Guarded``.
-        distribution: Distribution of the directions; None: the numbers that MeZO draws. MeZO bit for bit needs None and
-            ``estimator=MeZOSGD``.
+        estimator: Makes the estimator from ``lr`` (a function of the step), ``zo_eps`` and
+            ``weight_decay``: a class such as ``MeZOSGD``, or ``functools.partial(MultiQueryRGE,
+            q=4)``.
+        guard: Whether to skip steps far outside the run's range and to stop a run that diverges.
+            See ``Guarded``.
+        distribution: Distribution of the directions; None: the numbers that MeZO draws. MeZO bit
+            for bit needs None and ``estimator=MeZOSGD``.
         device: "cpu", "cuda" or "cuda:N"; None: the trainer's device.
         memory: How much memory the process may use.
-        write_back: When changed segments are written to disk, in the folder ``.zo2-scratch`` of its directory; None: never.
-            The files serve one process only: a resumed run replays its journal, since its checkpoint may be of an earlier
-            step than the files.
-        micro_batch_size: Rows of the micro-batches into which a batch is split. Needs the model's own loss.
-        trainer_loss: Whether to call the trainer's ``compute_loss`` in training even if it gives the model's own loss. It
-            then also computes the trainer's training metrics, which needs all logits.
-        export_checkpoints: Whether checkpoints have the weights as well as the journal. Without weights a checkpoint takes a
-            few hundred bytes per step; resuming and loading the best model need only the journal.
+        write_back: When changed segments are written to disk, in the folder ``.zo2-scratch`` of its
+            directory; None: never. The files serve one process only: a resumed run replays its
+            journal, since its checkpoint may be of an earlier step than the files.
+        micro_batch_size: Rows of the micro-batches into which a batch is split. Needs the model's
+            own loss.
+        trainer_loss: Whether to call the trainer's ``compute_loss`` in training even if it gives
+            the model's own loss. It then also computes the trainer's training metrics, which needs
+            all logits.
+        export_checkpoints: Whether checkpoints have the weights as well as the journal. Without
+            weights a checkpoint takes a few hundred bytes per step; resuming and loading the best
+            model need only the journal.
 
     Raises:
         OptionError: if ``estimator`` is not callable, for example because it is an estimator.
@@ -85,7 +91,14 @@ class ZOArguments:
             )
 
     def open_engine(
-        self, model: BlockModel, journal: Journal, *, lr: Callable[[int], float], weight_decay: float, seed: int, device: str
+        self,
+        model: BlockModel,
+        journal: Journal,
+        *,
+        lr: Callable[[int], float],
+        weight_decay: float,
+        seed: int,
+        device: str,
     ) -> Engine:
         """The engine of a run, at the last step of its journal.
 
@@ -101,14 +114,18 @@ class ZOArguments:
             ZO2Error: as ``Engine`` says.
         """
         estimator = self.estimator(lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay)
-        noise = None if self.distribution is None else PhiloxNoise(self.distribution)  # None: MeZO's, the engine's default
+        # None: MeZO's, the engine's default
+        noise = None if self.distribution is None else PhiloxNoise(self.distribution)
         write_back = self.write_back
-        if write_back is not None:  # files of an earlier engine do not belong to this version of the run
+        if write_back is not None:
+            # files of an earlier engine do not belong to this version of the run
             write_back = replace(write_back, directory=Path(write_back.directory) / ".zo2-scratch")
             shutil.rmtree(write_back.directory, ignore_errors=True)
         return Engine(
             model,
-            ZerothOrder(Guarded(estimator=estimator) if self.guard else estimator, noise=noise, seed=seed),
+            ZerothOrder(
+                Guarded(estimator=estimator) if self.guard else estimator, noise=noise, seed=seed
+            ),
             journal=journal,
             device=device if self.device is None else self.device,
             memory=self.memory,
@@ -117,15 +134,20 @@ class ZOArguments:
         )
 
 
-# Arguments for gradients and for models that are whole in memory, which must have their default values, and options of a
-# trainer's constructor, which must be absent. Values are remedies. This table is for zeroth-order steps.
+# Arguments for gradients and for models that are whole in memory, which must have their default
+# values, and options of a trainer's constructor, which must be absent. Values are remedies. This
+# table is for zeroth-order steps.
 _ESTIMATOR = "leave it out: the estimator of ZOArguments replaces the optimizer"
 _STREAMED = "leave it out: the weights are streamed as {} says"
 _REMEDIES: Mapping[str, str] = {
-    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), _ESTIMATOR),
+    **dict.fromkeys(
+        ("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), _ESTIMATOR
+    ),
     "optim_target_modules": "leave it out: all parameters are trained",
-    "max_grad_norm": "leave it out: there is no gradient whose norm could be clipped; an estimator that makes "
-    "Clipped(estimator=MeZOSGD(...), value=...) clips projected gradients",
+    "max_grad_norm": (
+        "leave it out: there is no gradient whose norm could be clipped; an estimator that makes "
+        "Clipped(estimator=MeZOSGD(...), value=...) clips projected gradients"
+    ),
     "neftune_noise_alpha": "leave it out: forwards must be deterministic",
     "auto_find_batch_size": "set per_device_train_batch_size, or ZOArguments(micro_batch_size=...)",
     "torch_compile": "leave it out: layers run one at a time",
@@ -133,11 +155,13 @@ _REMEDIES: Mapping[str, str] = {
     "fp16_full_eval": "pass fp16=True, or open the model with precision='mixed'",
     "bf16_full_eval": "pass bf16=True, or open the model with precision='mixed'",
     "disable_dropout": "leave it out: forwards run without dropout, as in MeZO",
-    "predict_with_generate": "save the model and generate with zo2adapters.generate, or zo2 generate",
+    "predict_with_generate": "save the model, then use zo2adapters.generate or zo2 generate",
     "model_init_kwargs": "pass a model from open_checkpoint, with its options",
     **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("ZOArguments(memory=...)")),
     "sync_ref_model": "leave it out: the reference is always the base checkpoint",
-    "chat_template_path": "set the tokenizer's template instead: templates that add tokens need other weights",
+    "chat_template_path": (
+        "set the tokenizer's template instead: templates that add tokens need other weights"
+    ),
     "model_init": "pass model",
     "optimizers": f"{_ESTIMATOR}; lr_scheduler_type names the schedule",
     "optimizer_cls_and_kwargs": _ESTIMATOR,
@@ -147,10 +171,15 @@ _REMEDIES: Mapping[str, str] = {
 }
 _OFF: Mapping[str, object] = {"max_grad_norm": 0}  # values that turn an unsupported feature off
 
-# The same for the mixins of first-order steps: what these support (None), and what to do about the rest.
+# The same for the mixins of first-order steps: what these support (None), and what to do about the
+# rest.
 _FIRST_ORDER: Mapping[str, str | None] = {
-    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")),
-    "auto_find_batch_size": "set per_device_train_batch_size, and gradient_accumulation_steps for larger batches",
+    **dict.fromkeys(
+        ("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+    ),
+    "auto_find_batch_size": (
+        "set per_device_train_batch_size, and gradient_accumulation_steps for larger batches"
+    ),
     "disable_dropout": "leave it out: forwards run without dropout",
     **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("memory=MemoryPolicy(...)")),
     "optimizers": "leave it out: optim names the optimizer, and lr_scheduler_type the schedule",
@@ -158,18 +187,28 @@ _FIRST_ORDER: Mapping[str, str | None] = {
 FULL: Mapping[str, str | None] = {
     **_FIRST_ORDER,
     "optimizer_cls_and_kwargs": _FIRST_ORDER["optimizers"],
-    "peft_config": "leave it out: all parameters are trained; BackpropTrainerMixin trains an adapter",
+    "peft_config": (
+        "leave it out: all parameters are trained; BackpropTrainerMixin trains an adapter"
+    ),
 }
 ADAPTER: Mapping[str, str | None] = {
     **_FIRST_ORDER,
     "optimizer_cls_and_kwargs": None,
     "optim_target_modules": "leave it out: the adapter's config names the modules",
-    "ref_model": "leave it out: the reference is the model with the adapter that training starts from",
-    "sync_ref_model": "leave it out: the reference is always the model with the adapter that training starts from",
-    "model_init_kwargs": "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config",
+    "ref_model": (
+        "leave it out: the reference is the model with the adapter that training starts from"
+    ),
+    "sync_ref_model": (
+        "leave it out: the reference is always the model with the adapter that training starts from"
+    ),
+    "model_init_kwargs": (
+        "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config"
+    ),
 }
 _IN_MEMORY = "leave it out: it needs the whole model in memory"
-ONE_UPDATE = "leave it out: completions serve one update, whose own log-probabilities are the old ones"
+ONE_UPDATE = (
+    "leave it out: completions serve one update, whose own log-probabilities are the old ones"
+)
 _SAMPLING = "leave it out: tokens are sampled by temperature and top_p alone"
 GRPO: Mapping[str, str | None] = {
     **ADAPTER,
@@ -180,7 +219,10 @@ GRPO: Mapping[str, str | None] = {
     "cast_lm_head_to_fp32": "open the model with precision='mixed' or in float32",
     **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "generation_kwargs"), _SAMPLING),
     "cache_implementation": "leave it out: keys and values are kept as they are",
-    **dict.fromkeys(("tools", "rollout_func", "environment_factory"), "leave it out: only single answers are generated"),
+    **dict.fromkeys(
+        ("tools", "rollout_func", "environment_factory"),
+        "leave it out: only single answers are generated",
+    ),
 }
 
 # TRL's trainers whose steps are tested to equal those of the monolithic loop.
@@ -196,22 +238,44 @@ _TRL_UNSUPPORTED: Mapping[str, str] = {
 
 def _trl_trainers(kind: type) -> list[str]:
     """Names of TRL's trainers that a class is derived from."""
-    classes = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)]
+    classes = [
+        base
+        for base in kind.__mro__
+        if base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)
+    ]
     return [base.__name__ for base in classes if not base.__name__.startswith("_")]
 
 
 def require_supported(
-    kind: type, args: Any, options: Mapping[str, Any], *, trainers: Sequence[str], remedies: Mapping[str, str | None]
+    kind: type,
+    args: Any,
+    options: Mapping[str, Any],
+    *,
+    trainers: Sequence[str],
+    remedies: Mapping[str, str | None],
 ) -> None:
-    """Refuse TRL's trainers whose step is not a call of the model with one batch, and arguments that are not supported."""
+    """Refuse TRL's trainers whose step is not a call of the model with one batch, and arguments
+    that are not supported.
+    """
     for name in _trl_trainers(kind):
         if name not in trainers:
-            found = f"a trainer that {_TRL_UNSUPPORTED.get(name, 'has not been tested with streamed steps')}"
+            found = (
+                "a trainer that "
+                f"{_TRL_UNSUPPORTED.get(name, 'has not been tested with streamed steps')}"
+            )
             expected = f"transformers' Trainer, or one of TRL's {', '.join(trainers)}"
-            other = "use one of these, or write the loss as a function for CalledForward and call the engine's step"
+            other = (
+                "use one of these, or write the loss as a function for CalledForward and call the "
+                "engine's step"
+            )
             raise OptionError(name, found, expected, other)
     if not isinstance(args, TrainingArguments):
-        raise OptionError("args", f"a {type(args).__name__}", "TrainingArguments", "pass args=TrainingArguments(...)")
+        raise OptionError(
+            "args",
+            f"a {type(args).__name__}",
+            "TrainingArguments",
+            "pass args=TrainingArguments(...)",
+        )
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, remedy in {**_REMEDIES, **remedies}.items():
         option = options.get(name)
@@ -221,16 +285,26 @@ def require_supported(
             raise OptionError(name, f"a {type(option).__name__}", "no such option", remedy)
         if name in fields:
             field, value = fields[name], getattr(args, name)
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = (
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory()
+            )
             if value != default and (value or default) and value != _OFF.get(name):
                 raise OptionError(name, repr(value), f"the default, {default!r}", remedy)
     if args.world_size > 1 or args.n_gpu > 1:
-        found, expected = f"{args.world_size} processes, {args.n_gpu} GPUs", "one process and at most one GPU"
-        raise OptionError("args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES")
+        found, expected = (
+            f"{args.world_size} processes, {args.n_gpu} GPUs",
+            "one process and at most one GPU",
+        )
+        raise OptionError(
+            "args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
+        )
 
 
 _REWARD_MODEL = (
-    "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, num_labels=1) and pass its "
+    "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, "
+    "num_labels=1) and pass its "
     "directory"
 )
 
@@ -238,24 +312,33 @@ _REWARD_MODEL = (
 def open_model(
     model: HFBlockModel | Path | str, args: TrainingArguments, kind: type, adapter: Adapter | None
 ) -> HFBlockModel:
-    """Open the model of a trainer, in the precision that the arguments ask for, or check one that is open already."""
+    """Open the model of a trainer, in the precision that the arguments ask for, or check one that
+    is open already.
+    """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     is_reward = "RewardTrainer" in _trl_trainers(kind)
     if isinstance(model, (str, Path)):
         head = "sequence-classification" if is_reward else "causal-lm"
-        precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
+        precision = (
+            "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
+        )
         try:
             model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
         except OptionError as error:
             if autocast is None or error.where != "precision":
                 raise
             half = _name(autocast)
-            remedy = f"pass {_arguments(None)}; to compute in 16 bits, also a model from open_checkpoint with dtype={half!r}"
+            remedy = (
+                f"pass {_arguments(None)}; to compute in 16 bits, also a model from "
+                f"open_checkpoint with dtype={half!r}"
+            )
             raise OptionError("bf16, fp16", error.found, error.expected, remedy) from error
         except CheckpointError as error:
             if not is_reward:
                 raise
-            raise CheckpointError(error.where, error.found, error.expected, f"{error.remedy}. {_REWARD_MODEL}") from error
+            raise CheckpointError(
+                error.where, error.found, error.expected, f"{error.remedy}. {_REWARD_MODEL}"
+            ) from error
     if not isinstance(model, HFBlockModel):
         raise OptionError(
             "model",
@@ -266,10 +349,17 @@ def open_model(
     has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
     if is_reward and not (has_head and model.config.num_labels == 1):
         found = f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}"
-        expected = "a reward model: opened with head='sequence-classification', with num_labels=1 in its config"
+        expected = (
+            "a reward model: opened with head='sequence-classification', with num_labels=1 in its "
+            "config"
+        )
         raise OptionError("model", found, expected, _REWARD_MODEL)
     if model.autocast != autocast:
-        options = "precision='exact'" if autocast is None else f"precision='mixed', dtype={_name(autocast)!r}"
+        options = (
+            "precision='exact'"
+            if autocast is None
+            else f"precision='mixed', dtype={_name(autocast)!r}"
+        )
         found = f"a model that computes {_precision(model.autocast)}"
         expected = f"a model that computes {_precision(autocast)}, as the arguments say"
         remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
@@ -287,4 +377,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _precision(autocast: torch.dtype | None) -> str:
-    return "in the dtype of its weights" if autocast is None else f"in {autocast} with float32 weights"
+    return (
+        "in the dtype of its weights" if autocast is None else f"in {autocast} with float32 weights"
+    )

@@ -20,11 +20,22 @@ from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2core import Batch, BlockUpdate, Engine, FirstOrder, Forward, Journal, LossScaling, MemoryPolicy
+from zo2core import (
+    Batch,
+    BlockUpdate,
+    Engine,
+    FirstOrder,
+    Forward,
+    Journal,
+    LossScaling,
+    MemoryPolicy,
+)
 from zo2core.errors import CheckpointError, JournalError, OptionError, ZO2Warning
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
-CombinedLoader: Any = optional_package("lightning.pytorch.utilities", install="zo2core[lightning]").CombinedLoader
+CombinedLoader: Any = optional_package(
+    "lightning.pytorch.utilities", install="zo2core[lightning]"
+).CombinedLoader
 
 _VERSION = "journal.version"  # key of the number of steps in a checkpoint
 _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
@@ -33,7 +44,8 @@ _STATE = "full_backprop_engine"  # key of the engine's state in a checkpoint
 class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """A module whose model is no ``nn.Module`` in memory, but streamed by an engine."""
 
-    clipping_remedy: str | None = None  # what to do in place of Trainer(gradient_clip_val); None: it is supported
+    # what to do in place of Trainer(gradient_clip_val); None: it is supported
+    clipping_remedy: str | None = None
 
     def __init__(self, open_engine: Callable[[], Engine]) -> None:
         super().__init__()
@@ -51,13 +63,21 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
     def configure_callbacks(self) -> list[Any]:
         """Refuse options of Lightning's Trainer that concern a model that is whole in memory.
 
-        This hook runs before Lightning's own check of manual optimization, whose remedy is automatic optimization.
+        This hook runs before Lightning's own check of manual optimization, whose remedy is
+        automatic optimization.
         """
         trainer, is_fitting = self.trainer, self.trainer.state.fn == "fit"
-        precision = "leave it out; open_checkpoint(precision=...) says in which precision the model runs"
-        lists = "leave it out, and have the loader give lists of batches: a step takes all batches of a list at once"
+        precision = (
+            "leave it out; open_checkpoint(precision=...) says in which precision the model runs"
+        )
+        lists = (
+            "leave it out, and have the loader give lists of batches: a step takes all batches of "
+            "a list at once"
+        )
         accumulated = trainer.accumulate_grad_batches if is_fitting else 1
-        clipping = trainer.gradient_clip_val or None if is_fitting and self.clipping_remedy else None
+        clipping = (
+            trainer.gradient_clip_val or None if is_fitting and self.clipping_remedy else None
+        )
         for name, found, expected, remedy in (
             ("precision", trainer.precision, "32-true", precision),
             ("devices", trainer.world_size, "1", precision),
@@ -69,15 +89,24 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         return []
 
     def on_train_start(self) -> None:
-        """Warn if a resumed epoch repeats batches, as it does with a data loader that cannot restore its position."""
+        """Warn if a resumed epoch repeats batches, as it does with a data loader that cannot
+        restore its position.
+        """
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        is_in_epoch = self.trainer.fit_loop.restarting and progress.current.ready > 0 and not progress.is_last_batch
+        is_in_epoch = (
+            self.trainer.fit_loop.restarting
+            and progress.current.ready > 0
+            and not progress.is_last_batch
+        )
         loaders = CombinedLoader(self.trainer.train_dataloader, "sequential").flattened
         if is_in_epoch and not all(hasattr(loader, "load_state_dict") for loader in loaders):
             warnings.warn(
-                f"the checkpoint was saved after {progress.current.ready} batches of an epoch, and the data loader has no "
-                "load_state_dict, so it gives the epoch's first batches again: the steps are not those of an uninterrupted "
-                "run. Resume from a checkpoint at the end of an epoch, or train with a loader that has state_dict and "
+                f"the checkpoint was saved after {progress.current.ready} batches of an epoch, "
+                "and the data loader has no "
+                "load_state_dict, so it gives the epoch's first batches again: the steps are not "
+                "those of an uninterrupted "
+                "run. Resume from a checkpoint at the end of an epoch, or train with a loader "
+                "that has state_dict and "
                 "load_state_dict, such as torchdata's StatefulDataLoader",
                 ZO2Warning,
                 stacklevel=2,
@@ -88,11 +117,16 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         self._to_evaluate = []
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Keep the batch: all of them share sweeps at the end. A subclass that evaluates by itself need not call it."""
+        """Keep the batch: all of them share sweeps at the end.
+
+        A subclass that evaluates by itself need not call it.
+        """
         self._to_evaluate.append(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Evaluate the batches that were kept, as many a sweep as activations may take memory, and log ``val_loss``."""
+        """Evaluate the batches that were kept, as many a sweep as activations may take memory, and
+        log ``val_loss``.
+        """
         batches, self._to_evaluate = self._to_evaluate, []
         if not batches:
             return
@@ -106,13 +140,18 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
 class ManualStepsModule(StreamedLightningModule):
     """A module whose training step is a step of its engine."""
 
-    def __init__(self, open_engine: Callable[[], Engine], lr: float, lr_lambda: Callable[[int], float] | None) -> None:
+    def __init__(
+        self, open_engine: Callable[[], Engine], lr: float, lr_lambda: Callable[[int], float] | None
+    ) -> None:
         super().__init__(open_engine)
         self.automatic_optimization = False
         self._lr, self._lr_lambda = lr, lr_lambda
 
     def configure_optimizers(self) -> Any:
-        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
+        """Create the optimizer whose learning rate the schedule sets.
+
+        The engine takes the steps.
+        """
         optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self._lr)
         if self._lr_lambda is None:
             return optimizer
@@ -133,12 +172,14 @@ class ManualStepsModule(StreamedLightningModule):
 
 
 class ZOLightningModule(ManualStepsModule):
-    """Trains a model in Lightning's loop: ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
+    """Trains a model in Lightning's loop:
+    ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
 
-    The loader's batches are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit.
-    Lightning's precision, accelerator and strategy apply to weights that are whole in memory: leave them at one CPU or GPU
-    in 32 bits, and open the model in the precision to compute in. Lightning's checkpoints have the run's journal instead of
-    weights, a few hundred bytes per step; ``export`` writes the model.
+    The loader's batches are what the model's forward takes. A training step is
+    ``engine.step(batch)``, bit for bit. Lightning's precision, accelerator and strategy apply to
+    weights that are whole in memory: leave them at one CPU or GPU in 32 bits, and open the model in
+    the precision to compute in. Lightning's checkpoints have the run's journal instead of weights,
+    a few hundred bytes per step; ``export`` writes the model.
 
     Args:
         model: Model from ``open_checkpoint``.
@@ -149,15 +190,18 @@ class ZOLightningModule(ManualStepsModule):
         zo: Other arguments of the zeroth-order run; ``device`` is the CPU by default.
 
     Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens. A subclass whose
-        ``validation_step`` does not call this one's logs its own evaluation, and no ``val_loss``.
+        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
+        tokens. A subclass whose ``validation_step`` does not call this one's logs its own
+        evaluation, and no ``val_loss``.
 
     Raises:
         MissingPackageError: on import, if Lightning is not installed.
         ZO2Error: as ``Engine`` says, at the first step.
     """
 
-    clipping_remedy = "leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients"
+    clipping_remedy = (
+        "leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients"
+    )
 
     def __init__(
         self,
@@ -170,28 +214,41 @@ class ZOLightningModule(ManualStepsModule):
         zo: ZOArguments | None = None,
     ) -> None:
         self.zo = ZOArguments() if zo is None else zo
-        options: Any = {"lr": self._present_lr, "weight_decay": weight_decay, "seed": seed, "device": "cpu"}
-        super().__init__(lambda: self.zo.open_engine(model, self._journal, **options), lr, lr_lambda)
+        options: Any = {
+            "lr": self._present_lr,
+            "weight_decay": weight_decay,
+            "seed": seed,
+            "device": "cpu",
+        }
+        super().__init__(
+            lambda: self.zo.open_engine(model, self._journal, **options), lr, lr_lambda
+        )
         self._journal = Journal()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the journal and its number of steps to a checkpoint."""
         checkpoint[JOURNAL] = self.engine.journal.excerpt(0).decode()
-        checkpoint[_VERSION] = self.engine.version  # global_step counts from 0 again when another Trainer goes on
+        # global_step counts from 0 again when another Trainer goes on
+        checkpoint[_VERSION] = self.engine.version
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from the journal in a checkpoint.
 
         Raises:
-            JournalError: if it is missing or damaged, or has another number of steps than was saved.
+            JournalError: if it is missing or damaged, or has another number of steps than was
+                saved.
         """
         if JOURNAL not in checkpoint:
             expected = "the journal of a zeroth-order run"
-            raise JournalError("the checkpoint", "no journal", expected, "pass a checkpoint that this module saved")
+            raise JournalError(
+                "the checkpoint", "no journal", expected, "pass a checkpoint that this module saved"
+            )
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
             version = checkpoint.get(_VERSION, checkpoint["global_step"])
-            journal = read_journal(Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint")
+            journal = read_journal(
+                Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint"
+            )
         if self._engine is not None:
             self._engine.close()
         self._engine, self._journal = None, journal
@@ -200,10 +257,12 @@ class ZOLightningModule(ManualStepsModule):
 class FullBackpropLightningModule(ManualStepsModule):
     """Trains all parameters by gradients, each block updated as soon as its gradients are there.
 
-    ``Trainer().fit(FullBackpropLightningModule(open_checkpoint("model"), LOMO(), lr=1e-3), loader)``. The loader's batches
-    are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit. Lightning's precision,
-    accelerator and strategy apply to other models: leave them at one device in 32 bits, and open the model in the precision
-    to compute in. Lightning's checkpoints have weights and optimizer states; ``export`` writes the model.
+    ``Trainer().fit(FullBackpropLightningModule(open_checkpoint("model"), LOMO(), lr=1e-3),
+    loader)``. The loader's batches are what the model's forward takes. A training step is
+    ``engine.step(batch)``, bit for bit. Lightning's precision, accelerator and strategy apply to
+    other models: leave them at one device in 32 bits, and open the model in the precision to
+    compute in. Lightning's checkpoints have weights and optimizer states; ``export`` writes the
+    model.
 
     Args:
         model: Model from ``open_checkpoint``, without an adapter.
@@ -216,7 +275,8 @@ class FullBackpropLightningModule(ManualStepsModule):
         device, memory, micro_batch_size: As for ``Engine``.
 
     Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens.
+        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
+        tokens.
 
     Raises:
         MissingPackageError: on import, if Lightning is not installed.
@@ -239,8 +299,12 @@ class FullBackpropLightningModule(ManualStepsModule):
         memory: MemoryPolicy = MemoryPolicy(),
         micro_batch_size: int | None = None,
     ) -> None:
-        method = FirstOrder(update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling)
-        engine = Engine(model, method, device=device, memory=memory, micro_batch_size=micro_batch_size)
+        method = FirstOrder(
+            update, lr=self._present_lr, clip=clip, clip_value=clip_value, scaling=scaling
+        )
+        engine = Engine(
+            model, method, device=device, memory=memory, micro_batch_size=micro_batch_size
+        )
         super().__init__(lambda: engine, lr, lr_lambda)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -255,29 +319,35 @@ class FullBackpropLightningModule(ManualStepsModule):
         """
         if _STATE not in checkpoint:
             found, expected = "no weights and optimizer states", "those of a run of all parameters"
-            raise CheckpointError("the checkpoint", found, expected, "pass a checkpoint that this module saved")
+            raise CheckpointError(
+                "the checkpoint", found, expected, "pass a checkpoint that this module saved"
+            )
         self.engine.load_state_dict(checkpoint[_STATE])
 
 
 class BackpropLightningModule(StreamedLightningModule):
     """Trains an adapter by gradients, over a base that is only read.
 
-    ``Trainer().fit(BackpropLightningModule(model, partial(torch.optim.AdamW, lr=2e-4)), loader)``, where ``model`` is what
-    ``open_checkpoint(path, adapter=...)`` returned. The loader's batches are what the model's forward takes, or lists of
-    such batches, whose gradients are accumulated in one pass over the blocks. Optimizer, schedule, gradient clipping, logs
-    and checkpoints are Lightning's; losses, gradients and adapters are those of the whole model with peft, bit for bit.
-    Leave precision, accelerator and strategy at one device in 32 bits, and open the model in the precision to compute in.
+    ``Trainer().fit(BackpropLightningModule(model, partial(torch.optim.AdamW, lr=2e-4)), loader)``,
+    where ``model`` is what ``open_checkpoint(path, adapter=...)`` returned. The loader's batches
+    are what the model's forward takes, or lists of such batches, whose gradients are accumulated in
+    one pass over the blocks. Optimizer, schedule, gradient clipping, logs and checkpoints are
+    Lightning's; losses, gradients and adapters are those of the whole model with peft, bit for bit.
+    Leave precision, accelerator and strategy at one device in 32 bits, and open the model in the
+    precision to compute in.
 
     Args:
         model: A model with an adapter.
         optimizer: Called with the adapter's parameters.
-        schedule: Called with the optimizer; returns a schedule of torch's, which takes a step after each of the optimizer's.
-            None: the learning rate is constant.
-        forward: Ends in a number that can be differentiated; by default the model itself, which ends in its loss.
+        schedule: Called with the optimizer; returns a schedule of torch's, which takes a step after
+            each of the optimizer's. None: the learning rate is constant.
+        forward: Ends in a number that can be differentiated; by default the model itself, which
+            ends in its loss.
         device, memory, micro_batch_size: As for ``Engine``.
 
     Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens.
+        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled
+        tokens.
 
     Raises:
         MissingPackageError: as this is imported, if Lightning is not installed.
@@ -295,11 +365,15 @@ class BackpropLightningModule(StreamedLightningModule):
         memory: MemoryPolicy = MemoryPolicy(),
         micro_batch_size: int | None = None,
     ) -> None:
-        engine = Engine(model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size)
+        engine = Engine(
+            model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size
+        )
         super().__init__(lambda: engine)
         self._optimizer, self._schedule, self._forward = optimizer, schedule, forward
         # Names of modules have no dots.
-        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in engine.parameters.items()})
+        self.adapter = nn.ParameterDict(
+            {name.replace(".", "/"): value for name, value in engine.parameters.items()}
+        )
 
     def configure_optimizers(self) -> Any:
         """The optimizer and its schedule."""
@@ -309,7 +383,10 @@ class BackpropLightningModule(StreamedLightningModule):
         return [optimizer], [{"scheduler": self._schedule(optimizer), "interval": "step"}]
 
     def training_step(self, batch: Batch | Sequence[Batch], batch_idx: int) -> torch.Tensor:
-        """The loss of a batch. Its gradients are taken here, in one pass, and handed out when Lightning asks for them."""
+        """The loss of a batch.
+
+        Its gradients are taken here, in one pass, and handed out when Lightning asks for them.
+        """
         parameters = list(self.engine.parameters.values())
         for parameter in parameters:
             parameter.grad = None
@@ -325,12 +402,17 @@ class _Taken(torch.autograd.Function):
     """A loss whose gradients are known."""
 
     @staticmethod
-    def forward(ctx: Any, loss: float, gradients: list[torch.Tensor | None], *parameters: nn.Parameter) -> torch.Tensor:
+    def forward(
+        ctx: Any, loss: float, gradients: list[torch.Tensor | None], *parameters: nn.Parameter
+    ) -> torch.Tensor:
         ctx.gradients = gradients
         return torch.tensor(loss, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
         [scale] = outer
-        taken = [None if gradient is None else gradient * scale.to(gradient) for gradient in ctx.gradients]
+        taken = [
+            None if gradient is None else gradient * scale.to(gradient)
+            for gradient in ctx.gradients
+        ]
         return None, None, *taken

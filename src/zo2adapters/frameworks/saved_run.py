@@ -1,9 +1,10 @@
 """Saves a model in a trainer's checkpoint, and reads the journal of one.
 
-Note: Saving into a directory again. The new files are written into a temporary directory inside it and renamed from there.
-So a kill at any moment leaves a whole model, the earlier or the new one, and a whole journal. One rename decides which
-weights are used: that of ``model.safetensors``, or of the index. The index's shards are in place by then, under names that
-the earlier index does not use. The next save removes what a killed process left.
+Note: Saving into a directory again. The new files are written into a temporary directory inside it
+and renamed from there. So a kill at any moment leaves a whole model, the earlier or the new one,
+and a whole journal. One rename decides which weights are used: that of ``model.safetensors``, or of
+the index. The index's shards are in place by then, under names that the earlier index does not use.
+The next save removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from zo2core.io.durable import sync_path
 from zo2core.ranges import counted
 
 JOURNAL = "journal.jsonl"
-_SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # keys of a model's config
+# keys of a model's config
+_SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")
 _SINGLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", "model*.safetensors"
 _PARTIAL = ".model.partial-"
 
 
 def save_files(directory: Path, write: Callable[[Path], None]) -> None:
-    """Write files into a directory that may have other files; files are replaced once all new ones are written."""
+    """Write files into a directory that may have other files; files are replaced once all new ones
+    are written.
+    """
     expected, remedy = "a directory that can be written", "free space or choose another directory"
     with system_errors_as(OutputError, directory, expected=expected, remedy=remedy):
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +47,9 @@ def save_files(directory: Path, write: Callable[[Path], None]) -> None:
 
 
 def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
-    """Move all files of a directory into another one; one rename replaces the earlier weights by the new ones."""
+    """Move all files of a directory into another one; one rename replaces the earlier weights by
+    the new ones.
+    """
     for path in written.rglob("*"):
         if path.is_file():
             sync_path(path)
@@ -55,7 +61,8 @@ def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
     sync_path(directory)  # shards are durable before the index that names them
     for path in decisive:
         path.replace(directory / path.name)
-    # Loaders prefer model.safetensors to an index, so the one of an earlier save is removed first, and then its shards.
+    # Loaders prefer model.safetensors to an index, so the one of an earlier save is removed first,
+    # and then its shards.
     for name in {_SINGLE, _INDEX} - {path.name for path in decisive}:
         (directory / name).unlink(missing_ok=True)
     sync_path(directory)
@@ -69,7 +76,9 @@ def _replace(path: Path, target: Path, replaced: Path) -> None:
 
 
 def _use_free_names(written: Path, directory: Path) -> None:
-    """If earlier shards have the names of new ones, rename the new shards and update their index."""
+    """If earlier shards have the names of new ones, rename the new shards and update their
+    index.
+    """
     index = written / _INDEX
     shards = _shards_of(index)
     if not any((directory / shard).exists() for shard in shards):
@@ -93,7 +102,9 @@ def _remove_unused_shards(directory: Path) -> None:
 
 
 def _shards_of(index: Path) -> set[str]:
-    """Files that an index names; none if it is damaged, since then no model can be loaded from it."""
+    """Files that an index names; none if it is damaged, since then no model can be loaded
+    from it.
+    """
     try:
         return set(json.loads(index.read_bytes())["weight_map"].values())
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
@@ -101,8 +112,13 @@ def _shards_of(index: Path) -> set[str]:
 
 
 def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
-    """Add the values that a trainer sets in the config to an exported model: special tokens, and the kind of labels."""
-    configs = (("config.json", model.config), ("generation_config.json", getattr(model, "generation_config", None)))
+    """Add the values that a trainer sets in the config to an exported model: special tokens, and
+    the kind of labels.
+    """
+    configs = (
+        ("config.json", model.config),
+        ("generation_config.json", getattr(model, "generation_config", None)),
+    )
     for name, config in configs:
         path = directory / name
         if config is None or not path.exists():
@@ -115,15 +131,25 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
 
 
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:
-    """Read the journal of a checkpoint into memory. It was written at once, so an incomplete journal is damaged."""
+    """Read the journal of a checkpoint into memory.
+
+    It was written at once, so an incomplete journal is damaged.
+    """
     where = path if name is None else name
 
     def damaged(found: str, expected: str) -> JournalError:
-        return JournalError(where, found, expected, "restore the checkpoint from a copy, or resume from another one")
+        return JournalError(
+            where, found, expected, "restore the checkpoint from a copy, or resume from another one"
+        )
 
     if not path.is_file():
         found = "no file"
-        raise JournalError(where, found, "the journal of a zeroth-order run", "pass a checkpoint that this trainer saved")
+        raise JournalError(
+            where,
+            found,
+            "the journal of a zeroth-order run",
+            "pass a checkpoint that this trainer saved",
+        )
     try:
         journal = Journal(path)
     except JournalError as error:

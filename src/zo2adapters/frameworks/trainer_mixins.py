@@ -1,8 +1,8 @@
 """Mixins that take streamed steps in ``transformers.Trainer`` and trainers derived from it.
 
-The trainer keeps its loop, data, schedules, logs, evaluation, callbacks and checkpoints. Its model is the skeleton of a
-checkpoint: its config and class without weights. A training step is a step of ``Engine``, which has the weights; evaluation
-and DPO's reference run in its sweeps.
+The trainer keeps its loop, data, schedules, logs, evaluation, callbacks and checkpoints. Its model
+is the skeleton of a checkpoint: its config and class without weights. A training step is a step of
+``Engine``, which has the weights; evaluation and DPO's reference run in its sweeps.
 """
 
 from __future__ import annotations
@@ -33,35 +33,63 @@ from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.peft_adapter import WEIGHTS_FILE, Adapter, read_values
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
-from zo2core import LOMO, AdaLOMO, Batch, BlockUpdate, Engine, FirstOrder, Journal, MemoryPolicy, TorchOptimizer
+from zo2core import (
+    LOMO,
+    AdaLOMO,
+    Batch,
+    BlockUpdate,
+    Engine,
+    FirstOrder,
+    Journal,
+    MemoryPolicy,
+    TorchOptimizer,
+)
 from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import OptionError
 from zo2core.journal import copy_journal
 
-_Trainer: Any = object  # the type checker's stand-in for the trainer that the mixin is combined with
+# the type checker's stand-in for the trainer that the mixin is combined with
+_Trainer: Any = object
 
-_FLASH_ATTENTION_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # they follow from positions
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")  # as in transformers.Trainer
-_SAVED, _VERSION = "ZOTrainerMixin", "version"  # keys of the number of steps in the journal, in a trainer's state
+# they follow from positions
+_FLASH_ATTENTION_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+# as in transformers.Trainer
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+# keys of the number of steps in the journal, in a trainer's state
+_SAVED, _VERSION = "ZOTrainerMixin", "version"
 
 
 class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     """Opens a trainer's model as segments, evaluates it in sweeps, and saves it."""
 
-    trl_trainers: Sequence[str] = arguments.TRL_SUPPORTED  # names of TRL's trainers that it supports
-    remedies: Mapping[str, str | None] = MappingProxyType({})  # of what is not supported, other than those of all mixins
+    # names of TRL's trainers that it supports
+    trl_trainers: Sequence[str] = arguments.TRL_SUPPORTED
+    # of what is not supported, other than those of all mixins
+    remedies: Mapping[str, str | None] = MappingProxyType({})
 
-    def __init__(self, model: HFBlockModel | Path | str, args: Any, options: Mapping[str, Any], adapter: Any = None) -> None:
-        arguments.require_supported(type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies)
-        if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the whole reference model
+    def __init__(
+        self,
+        model: HFBlockModel | Path | str,
+        args: Any,
+        options: Mapping[str, Any],
+        adapter: Any = None,
+    ) -> None:
+        arguments.require_supported(
+            type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies
+        )
+        if getattr(args, "precompute_ref_log_probs", None) is False:
+            # DPO would load the whole reference model
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
         self.block_model = arguments.open_model(model, args, type(self), adapter)
         self._engine: Engine | None = None
-        self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
+        # batches of an unfinished step, with gradient accumulation
+        self._accumulated: list[Batch] = []
         self._swept: SweptBatches | None = None  # batches of the evaluation that is running
         skeleton: Any = self.block_model.skeleton
         skeleton.state_dict = lambda *_, **__: {}
-        skeleton.save_pretrained = lambda save_directory, **_: self._write(Path(save_directory), is_checkpoint=False)
+        skeleton.save_pretrained = lambda save_directory, **_: self._write(
+            Path(save_directory), is_checkpoint=False
+        )
         skeleton.push_to_hub = _refuse_to_push
         super().__init__(model=skeleton, args=args, **options)
 
@@ -86,13 +114,18 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Floating-point operations of a step for each parameter and token."""
 
     def _write_state(self, directory: Path) -> None:
-        """Write what training needs to continue besides the model and the trainer's files. By default nothing."""
+        """Write what training needs to continue besides the model and the trainer's files.
+
+        By default nothing.
+        """
 
     @abstractmethod
     def _load(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         self._load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
@@ -103,15 +136,20 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         self._accumulated = []
         return super().train(*arguments, **options)
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Collect a step's batches; with the last of them, take the step."""
-        # Trainers name metrics by this flag. The modules stay in evaluation mode, without dropout, as in MeZO.
+        # Trainers name metrics by this flag. The modules stay in evaluation mode, without dropout,
+        # as in MeZO.
         self.model.training = True
         self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._accumulated = self._accumulated, []
-        return torch.tensor(self._take_step(batches, self._loss(num_items_in_batch)), device=self.args.device)
+        return torch.tensor(
+            self._take_step(batches, self._loss(num_items_in_batch)), device=self.args.device
+        )
 
     @abstractmethod
     def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
@@ -126,25 +164,41 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Evaluate, with as many batches per sweep as fit in the memory for activations."""
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
+        loss_only = (
+            self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        )
+        predict = partial(
+            super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys
+        )
         forward = CalledForward(self.block_model, predict, keeps_logits=not loss_only)
         self.model.training = False
         outer, self._swept = self._swept, SweptBatches(dataloader, self.engine, forward)
         try:
-            return super().evaluation_loop(self._swept, description, loss_only, ignore_keys, metric_key_prefix)
+            return super().evaluation_loop(
+                self._swept, description, loss_only, ignore_keys, metric_key_prefix
+            )
         finally:
             self._swept = outer
 
-    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:  # noqa: FBT001
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,  # noqa: FBT001 - the Trainer's signature
+        ignore_keys: Any = None,
+    ) -> Any:
         """Loss, logits and labels of the batch, from the sweep in which it was processed."""
         if self._swept is not None:
             return self._swept.output
-        return self._predicted(inputs, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        return self._predicted(
+            inputs, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys
+        )
 
     def _predicted(self, inputs: Any, **options: Any) -> Any:
         """Loss, logits and labels of a batch, in a sweep for this batch."""
-        return self._output(self.engine, partial(super().prediction_step, **options), self._prepare_inputs(inputs))
+        return self._output(
+            self.engine, partial(super().prediction_step, **options), self._prepare_inputs(inputs)
+        )
 
     def _output(self, engine: Engine, call: Callable[..., Any], inputs: Batch) -> Any:
         """What a function of the model returns for a batch."""
@@ -152,14 +206,18 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         return output
 
     def compute_ref_log_probs(self, model: Any, inputs: Batch) -> Any:
-        """DPO's reference log-probabilities of one batch, in the running sweep or else in a sweep for this batch."""
+        """DPO's reference log-probabilities of one batch, in the running sweep or else in a sweep
+        for this batch.
+        """
         if model is not self.model:
             return super().compute_ref_log_probs(model, inputs)
         with self._reference() as reference:
             return self._output(reference, self.compute_ref_log_probs, inputs)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False)
+        loader = DataLoader(
+            dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False
+        )
         forward = CalledForward(self.block_model, self.compute_ref_log_probs)
         with self._reference() as reference:
             swept = SweptBatches(loader, reference, forward)
@@ -169,17 +227,26 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Operations of a step on these inputs."""
-        parameters = sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
+        parameters = sum(
+            spec.numel for layout in self.block_model.layouts for spec in layout.parameters
+        )
         tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
         return self._operations * tokens * parameters
 
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
-        directory, output = Path(self.args.output_dir if output_dir is None else output_dir), Path(self.args.output_dir)
+    def _save(
+        self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
+    ) -> None:
+        directory, output = (
+            Path(self.args.output_dir if output_dir is None else output_dir),
+            Path(self.args.output_dir),
+        )
         is_checkpoint = directory.parent == output and directory.name.startswith("checkpoint-")
         self._write(directory, is_checkpoint=is_checkpoint, with_settings=True)
 
     def _write(self, directory: Path, *, is_checkpoint: bool, with_settings: bool = False) -> None:
-        """Write a checkpoint, or the model alone; on request, with the tokenizer and the trainer's arguments."""
+        """Write a checkpoint, or the model alone; on request, with the tokenizer and the trainer's
+        arguments.
+        """
 
         def write(written: Path) -> None:
             if is_checkpoint and not self._exports_checkpoints:
@@ -205,10 +272,13 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """Leave the model where it is: the engine moves its segments."""
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        return dict(super()._build_accelerator_args(**options, device_placement=False))  # the engine places the weights
+        # the engine places the weights
+        return dict(super()._build_accelerator_args(**options, device_placement=False))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator without autocast: the engine computes in the precision in which the model was opened."""
+        """Create the accelerator without autocast: the engine computes in the precision in which
+        the model was opened.
+        """
         super().create_accelerator_and_postprocess()
         self.accelerator.native_amp, self.accelerator.scaler = False, None
 
@@ -216,12 +286,20 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         """The trainer's loss as the objective of a step."""
         adds_up = self.loss_is_scaled_for_ga
         if adds_up is None:
-            adds_up = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
-        return TrainerLoss(self.block_model, partial(self.compute_loss, num_items_in_batch=num_items), adds_up=adds_up)
+            adds_up = (
+                self.model_accepts_loss_kwargs and num_items is not None
+            ) or self.compute_loss_func is not None
+        return TrainerLoss(
+            self.block_model,
+            partial(self.compute_loss, num_items_in_batch=num_items),
+            adds_up=adds_up,
+        )
 
 
 class EngineStepsMixin(StreamedTrainerMixin):
-    """A mixin whose engine takes the steps itself, at the learning rate of the trainer's schedule."""
+    """A mixin whose engine takes the steps itself, at the learning rate of the trainer's
+    schedule.
+    """
 
     _grad_norm: float | None = None  # of the last step
     optimizer: Any
@@ -235,9 +313,14 @@ class EngineStepsMixin(StreamedTrainerMixin):
         return result.loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
+        """Create the optimizer whose learning rate the schedule sets.
+
+        The engine takes the steps.
+        """
         if self.optimizer is None:
-            self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
+            self.optimizer = torch.optim.SGD(
+                [torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate
+            )
         return self.optimizer
 
     def _present_lr(self, step: int) -> float:
@@ -251,31 +334,40 @@ class EngineStepsMixin(StreamedTrainerMixin):
 
 
 class ZOTrainerMixin(EngineStepsMixin):
-    """Gives a Hugging Face trainer zeroth-order steps: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
+    """Gives a Hugging Face trainer zeroth-order steps: ``class ZOTrainer(ZOTrainerMixin, Trainer):
+    pass``.
 
-    Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer`` and ``TPOTrainer``, and
-    for trainers of your own whose ``compute_loss`` calls the model with one batch. TRL's other trainers are refused: GRPO,
-    RLOO and distillation generate text with the model, KTO calls it with a second batch.
+    Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer``
+    and ``TPOTrainer``, and for trainers of your own whose ``compute_loss`` calls the model with one
+    batch. TRL's other trainers are refused: GRPO, RLOO and distillation generate text with the
+    model, KTO calls it with a second batch.
 
-    If the trainer's loss is the model's own, over labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any other
-    ``compute_loss`` runs when the sweep visits the head. DPO's reference is the base checkpoint, whose log-probabilities are
-    computed in a sweep at the start.
+    If the trainer's loss is the model's own, over labelled tokens, a step is
+    ``engine.step(batch)``, bit for bit. Any other ``compute_loss`` runs when the sweep visits the
+    head. DPO's reference is the base checkpoint, whose log-probabilities are computed in a sweep at
+    the start.
 
     Args:
-        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or ``fp16=True`` in ``args``
-            opens it in mixed precision.
+        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or
+            ``fp16=True`` in ``args`` opens it in mixed precision.
         args: The trainer's arguments.
         zo: Arguments of the zeroth-order run.
         options: Other options of the trainer, by name.
 
     Raises:
-        OptionError: if an argument or one of TRL's trainers is not supported in zeroth-order runs, or the model has another
-            precision than the arguments ask for. ``max_grad_norm`` has no effect: there is no gradient to clip.
+        OptionError: if an argument or one of TRL's trainers is not supported in zeroth-order runs,
+            or the model has another precision than the arguments ask for. ``max_grad_norm`` has no
+            effect: there is no gradient to clip.
         ZO2Error: as ``open_checkpoint`` and ``Engine`` say.
     """
 
     def __init__(
-        self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
+        self,
+        model: HFBlockModel | Path | str,
+        args: Any = None,
+        *,
+        zo: ZOArguments | None = None,
+        **options: Any,
     ) -> None:
         self.zo = ZOArguments() if zo is None else zo
         self._journal = Journal()
@@ -285,12 +377,20 @@ class ZOTrainerMixin(EngineStepsMixin):
         args, zo = self.args, self.zo
         if zo.device is not None and torch.device(zo.device).type != args.device.type:
             found = f"{zo.device}, while the trainer uses {args.device}"
-            raise OptionError("device", found, "the same kind of device", "leave it out, or pass use_cpu=True")
-        options: Any = {"weight_decay": args.weight_decay, "seed": args.seed, "device": str(args.device)}
+            raise OptionError(
+                "device", found, "the same kind of device", "leave it out, or pass use_cpu=True"
+            )
+        options: Any = {
+            "weight_decay": args.weight_decay,
+            "seed": args.seed,
+            "device": str(args.device),
+        }
         return zo.open_engine(self.block_model, self._journal, lr=self._present_lr, **options)
 
     def rewind(self, journal: Journal) -> None:
-        """Continue from another version of the run: the last step of ``journal``, which may be ``journal.until(step)``."""
+        """Continue from another version of the run: the last step of ``journal``, which may be
+        ``journal.until(step)``.
+        """
         if self._engine is not None:
             self._engine.close()
         self._engine, self._journal, self._accumulated = None, journal, []
@@ -305,9 +405,16 @@ class ZOTrainerMixin(EngineStepsMixin):
         """The trainer's loss; None if it is the model's own, the mean over labelled tokens."""
         method = type(self).compute_loss
         is_models = method is Trainer.compute_loss
-        if f"{method.__module__}.{method.__qualname__}" == "trl.trainer.sft_trainer.SFTTrainer.compute_loss":
+        if (
+            f"{method.__module__}.{method.__qualname__}"
+            == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
+        ):
             is_models = self.args.loss_type == "nll" and not self.aux_loss_enabled
-        has_other = self.zo.trainer_loss or self.compute_loss_func is not None or self.label_smoother is not None
+        has_other = (
+            self.zo.trainer_loss
+            or self.compute_loss_func is not None
+            or self.label_smoother is not None
+        )
         return None if is_models and not has_other else super()._loss(num_items)
 
     @contextmanager
@@ -319,7 +426,9 @@ class ZOTrainerMixin(EngineStepsMixin):
         journal = self.engine.journal
         self.rewind(journal)  # closes the engine: only one engine at a time uses the model
         base, device = journal.until(0), str(self.args.device)
-        with Engine(self.block_model, journal=base, device=device, memory=self.zo.memory) as reference:
+        with Engine(
+            self.block_model, journal=base, device=device, memory=self.zo.memory
+        ) as reference:
             yield reference
 
     @property
@@ -327,13 +436,18 @@ class ZOTrainerMixin(EngineStepsMixin):
         return self.zo.export_checkpoints
 
     def _write(self, directory: Path, **options: Any) -> None:
-        """Write the journal last: a kill between weights and journal leaves the earlier journal whole."""
+        """Write the journal last: a kill between weights and journal leaves the earlier journal
+        whole.
+        """
         super()._write(directory, **options)
         copy_journal(self.engine.journal, directory / JOURNAL)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # A second call of train counts global_step from 0 again.
-        self.state.stateful_callbacks[_SAVED] = {"args": {}, "attributes": {_VERSION: self.engine.version}}
+        self.state.stateful_callbacks[_SAVED] = {
+            "args": {},
+            "attributes": {_VERSION: self.engine.version},
+        }
         super()._save_checkpoint(model, trial)
 
     def _load(self, checkpoint: Path) -> None:
@@ -341,23 +455,27 @@ class ZOTrainerMixin(EngineStepsMixin):
         path, version = checkpoint / TRAINER_STATE_NAME, None
         if path.is_file():
             state = TrainerState.load_from_json(str(path))
-            saved = state.stateful_callbacks.get(_SAVED, {"attributes": {_VERSION: state.global_step}})
+            saved = state.stateful_callbacks.get(
+                _SAVED, {"attributes": {_VERSION: state.global_step}}
+            )
             version = int(saved["attributes"][_VERSION])
         self.rewind(read_journal(checkpoint / JOURNAL, version))
 
 
 class FullBackpropTrainerMixin(EngineStepsMixin):
-    """Trains all parameters by gradients: ``class FullTrainer(FullBackpropTrainerMixin, Trainer): pass``.
+    """Trains all parameters by gradients: ``class FullTrainer(FullBackpropTrainerMixin, Trainer):
+    pass``.
 
-    ``optim`` names the optimizer, as for any trainer: ``lomo``, ``adalomo``, or one of torch's whose state belongs to single
-    parameters. Losses and weights are, bit for bit, those of the trainer with the whole model. With gradient accumulation
-    all batches of a step run through a block before the next block comes. Modules run in evaluation mode, without dropout.
-    ``max_grad_norm``, which trainers set to 1, takes a second backward pass; 0 turns it off. Checkpoints have the model, the
-    state from which training goes on, and the trainer's own files.
+    ``optim`` names the optimizer, as for any trainer: ``lomo``, ``adalomo``, or one of torch's
+    whose state belongs to single parameters. Losses and weights are, bit for bit, those of the
+    trainer with the whole model. With gradient accumulation all batches of a step run through a
+    block before the next block comes. Modules run in evaluation mode, without dropout.
+    ``max_grad_norm``, which trainers set to 1, takes a second backward pass; 0 turns it off.
+    Checkpoints have the model, the state from which training goes on, and the trainer's own files.
 
     Args:
-        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or ``fp16=True`` in ``args``
-            opens it in mixed precision.
+        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or
+            ``fp16=True`` in ``args`` opens it in mixed precision.
         args: The trainer's arguments.
         memory: How much memory the process may use.
         options: Other options of the trainer, by name.
@@ -371,7 +489,12 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
     _operations = 8  # two forward passes, and the gradients of activations and weights
 
     def __init__(
-        self, model: HFBlockModel | Path | str, args: Any = None, *, memory: MemoryPolicy = MemoryPolicy(), **options: Any
+        self,
+        model: HFBlockModel | Path | str,
+        args: Any = None,
+        *,
+        memory: MemoryPolicy = MemoryPolicy(),
+        **options: Any,
     ) -> None:
         self._memory = memory
         super().__init__(model, args, options)
@@ -391,8 +514,14 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
 
         def make(named: list[tuple[str, nn.Parameter]]) -> Any:
             groups = (
-                {"params": [value for name, value in named if name in decaying], "weight_decay": args.weight_decay},
-                {"params": [value for name, value in named if name not in decaying], "weight_decay": 0.0},
+                {
+                    "params": [value for name, value in named if name in decaying],
+                    "weight_decay": args.weight_decay,
+                },
+                {
+                    "params": [value for name, value in named if name not in decaying],
+                    "weight_decay": 0.0,
+                },
             )
             return kind([group for group in groups if group["params"]], **options)
 
@@ -401,7 +530,9 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that decay, as the trainer chooses them from the whole model."""
         with torch.device("meta"):
-            whole = type(self.block_model.skeleton)(AutoConfig.for_model(**self.block_model.config.to_dict()))
+            whole = type(self.block_model.skeleton)(
+                AutoConfig.for_model(**self.block_model.config.to_dict())
+            )
         names: list[str] = Trainer.get_decay_parameter_names(self, whole)
         return names
 
@@ -410,9 +541,17 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
         """The base checkpoint, before the first step."""
         if self.engine.version > 0:
             steps = self.engine.version
-            found = f"a reference that is needed after {steps} steps, when the base's weights have changed"
+            found = (
+                f"a reference that is needed after {steps} steps, when the base's weights have "
+                "changed"
+            )
             expected = "reference log-probabilities that are computed before the first step"
-            raise OptionError("ref_model", found, expected, "pass precompute_ref_log_probs=True, or train an adapter")
+            raise OptionError(
+                "ref_model",
+                found,
+                expected,
+                "pass precompute_ref_log_probs=True, or train an adapter",
+            )
         yield self.engine
 
     def _write_state(self, directory: Path) -> None:
@@ -425,16 +564,19 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
 
 
 class BackpropTrainerMixin(StreamedTrainerMixin):
-    """Trains an adapter by gradients: ``class FirstOrderTrainer(BackpropTrainerMixin, Trainer): pass``.
+    """Trains an adapter by gradients: ``class FirstOrderTrainer(BackpropTrainerMixin, Trainer):
+    pass``.
 
-    Made for the same trainers as ``ZOTrainerMixin``. Losses, gradients and adapters are, bit for bit, those of the trainer
-    with the whole model and peft. The optimizer is the trainer's; the base is only read. With gradient accumulation all
-    batches of a step run through a block before the next block is loaded. Modules run in evaluation mode, without dropout.
-    Checkpoints have the adapter as peft writes it and the trainer's own files. DPO's reference is the model with the adapter
-    that training started from.
+    Made for the same trainers as ``ZOTrainerMixin``. Losses, gradients and adapters are, bit for
+    bit, those of the trainer with the whole model and peft. The optimizer is the trainer's; the
+    base is only read. With gradient accumulation all batches of a step run through a block before
+    the next block is loaded. Modules run in evaluation mode, without dropout. Checkpoints have the
+    adapter as peft writes it and the trainer's own files. DPO's reference is the model with the
+    adapter that training started from.
 
     Args:
-        model: A model directory, a hub id, or what ``open_checkpoint(model, adapter=...)`` returned.
+        model: A model directory, a hub id, or what ``open_checkpoint(model, adapter=...)``
+            returned.
         args: The trainer's arguments.
         peft_config: The adapter's config, or ``Adapter``; None where ``model`` was opened with one.
         memory: How much memory the process may use.
@@ -460,25 +602,34 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         if (peft_config is None) == isinstance(model, (str, Path)):
             found = "none" if peft_config is None else f"one with an opened {type(model).__name__}"
             expected = "an adapter's config with a path, and none with an opened model"
-            remedy = "pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, adapter=...) alone"
+            remedy = (
+                "pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, "
+                "adapter=...) alone"
+            )
             raise OptionError("peft_config", found, expected, remedy)
         if peft_config is not None and not isinstance(peft_config, Adapter):
             peft_config = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
         self._memory = memory
-        self._initial: dict[str, torch.Tensor] = {}  # the adapter's parameters when training began, by name
+        # the adapter's parameters when training began, by name
+        self._initial: dict[str, torch.Tensor] = {}
         super().__init__(model, args, options, peft_config)
         skeleton: Any = self.block_model.skeleton
         skeleton.parameters = lambda recurse=True: iter(self.engine.parameters.values())
         skeleton.named_parameters = lambda *_, **__: iter(self.engine.parameters.items())
 
     def _open_engine(self) -> Engine:
-        engine = Engine(self.block_model, FirstOrder(None), device=str(self.args.device), memory=self._memory)
+        engine = Engine(
+            self.block_model, FirstOrder(None), device=str(self.args.device), memory=self._memory
+        )
         self._initial = _copies(engine)
         return engine
 
     def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
-        """Add the step's gradients to those of the adapter: the trainer's optimizer takes the step."""
-        if callable(to_training := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+        """Add the step's gradients to those of the adapter: the trainer's optimizer takes the
+        step.
+        """
+        if callable(to_training := getattr(self.optimizer, "train", None)):
+            # schedule-free optimizers
             to_training()
         return self.engine.gradients(batches, loss)
 
@@ -500,23 +651,28 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         """Load the adapter of a checkpoint."""
         model, engine = self.block_model, self.engine
         assert isinstance(model, PeftBlockModel), "the constructor has required an adapter"
-        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.parameters, model.adapter.tensors)
+        values = read_values(
+            checkpoint / WEIGHTS_FILE, model.adapter.parameters, model.adapter.tensors
+        )
         engine.load_parameters({name: values[name] for name in engine.parameters})
 
 
 class BackpropGRPOMixin(BackpropTrainerMixin):
-    """GRPO with an adapter: ``class FirstOrderGRPOTrainer(BackpropGRPOMixin, trl.GRPOTrainer): pass``.
+    """GRPO with an adapter: ``class FirstOrderGRPOTrainer(BackpropGRPOMixin, trl.GRPOTrainer):
+    pass``.
 
-    Completions of all prompts of a step are generated together, one token a sweep. Loss, options, rewards, advantages and
-    metrics are TRL's. With the same completions, losses, gradients and adapters are, bit for bit, those of TRL's trainer
-    with the whole model and peft. A token's random number follows from the trainer's seed, the step and the row, so the
-    completions differ from those that ``generate`` samples.
+    Completions of all prompts of a step are generated together, one token a sweep. Loss, options,
+    rewards, advantages and metrics are TRL's. With the same completions, losses, gradients and
+    adapters are, bit for bit, those of TRL's trainer with the whole model and peft. A token's
+    random number follows from the trainer's seed, the step and the row, so the completions differ
+    from those that ``generate`` samples.
 
     Args:
         model, args, peft_config, memory, options: As for ``BackpropTrainerMixin``.
 
     Raises:
-        OptionError: if an argument needs vLLM or the whole model in memory, or is not supported for another reason.
+        OptionError: if an argument needs vLLM or the whole model in memory, or is not supported for
+            another reason.
         ZO2Error: as for ``BackpropTrainerMixin``.
     """
 
@@ -528,29 +684,43 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
         generations = getattr(args, "steps_per_generation", None) or accumulated
         if generations > accumulated:
             expected = f"at most gradient_accumulation_steps, {accumulated}"
-            raise OptionError("steps_per_generation", str(generations), expected, arguments.ONE_UPDATE)
+            raise OptionError(
+                "steps_per_generation", str(generations), expected, arguments.ONE_UPDATE
+            )
         super().__init__(model, args, **options)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Collect a step's batches; with the last of them, take the step. See the base class."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step += 1  # TRL's count of batches, by which it knows when to generate
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """Generate and score completions when it is time. Entries for images and tools, which are None, are left out."""
+        """Generate and score completions when it is time.
+
+        Entries for images and tools, which are None, are left out.
+        """
         prepared = super()._prepare_inputs(inputs)
         return {key: value for key, value in prepared.items() if isinstance(value, torch.Tensor)}
 
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **_: Any
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: Any,
+        num_generations: int,
+        **_: Any,
     ) -> tuple[list[list[int]], None]:
         """Continue all prompts together with the present adapter."""
         generation = Generation(
             self.engine,
             self.block_model,
             max_new_tokens=self.max_completion_length,
-            sampling=Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.args.seed + self._step),
+            sampling=Sampling(
+                temperature=self.temperature, top_p=self.top_p, seed=self.args.seed + self._step
+            ),
             eos_token_ids=self.eos_token_ids,
             pad_token_id=self._tokenizer.pad_token_id,
             allowed=self.engine.activation_bytes,
@@ -558,7 +728,9 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
         return generation.continuations(prompt_ids)[0], None
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted, since the inputs are prompts without their completions: 0, as TRL reports it."""
+        """Not counted, since the inputs are prompts without their completions: 0, as TRL reports
+        it.
+        """
         return 0
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
@@ -569,13 +741,19 @@ class BackpropGRPOMixin(BackpropTrainerMixin):
     def _predicted(self, inputs: Any, **_: Any) -> Any:
         """Loss of a batch of prompts, after their completions were generated and scored."""
         call = partial(self.compute_loss, num_items_in_batch=None)
-        return self._output(self.engine, call, self._prepare_inputs(inputs)).mean().detach(), None, None
+        return (
+            self._output(self.engine, call, self._prepare_inputs(inputs)).mean().detach(),
+            None,
+            None,
+        )
 
 
 class SweptBatches:
-    """Yields the batches of a data loader; ``output`` has the model's output for the batch that was yielded last.
+    """Yields the batches of a data loader; ``output`` has the model's output for the batch that was
+    yielded last.
 
-    All batches of a sweep, as many as fit in the memory for activations, are read before the first of them is yielded.
+    All batches of a sweep, as many as fit in the memory for activations, are read before the first
+    of them is yielded.
     """
 
     def __init__(self, loader: Any, engine: Engine, forward: CalledForward) -> None:
@@ -607,7 +785,8 @@ class SweptBatches:
                 pending.append(batch)
                 yield batch_tensors(batch)
                 if source is not self._loader and isinstance(source.dataset, IterableDataset):
-                    # Rows of the last batch that count, as in accelerate's loader for such data when it places batches.
+                    # Rows of the last batch that count, as in accelerate's loader for such data
+                    # when it places batches.
                     self._loader.remainder = find_batch_size(batch)  # type: ignore[no-untyped-call]
 
         for outputs in self._engine.forwards(batches(), self._forward):
@@ -639,7 +818,13 @@ class _Source:
 class TrainerLoss(CalledForward):
     """A trainer's ``compute_loss`` as an ``Objective``."""
 
-    def __init__(self, model: HFBlockModel, loss: Callable[[Any, dict[str, Any]], torch.Tensor], *, adds_up: bool) -> None:
+    def __init__(
+        self,
+        model: HFBlockModel,
+        loss: Callable[[Any, dict[str, Any]], torch.Tensor],
+        *,
+        adds_up: bool,
+    ) -> None:
         super().__init__(model, loss)
         self._adds_up = adds_up
 
@@ -652,7 +837,10 @@ class TrainerLoss(CalledForward):
         return [batch]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Join the losses of a step's batches, in float64 if there are several. See the contract."""
+        """Join the losses of a step's batches, in float64 if there are several.
+
+        See the contract.
+        """
         if len(outputs) == 1:
             return outputs[0]
         summed = torch.stack([loss.double() for loss in outputs]).sum()
@@ -674,4 +862,6 @@ def _snapshots(directory: Path) -> Snapshots:
 
 
 def _refuse_to_push(*_: Any, **__: Any) -> None:
-    raise OptionError("model.push_to_hub", "no weights", "a saved model", "use trainer.push_to_hub()")
+    raise OptionError(
+        "model.push_to_hub", "no weights", "a saved model", "use trainer.push_to_hub()"
+    )

@@ -1,10 +1,13 @@
-"""The declaration of an architecture, the segment of each parameter of a decoder, and the dtypes that it has.
+"""The declaration of an architecture, the segment of each parameter of a decoder, and the dtypes
+that it has.
 
-Known architectures are declared here, by the config's model type; other models' parts are derived by a dry run of Hugging
-Face's own forward on the meta device, with stubs for layers, which a declaration saves. Modules that the forward calls
-before the first layer are the embedding, those after the last one the head. Each layer must take exactly the output of the
-one before, and nothing else may use it. Models that do otherwise need a declaration, and so do models that read images,
-since the dry run has none. Their vision tower and its projector run before the first layer: they belong to the embedding.
+Known architectures are declared here, by the config's model type; other models' parts are derived
+by a dry run of Hugging Face's own forward on the meta device, with stubs for layers, which a
+declaration saves. Modules that the forward calls before the first layer are the embedding, those
+after the last one the head. Each layer must take exactly the output of the one before, and nothing
+else may use it. Models that do otherwise need a declaration, and so do models that read images,
+since the dry run has none. Their vision tower and its projector run before the first layer: they
+belong to the embedding.
 """
 
 from __future__ import annotations
@@ -46,35 +49,46 @@ _VALUE_READS: dict[Any, type] = {
     torch.Tensor.__float__: float,
 }
 _IDENTITY_OPS = (torch.Tensor.to, torch.Tensor.contiguous)  # may return the tensor itself
-_TUPLE_OPS = (torch.Tensor.__getitem__, torch.Tensor.__iter__, torch.Tensor.unbind)  # operations that unpack tuples
+# operations that unpack tuples
+_TUPLE_OPS = (torch.Tensor.__getitem__, torch.Tensor.__iter__, torch.Tensor.unbind)
 _TOKENS = 4  # in the one row of the dry run
 _SHORT_ROWS = 2  # rows of one token each in a second dry run
 
 _STORED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
-_TRANSFER_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
+_TRANSFER_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+}
 _BACK = "-back"
-TRANSFER_DTYPES = ("stored", *_TRANSFER_DTYPES, *(f"{name}{_BACK}" for name in _TRANSFER_DTYPES))  # the option's values
+# the option's values
+TRANSFER_DTYPES = ("stored", *_TRANSFER_DTYPES, *(f"{name}{_BACK}" for name in _TRANSFER_DTYPES))
 _PROBE_ROUNDS = 20  # measurements, of which the best counts
-_FLOAT16_THRESHOLD = 0.5  # of bfloat16's seconds; float16, with its smaller range, must be clearly faster
+# of bfloat16's seconds; float16, with its smaller range, must be clearly faster
+_FLOAT16_THRESHOLD = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtypes of storage, computation and transfer.
 
-    *Exact* precision has one dtype for all three, with MeZO's rounding after every operation. *Mixed* precision stores
-    float32, whatever the checkpoint's dtype, and computes under ``torch.autocast``: perturbed weights are rounded once, to
-    autocast's dtype. Its results are those of monolithic MeZO in float32 under autocast, bit for bit.
+    *Exact* precision has one dtype for all three, with MeZO's rounding after every operation.
+    *Mixed* precision stores float32, whatever the checkpoint's dtype, and computes under
+    ``torch.autocast``: perturbed weights are rounded once, to autocast's dtype. Its results are
+    those of monolithic MeZO in float32 under autocast, bit for bit.
 
     Args:
-        stored: The dtype in which updates are replayed and stored. Blocks are converted as they are read.
+        stored: The dtype in which updates are replayed and stored. Blocks are converted as they are
+            read.
         computed: The dtype of matrix products; by default ``stored``.
-        transfer_dtype: The dtype in which a block's matrices travel to a device with its own memory, where they are
-            converted back to ``stored``: ``torch.bfloat16``, ``torch.float16`` or ``torch.float8_e4m3fn`` with a scale for
-            each output row; by default ``stored``. Every device evaluates at these rounded weights, for the same bits.
-        transfer_back: Whether blocks are also transferred back in ``transfer_dtype``, which rounds every update to it (ZO2,
-            arXiv 2503.12668, section 5.5). Otherwise the host replays updates in ``stored``.
+        transfer_dtype: The dtype in which a block's matrices travel to a device with its own
+            memory, where they are converted back to ``stored``: ``torch.bfloat16``,
+            ``torch.float16`` or ``torch.float8_e4m3fn`` with a scale for each output row; by
+            default ``stored``. Every device evaluates at these rounded weights, for the same bits.
+        transfer_back: Whether blocks are also transferred back in ``transfer_dtype``, which rounds
+            every update to it (ZO2, arXiv 2503.12668, section 5.5). Otherwise the host replays
+            updates in ``stored``.
 
     Raises:
         OptionError: if the dtypes are incompatible.
@@ -89,12 +103,22 @@ class Precision:
         if self.stored not in _STORED:
             raise _unfit("stored", str(self.stored), f"one of {', '.join(map(str, _STORED))}")
         transferred = tuple(_TRANSFER_DTYPES.values())
-        for name, dtype, dtypes in (("computed", self.autocast, _HALVES), ("transfer_dtype", self.carried, transferred)):
+        for name, dtype, dtypes in (
+            ("computed", self.autocast, _HALVES),
+            ("transfer_dtype", self.carried, transferred),
+        ):
             if dtype is not None and not (self.stored is torch.float32 and dtype in dtypes):
-                expected = f"{self.stored}, or one of {', '.join(map(str, dtypes))} where torch.float32 is stored"
+                expected = (
+                    f"{self.stored}, or one of {', '.join(map(str, dtypes))} where torch.float32 "
+                    "is stored"
+                )
                 raise _unfit(name, f"{dtype} where {self.stored} is stored", expected)
         if self.transfer_back and self.carried is None:
-            raise _unfit("transfer_back", "True without a transfer dtype", "a transfer dtype other than the stored one")
+            raise _unfit(
+                "transfer_back",
+                "True without a transfer dtype",
+                "a transfer dtype other than the stored one",
+            )
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -109,11 +133,17 @@ class Precision:
 
 def _unfit(field: str, found: str, expected: str) -> OptionError:
     where = f"precision.{field}"
-    return OptionError(where, found, expected, "pass such a value, or store torch.float32 and leave this one out")
+    return OptionError(
+        where, found, expected, "pass such a value, or store torch.float32 and leave this one out"
+    )
 
 
 def choose_precision(
-    precision: Precision | str, dtype: torch.dtype, *, is_given: bool, transfer_dtype: str = "stored"
+    precision: Precision | str,
+    dtype: torch.dtype,
+    *,
+    is_given: bool,
+    transfer_dtype: str = "stored",
 ) -> Precision:
     """Make a ``Precision`` from the options of ``open_checkpoint``."""
     name = precision
@@ -124,12 +154,16 @@ def choose_precision(
     elif name == "exact":
         chosen = Precision(stored=dtype)
     elif name == "mixed" and (not is_given or dtype in _HALVES):
-        chosen = Precision(stored=torch.float32, computed=dtype if is_given else faster_half(product_seconds))
+        chosen = Precision(
+            stored=torch.float32, computed=dtype if is_given else faster_half(product_seconds)
+        )
     elif name == "mixed" or isinstance(name, Precision):
         expected = "bfloat16 or float16 with 'mixed', and none with a Precision"
         raise without_effect("dtype", f"{dtype} with precision {name!r}", expected)
     else:
-        raise OptionError("precision", repr(name), "'auto', 'exact', 'mixed' or a Precision", "pass one of these")
+        raise OptionError(
+            "precision", repr(name), "'auto', 'exact', 'mixed' or a Precision", "pass one of these"
+        )
     if transfer_dtype == "stored":
         return chosen
     if transfer_dtype not in TRANSFER_DTYPES or isinstance(precision, Precision):
@@ -147,7 +181,8 @@ def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
 
 @cache
 def product_seconds(dtype: torch.dtype) -> float:
-    """Measure a matrix product on this CPU, in CPU seconds of one thread, which do not depend on the machine's load.
+    """Measure a matrix product on this CPU, in CPU seconds of one thread, which do not depend on
+    the machine's load.
 
     A CPU without instructions for a dtype converts element by element.
     """
@@ -168,14 +203,17 @@ def product_seconds(dtype: torch.dtype) -> float:
 class Architecture:
     """The module paths of a decoder's parts.
 
-    Paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
+    Paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly
+    one of them.
     """
 
     model_type: str  # the config's model_type
-    embedding: tuple[str, ...]  # modules that run before the layers; they may be absent in a given model
+    # modules that run before the layers; they may be absent in a given model
+    embedding: tuple[str, ...]
     blocks: str  # the ModuleList of layers
     head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
-    returned: int = 0  # length of the tuple that a layer returns, hidden states first; 0: a bare tensor
+    # length of the tuple that a layer returns, hidden states first; 0: a bare tensor
+    returned: int = 0
     axes: tuple[int, int] = (0, 1)  # axes of rows and of tokens in the hidden states between layers
     ignored: tuple[str, ...] = ()  # name endings of obsolete tensors in old checkpoints
 
@@ -192,7 +230,9 @@ class ParameterFormats:
 
 
 def segment_layouts(
-    model: PreTrainedModel, architecture: Architecture, formats: ParameterFormats = ParameterFormats()
+    model: PreTrainedModel,
+    architecture: Architecture,
+    formats: ParameterFormats = ParameterFormats(),
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment."""
     blocks, precision = len(_layers(model, architecture)), formats.precision
@@ -221,16 +261,22 @@ def segment_layouts(
             )
         is_resident = is_common or (name in formats.resident and in_layers)
         if precision.carried is not None and len(spec.shape) > 1 and in_layers and not is_resident:
-            spec = replace(spec, transfer_dtype=precision.carried, transfer_back=precision.transfer_back)
+            spec = replace(
+                spec, transfer_dtype=precision.carried, transfer_back=precision.transfer_back
+            )
         for order, user in enumerate([0, *users] if is_resident else users):
-            modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
-            # Weights and biases of linear layers are cast before the forward. Norms and embeddings compute in float32, and
-            # others are cast inside the forward, with the same bits.
+            modules = [
+                model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())
+            ]
+            # Weights and biases of linear layers are cast before the forward. Norms and embeddings
+            # compute in float32, and others are cast inside the forward, with the same bits.
             is_linear = bool(modules) and all(type(module) is nn.Linear for module in modules)
             user_spec = replace(spec, forward_dtype=precision.autocast if is_linear else None)
             if spec.frozen and name in formats.frozen_dtypes and in_layers and not is_resident:
                 forward_dtype = user_spec.forward_dtype or spec.dtype
-                user_spec = replace(user_spec, dtype=formats.frozen_dtypes[name], forward_dtype=forward_dtype)
+                user_spec = replace(
+                    user_spec, dtype=formats.frozen_dtypes[name], forward_dtype=forward_dtype
+                )
             (borrowed if order else owned)[user].append(user_spec)
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
@@ -240,8 +286,12 @@ def segment_layouts(
     )
 
 
-def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[str, dict[int, list[str]]]:
-    """Map each parameter's name in ``named_parameters()`` to its names in each segment that uses it."""
+def segment_aliases(
+    model: PreTrainedModel, architecture: Architecture
+) -> dict[str, dict[int, list[str]]]:
+    """Map each parameter's name in ``named_parameters()`` to its names in each segment that uses
+    it.
+    """
     blocks = len(_layers(model, architecture))
     paths = dict.fromkeys(architecture.embedding, 0)
     paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
@@ -254,13 +304,16 @@ def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[
     return segments
 
 
-def require_axes(hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int], model_type: str) -> None:
+def require_axes(
+    hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int], model_type: str
+) -> None:
     """Refuse hidden states whose rows and tokens do not lie along the declared axes."""
     if hidden.dim() > max(axes) and tuple(hidden.shape[axis] for axis in axes) == tuple(ids.shape):
         return
     raise UnsupportedModelError(
         f"model type {model_type}",
-        f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} tokens",
+        f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} "
+        "tokens",
         f"rows along axis {axes[0]} and tokens along axis {axes[1]}, as the architecture says",
         "declare these axes as `axes` of the Architecture",
     )
@@ -279,7 +332,9 @@ def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:
-    """Map each parameter's name in ``named_parameters()`` to all its names in the model, in registration order."""
+    """Map each parameter's name in ``named_parameters()`` to all its names in the model, in
+    registration order.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -294,21 +349,28 @@ def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) ->
     raise UnsupportedModelError(
         f"{architecture.model_type}: {name}",
         "a parameter outside the declared embedding, blocks and head",
-        f"a parameter under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
+        "a parameter under "
+        f"{', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
         "declare its module in the Architecture",
     )
 
 
 def read_architecture(path: Path) -> Architecture:
     """Read a declaration."""
-    with system_errors_as(OptionError, path, expected="a readable file", remedy=_EXAMPLE), open_regular(path) as file:
+    with (
+        system_errors_as(OptionError, path, expected="a readable file", remedy=_EXAMPLE),
+        open_regular(path) as file,
+    ):
         text = file.read(_MAX_BYTES)
     try:
         values: dict[str, Any] = dict(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(path, f"no object in JSON ({error})", "a JSON object") from error
     known = {field.name for field in fields(Architecture)}
-    missing, unknown = sorted(known - {"returned", "axes", "ignored"} - values.keys()), sorted(values.keys() - known)
+    missing, unknown = (
+        sorted(known - {"returned", "axes", "ignored"} - values.keys()),
+        sorted(values.keys() - known),
+    )
     if missing or unknown:
         found = f"no {missing[0]!r}" if missing else f"a field {unknown[0][:40]!r}"
         raise _refused(path, found, ", ".join(sorted(known)))
@@ -316,7 +378,9 @@ def read_architecture(path: Path) -> Architecture:
         is_valid, expected = _checked(name, value)
         if not is_valid:
             raise _refused(f"{path}: {name}", f"{str(value)[:40]!r}", expected)
-    declared: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    declared: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
     return Architecture(**declared)
 
 
@@ -326,10 +390,16 @@ def _checked(name: str, value: Any) -> tuple[bool, str]:
     if name == "returned":
         return type(value) is int and 0 <= value <= 3, "an integer from 0 to 3"
     if name == "axes":
-        are_axes = len(items) == 2 and all(type(axis) is int and 0 <= axis < _MAX_AXES for axis in items)
-        return are_axes and items[0] != items[1], f"a list of two different integers from 0 to {_MAX_AXES - 1}"
+        are_axes = len(items) == 2 and all(
+            type(axis) is int and 0 <= axis < _MAX_AXES for axis in items
+        )
+        return are_axes and items[0] != items[
+            1
+        ], f"a list of two different integers from 0 to {_MAX_AXES - 1}"
     if name in ("embedding", "head", "ignored"):
-        return items is value and all(isinstance(item, str) and item for item in items), "a list of names"
+        return items is value and all(
+            isinstance(item, str) and item for item in items
+        ), "a list of names"
     return isinstance(value, str) and value != "", "a name"
 
 
@@ -348,11 +418,16 @@ def _declared(model_type: str, *towers: str, decoder: str = "model") -> Architec
 
 _TOWER = "model.vision_tower", "model.multi_modal_projector"
 _DECLARED = (
-    # ``final_layer_norm`` (and, in 350m, ``project_out`` before ``project_in``) is registered before the layers, so MeZO
-    # draws its noise before theirs although it runs after them. 350m has a narrower embedding with two projections.
+    # ``final_layer_norm`` (and, in 350m, ``project_out`` before ``project_in``) is registered
+    # before the layers, so MeZO draws its noise before theirs although it runs after them. 350m has
+    # a narrower embedding with two projections.
     Architecture(
         model_type="opt",
-        embedding=("model.decoder.embed_tokens", "model.decoder.embed_positions", "model.decoder.project_in"),
+        embedding=(
+            "model.decoder.embed_tokens",
+            "model.decoder.embed_positions",
+            "model.decoder.project_in",
+        ),
         blocks="model.decoder.layers",
         head=("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head"),
         ignored=("decoder.version",),
@@ -361,31 +436,45 @@ _DECLARED = (
     _declared("qwen2"),  # small sizes tie the head to the embedding
     _declared("qwen3"),
     _declared("qwen2_5_vl", "model.visual", decoder="model.language_model"),
-    *(_declared(model_type, *_TOWER, decoder="model.language_model") for model_type in ("gemma3", "llava", "mistral3")),
+    *(
+        _declared(model_type, *_TOWER, decoder="model.language_model")
+        for model_type in ("gemma3", "llava", "mistral3")
+    ),
 )
-ARCHITECTURES: Mapping[str, Architecture] = {declared.model_type: declared for declared in _DECLARED}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    declared.model_type: declared for declared in _DECLARED
+}
 
 
 class _DryRun(TorchFunctionMode):
-    """Forwards of a copy of a model on the meta device, with stubs for its layers, and the record of the last one.
+    """Forwards of a copy of a model on the meta device, with stubs for its layers, and the record
+    of the last one.
 
-    Data may flow from part to part only through the layers' hidden states. Meta tensors have no values. Where the forward
-    reads one (is a row packed?), it gets ``read_as``, on which the place of the layers does not depend; if that leads to an
-    error, the caller tries the other value.
+    Data may flow from part to part only through the layers' hidden states. Meta tensors have no
+    values. Where the forward reads one (is a row packed?), it gets ``read_as``, on which the place
+    of the layers does not depend; if that leads to an error, the caller tries the other value.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, returned: int, *, read_as: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: nn.ModuleList, returned: int, *, read_as: bool
+    ) -> None:
         super().__init__()
         self.read_as = read_as
         self.returned = returned  # length of the tuple that a layer returns; 0: a bare tensor
-        self.others = [object() for _ in range(max(returned - 1, 0))]  # the other values of a layer's tuple
-        self.shapes: list[torch.Size] = []  # hidden states' shape before the first layer, for each forward
+        # the other values of a layer's tuple
+        self.others = [object() for _ in range(max(returned - 1, 0))]
+        # hidden states' shape before the first layer, for each forward
+        self.shapes: list[torch.Size] = []
         self.layers = len(layers)
         stubs = nn.ModuleList(_DryLayer(layer, index, self) for index, layer in enumerate(layers))
         copy: nn.Module = deepcopy(model, {id(layers): stubs})
         self.model: Any = copy.to("meta")  # with tensors on two devices its forward would not run
         modules = self.model.named_modules()
-        self.owners = {name: module for name, module in modules if any(p is not None for p in module._parameters.values())}
+        self.owners = {
+            name: module
+            for name, module in modules
+            if any(p is not None for p in module._parameters.values())
+        }
         for name, module in self.owners.items():
             module.register_forward_pre_hook(partial(self._called, name))
 
@@ -396,14 +485,21 @@ class _DryRun(TorchFunctionMode):
         self.between: list[str] = []
         self.after: list[str] = []
         self.layer_outputs: list[torch.Tensor] = []  # each layer's hidden states
-        self.from_embedding: dict[int, torch.Tensor] = {}  # by id: tensors computed from parameters before the last layer
+        # by id: tensors computed from parameters before the last layer
+        self.from_embedding: dict[int, torch.Tensor] = {}
         off = without_router_losses(self.model)
         with torch.inference_mode(), torch.device("meta"), self:
             ids = torch.zeros(rows, tokens, dtype=torch.int64)
             return self.model(input_ids=ids, use_cache=False, **off, **inputs)
 
     def _called(self, name: str, module: nn.Module, inputs: object) -> None:
-        names = self.before if self.reached == 0 else self.after if self.reached == self.layers else self.between
+        names = (
+            self.before
+            if self.reached == 0
+            else self.after
+            if self.reached == self.layers
+            else self.between
+        )
         names.append(name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -414,20 +510,30 @@ class _DryRun(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if results and not (func in _IDENTITY_OPS and result is args[0]):
-            self._follow(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)], results)
+            self._follow(
+                func,
+                [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)],
+                results,
+            )
         return result
 
-    def _follow(self, func: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def _follow(
+        self, func: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
         is_past = self.reached == self.layers
         for index, hidden in enumerate(self.layer_outputs[:-1] if is_past else self.layer_outputs):
             if any(tensor is hidden for tensor in arguments):
                 if func in _TUPLE_OPS:
                     raise IndexError(f"layer {index} returned no tuple")
-                raise _MismatchError(f"what layer {index} returned is used outside of layer {index + 1}")
+                raise _MismatchError(
+                    f"what layer {index} returned is used outside of layer {index + 1}"
+                )
         is_from_embedding = any(id(tensor) in self.from_embedding for tensor in arguments)
         if is_past and is_from_embedding:
             raise _MismatchError("what is computed before the layers is used after them")
-        if not is_past and (is_from_embedding or any(isinstance(tensor, nn.Parameter) for tensor in arguments)):
+        if not is_past and (
+            is_from_embedding or any(isinstance(tensor, nn.Parameter) for tensor in arguments)
+        ):
             self.from_embedding |= {id(tensor): tensor for tensor in results}
 
 
@@ -449,9 +555,13 @@ class _DryLayer(StandIn):
         if self.index != run.reached:
             raise _MismatchError(f"layer {self.index} is called after {run.reached} layers")
         if self.index > 0 and hidden_states is not run.layer_outputs[-1]:
-            raise _MismatchError(f"layer {self.index} does not get what layer {self.index - 1} returned")
+            raise _MismatchError(
+                f"layer {self.index} does not get what layer {self.index - 1} returned"
+            )
         if any(value is other for value in (*args, *kwargs.values()) for other in run.others):
-            raise _MismatchError(f"layer {self.index} gets more of layer {self.index - 1} than its hidden states")
+            raise _MismatchError(
+                f"layer {self.index} gets more of layer {self.index - 1} than its hidden states"
+            )
         run.shapes += [hidden_states.shape] if self.index == 0 else []
         run.reached += 1
         output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
@@ -459,7 +569,9 @@ class _DryLayer(StandIn):
         return output if run.returned == 0 else (output, *run.others)
 
 
-def architecture_of(model: PreTrainedModel, head: Head, declared: Architecture | Path | None) -> Architecture:
+def architecture_of(
+    model: PreTrainedModel, head: Head, declared: Architecture | Path | None
+) -> Architecture:
     """The caller's declaration of a model, else the known or the derived one."""
     model_type = model.config.model_type
     if declared is None:
@@ -467,8 +579,13 @@ def architecture_of(model: PreTrainedModel, head: Head, declared: Architecture |
         return known or derive_architecture(model, head)
     architecture = read_architecture(declared) if isinstance(declared, Path) else declared
     if architecture.model_type != model_type:
-        found, remedy = f"a declaration of {architecture.model_type}", "pass the declaration of this model, or leave it out"
-        raise OptionError("architecture", found, f"a declaration of {model_type}, as config.json says", remedy)
+        found, remedy = (
+            f"a declaration of {architecture.model_type}",
+            "pass the declaration of this model, or leave it out",
+        )
+        raise OptionError(
+            "architecture", found, f"a declaration of {model_type}, as config.json says", remedy
+        )
     return architecture
 
 
@@ -488,7 +605,11 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
                 architecture = replace(architecture, axes=_axes(run, where))
             if is_next_token:
                 return architecture
-            raise _underivable(where, "a loss other than that of the next token, as transformers computes it of all logits")
+            raise _underivable(
+                where,
+                "a loss other than that of the next token, as transformers computes it of all "
+                "logits",
+            )
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
@@ -497,14 +618,18 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
             problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if between:
         raise _underivable(where, f"{between}, called between two layers")
-    raise _underivable(where, f"layers in {path} that do not follow each other ({mismatch or problem})")
+    raise _underivable(
+        where, f"layers in {path} that do not follow each other ({mismatch or problem})"
+    )
 
 
 def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.ModuleList]:
     """The list of layers with the most parameters, of those not nested in another list."""
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
+        if isinstance(module, nn.ModuleList) and not any(
+            name.startswith(f"{outer}.") for outer, _ in lists
+        ):
             lists.append((name, module))
     if not lists:
         raise _underivable(where, "no list of layers")
@@ -512,9 +637,11 @@ def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.Modul
 
 
 def _has_next_token_loss(run: _DryRun) -> bool:
-    """Run the forward, and return whether its loss is exactly the model's loss function of logits and labels.
+    """Run the forward, and return whether its loss is exactly the model's loss function of logits
+    and labels.
 
-    Counting labelled tokens and computing logits in chunks rely on that. Models with other heads need no such loss.
+    Counting labelled tokens and computing logits in chunks rely on that. Models with other heads
+    need no such loss.
     """
     calls: list[tuple[torch.Tensor, ...]] = []
 
@@ -522,33 +649,50 @@ def _has_next_token_loss(run: _DryRun) -> bool:
         calls.append((logits, labels, logits.new_empty(())))
         return calls[-1][-1]
 
-    vars(run.model)["_loss_function"], labels = loss, torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    vars(run.model)["_loss_function"], labels = (
+        loss,
+        torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta"),
+    )
     output = run.forward(1, _TOKENS, labels=labels)
     expected = output.logits, labels, output.loss
-    return bool(calls) and all(tensor is other for tensor, other in zip(calls[-1], expected, strict=True))
+    return bool(calls) and all(
+        tensor is other for tensor, other in zip(calls[-1], expected, strict=True)
+    )
 
 
 def _axes(run: _DryRun, where: str) -> tuple[int, int]:
-    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in both dry runs.
+    """Find the axes of rows and of tokens in hidden states: those whose sizes are the batch's in
+    both dry runs.
 
     The second one has rows of one token, which is how logits of final hidden states are computed.
     """
     try:
         run.forward(_SHORT_ROWS, 1)
     except Exception as error:  # any, as in a dry run of longer rows
-        raise _underivable(where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})") from error
+        raise _underivable(
+            where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})"
+        ) from error
     long, short = run.shapes
     sizes, expected_sizes = list(zip(long, short, strict=False)), [(1, _SHORT_ROWS), (_TOKENS, 1)]
     others = [pair for pair in sizes if pair not in expected_sizes]
-    if len(long) != len(short) or len(sizes) != len(others) + 2 or any(first != second for first, second in others):
-        found = f"hidden states of shape {list(long)} for a row of {_TOKENS} tokens, {list(short)} for {_SHORT_ROWS} of one"
+    if (
+        len(long) != len(short)
+        or len(sizes) != len(others) + 2
+        or any(first != second for first, second in others)
+    ):
+        found = (
+            f"hidden states of shape {list(long)} for a row of {_TOKENS} tokens, {list(short)} "
+            f"for {_SHORT_ROWS} of one"
+        )
         raise _underivable(where, f"{found}: no axis of rows and one of tokens")
     rows, tokens = (sizes.index(pair) for pair in expected_sizes)
     return rows, tokens
 
 
 def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
-    """Make a declaration of a dry run, in which each module must be called, and on one side of the layers only."""
+    """Make a declaration of a dry run, in which each module must be called, and on one side of the
+    layers only.
+    """
     if run.reached != run.layers:
         raise _MismatchError(f"{run.reached} of {run.layers} layers are called")
     if run.between:
@@ -559,7 +703,9 @@ def _architecture(run: _DryRun, path: str, where: str) -> Architecture:
     called = {*run.before, *run.after}
     tied = {id(p) for name in called for p in run.owners[name]._parameters.values()}
     for name, module in run.owners.items():
-        idle = [leaf for leaf, p in module._parameters.items() if p is not None and id(p) not in tied]
+        idle = [
+            leaf for leaf, p in module._parameters.items() if p is not None and id(p) not in tied
+        ]
         if name not in called and idle:
             raise _underivable(where, f"{name}.{idle[0]}, a parameter whose module is never called")
     return Architecture(

@@ -1,19 +1,22 @@
-"""Batches of Hugging Face models: checked before they run, packed, with the values that forwards read from them; losses.
+"""Batches of Hugging Face models: checked before they run, packed, with the values that forwards
+read from them; losses.
 
-Packing: rows of different lengths joined into one row without padding, each with positions from 0. Hugging Face's forwards
-detect packed rows by their positions, and mask attention between them. Some models' forwards do not, so each layer's
-attention mask is checked before anything is computed.
+Packing: rows of different lengths joined into one row without padding, each with positions from 0.
+Hugging Face's forwards detect packed rows by their positions, and mask attention between them. Some
+models' forwards do not, so each layer's attention mask is checked before anything is computed.
 
-A branch on a tensor's value (is any token padding?) makes the host wait for the device. Masks and positions depend on the
-batch alone, so the values are the same in each forward: a ``BranchCache`` keeps them, so that on a GPU no sweep waits.
+A branch on a tensor's value (is any token padding?) makes the host wait for the device. Masks and
+positions depend on the batch alone, so the values are the same in each forward: a ``BranchCache``
+keeps them, so that on a GPU no sweep waits.
 
 A model's head says which labels a batch has, and what its loss is the mean over.
 
-Logits of several streams are computed together, and over chunks of tokens they are never in memory whole. Of the logits of a
-mixture's routers transformers computes a loss that keeps the experts' loads even. It records the outputs of modules of a
-class that the model declares, and computes the loss at the end of its forward. Here blocks run one at a time, so the logits
-travel with the hidden state, and the stub of the last layer has a module of that class, which returns them to transformers'
-own code.
+Logits of several streams are computed together, and over chunks of tokens they are never in memory
+whole. Of the logits of a mixture's routers transformers computes a loss that keeps the experts'
+loads even. It records the outputs of modules of a class that the model declares, and computes the
+loss at the end of its forward. Here blocks run one at a time, so the logits travel with the hidden
+state, and the stub of the last layer has a module of that class, which returns them to
+transformers' own code.
 """
 
 from __future__ import annotations
@@ -44,10 +47,12 @@ _MASK_ROWS = 256  # rows of a mask that are checked at a time, since a mask can 
 
 
 class BranchCache(TorchFunctionMode):
-    """A context in which reads of tensor values return what they returned the first time, in the same order.
+    """A context in which reads of tensor values return what they returned the first time, in the
+    same order.
 
-    Only integers and booleans are cached, since floating-point values may depend on weights. Booleans are assumed not to, in
-    all that a decoder does before its first layer and after its last one.
+    Only integers and booleans are cached, since floating-point values may depend on weights.
+    Booleans are assumed not to, in all that a decoder does before its first layer and after its
+    last one.
     """
 
     def __init__(self) -> None:
@@ -81,7 +86,8 @@ class BranchCache(TorchFunctionMode):
                 f"read {index} of a tensor's value in Hugging Face's forward",
                 read,
                 f"{expected}, as the first time",
-                "write an adapter for this architecture: its forward reads values in no fixed order",
+                "write an adapter for this architecture: its forward reads values in no fixed "
+                "order",
             )
         return value
 
@@ -106,7 +112,12 @@ def longest_row(model: PreTrainedModel) -> int | None:
     longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
-        if longest is not None and is_table and module.num_embeddings == longest and module.padding_idx is not None:
+        if (
+            longest is not None
+            and is_table
+            and module.num_embeddings == longest
+            and module.padding_idx is not None
+        ):
             return longest - int(module.padding_idx) - 1
     return longest
 
@@ -118,19 +129,37 @@ def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) ->
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
         raise _refusal(
-            "input_ids", f"{ids.dtype} of shape {tuple(ids.shape)}", "integers (batch, tokens)", "pad to one length"
+            "input_ids",
+            f"{ids.dtype} of shape {tuple(ids.shape)}",
+            "integers (batch, tokens)",
+            "pad to one length",
         )
     if mask is not None and mask.shape != ids.shape:
-        raise _refusal("attention_mask", f"shape {tuple(mask.shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
+        raise _refusal(
+            "attention_mask",
+            f"shape {tuple(mask.shape)}",
+            f"{tuple(ids.shape)} as input_ids",
+            "pad alike",
+        )
     positions = batch.get("position_ids")  # each sequence of a packed row has its own
-    tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
+    tokens = (
+        ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
+    )
     if longest is not None and tokens > longest:
         raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
-    _require_range("input_ids", "tokens", ids, config.get_text_config().vocab_size, "use this model's own tokenizer")
+    _require_range(
+        "input_ids",
+        "tokens",
+        ids,
+        config.get_text_config().vocab_size,
+        "use this model's own tokenizer",
+    )
 
 
 def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows and columns of the tokens whose next token is labelled: int64, (labelled tokens,) each."""
+    """The rows and columns of the tokens whose next token is labelled: int64, (labelled tokens,)
+    each.
+    """
     if isinstance(batch, PreparedBatch) and batch.predictions is not None:
         return batch.predictions
     rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
@@ -140,7 +169,8 @@ def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 def stack_rows(batches: Sequence[Batch]) -> Batch | None:
     """Join batches along their rows; None if their entries differ in names or shapes.
 
-    Entries that all rows of a batch share (positions, say) are kept once if they are equal in all batches.
+    Entries that all rows of a batch share (positions, say) are kept once if they are equal in all
+    batches.
     """
     first = batches[0]
     shapes = [{key: value.shape for key, value in batch.items()} for batch in batches]
@@ -158,7 +188,9 @@ def stack_rows(batches: Sequence[Batch]) -> Batch | None:
 
 
 def branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
-    """The batch's cache of values that Hugging Face's forward branches on, as a context; empty if not prepared."""
+    """The batch's cache of values that Hugging Face's forward branches on, as a context; empty if
+    not prepared.
+    """
     return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
 
 
@@ -178,12 +210,13 @@ def pack(batch: Batch) -> dict[str, torch.Tensor]:
     """Join the rows of a batch into one row.
 
     Args:
-        batch: ``input_ids``, ``attention_mask`` (1 on tokens, 0 on padding) and ``labels``, each (batch, tokens), int64, and
-            nothing else.
+        batch: ``input_ids``, ``attention_mask`` (1 on tokens, 0 on padding) and ``labels``, each
+            (batch, tokens), int64, and nothing else.
 
     Returns:
-        ``input_ids``, ``labels`` and ``position_ids``, each (1, tokens of all rows), int64. The label of each row's first
-        token is ``IGNORE_INDEX``, since it is not predicted from the row before.
+        ``input_ids``, ``labels`` and ``position_ids``, each (1, tokens of all rows), int64. The
+        label of each row's first token is ``IGNORE_INDEX``, since it is not predicted from the row
+        before.
 
     Raises:
         BatchError: if the batch has other entries, which may not be packable.
@@ -203,7 +236,9 @@ def pack(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def is_packed(batch: Batch) -> bool:
-    """Whether a row of a batch has several sequences: its positions restart, and there is no mask."""
+    """Whether a row of a batch has several sequences: its positions restart, and there is no
+    mask.
+    """
     positions = batch.get("position_ids")
     if positions is None or positions.dim() != 2 or "attention_mask" in batch:
         return False
@@ -211,27 +246,41 @@ def is_packed(batch: Batch) -> bool:
 
 
 @torch.inference_mode()
-def require_separating_masks(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any], Mapping[str, Any]]]]) -> None:
+def require_separating_masks(
+    batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any], Mapping[str, Any]]]]
+) -> None:
     """Refuse a model in which a layer would attend across the sequences of a packed row."""
     positions = batch["position_ids"]
     sequence_ids = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
     separates = cache(partial(_separates, sequence_ids))  # most layers share a mask
     for layer, (arguments, keywords) in enumerate(calls()):
-        tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
-        masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == (sequence_ids.shape[1],) * 2]
+        tensors = [
+            value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)
+        ]
+        masks = [
+            value
+            for value in tensors
+            if value.dim() == 4 and value.shape[-2:] == (sequence_ids.shape[1],) * 2
+        ]
         if not any(separates(mask) for mask in masks):
             raise UnsupportedModelError(
                 f"layer {layer}",
                 "no attention mask that separates packed rows",
-                "a mask from the positions of packed rows, as models make for sdpa and eager attention",
+                "a mask from the positions of packed rows, as models make for sdpa and eager "
+                "attention",
                 "pad the rows: pass an attention_mask, and leave --pack out",
             )
 
 
 def _separates(sequence_ids: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides other sequences; floats are added to scores."""
+    """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides other sequences; floats are
+    added to scores.
+    """
     for first in range(0, sequence_ids.shape[1], _MASK_ROWS):
-        part, numbers = mask[:, :, first : first + _MASK_ROWS], sequence_ids[:, first : first + _MASK_ROWS]
+        part, numbers = (
+            mask[:, :, first : first + _MASK_ROWS],
+            sequence_ids[:, first : first + _MASK_ROWS],
+        )
         visible = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
         apart = numbers[:, :, None] != sequence_ids[:, None, :]
         if bool((visible & apart[:, None]).any()):
@@ -259,13 +308,21 @@ class Head:
         for name in self.targets:
             if name not in batch:
                 raise _refusal(name, f"no {name}", f"the targets of {self.name}", "add it")
-        check_inputs({name: value for name, value in batch.items() if name not in self.targets}, config, longest)
+        check_inputs(
+            {name: value for name, value in batch.items() if name not in self.targets},
+            config,
+            longest,
+        )
         self.check_targets(batch, config)
 
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config; a language model may also read images."""
         is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
-        return transformers.AutoModelForImageTextToText if reads_images(config) and not is_known else self.auto_class
+        return (
+            transformers.AutoModelForImageTextToText
+            if reads_images(config) and not is_known
+            else self.auto_class
+        )
 
 
 def reads_images(config: PretrainedConfig) -> bool:
@@ -280,10 +337,14 @@ def head_of(name: str) -> Head:
     return HEADS[name]
 
 
-def _check_token_classes(batch: Batch, config: PretrainedConfig, classes: int | None = None) -> None:
+def _check_token_classes(
+    batch: Batch, config: PretrainedConfig, classes: int | None = None
+) -> None:
     labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
     if tuple(labels.shape) != shape or labels.is_floating_point():
-        raise _refusal("labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}")
+        raise _refusal(
+            "labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}"
+        )
     _require_classes(labels, int(config.num_labels or 1) if classes is None else classes)
 
 
@@ -293,7 +354,12 @@ def _check_tokens(batch: Batch, config: PretrainedConfig) -> None:
 
 def _check_next_tokens(batch: Batch, config: PretrainedConfig) -> None:
     if batch["labels"].dim() and not bool(predicted(batch["labels"]).any()):
-        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
+        raise _refusal(
+            "labels",
+            "no token to predict",
+            "a label beyond the first token",
+            "leave this batch out",
+        )
     _check_tokens(batch, config)
 
 
@@ -301,14 +367,27 @@ def _check_row_labels(batch: Batch, config: PretrainedConfig) -> None:
     labels, rows, classes = batch["labels"], len(batch["input_ids"]), int(config.num_labels or 1)
     if len(labels) != rows or labels.dim() not in (1, 2):
         raise _refusal("labels", f"shape {tuple(labels.shape)}", f"a label for each of {rows} rows")
-    by_class = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-    kind = config.problem_type or ("regression" if classes == 1 else by_class)  # as transformers assumes
+    by_class = (
+        "multi_label_classification"
+        if labels.is_floating_point()
+        else "single_label_classification"
+    )
+    # as transformers assumes
+    kind = config.problem_type or ("regression" if classes == 1 else by_class)
     if (kind == "single_label_classification") == labels.is_floating_point():
-        raise _refusal("labels", f"{labels.dtype} for {kind}", "integers for one class a row, else floating-point numbers")
+        raise _refusal(
+            "labels",
+            f"{labels.dtype} for {kind}",
+            "integers for one class a row, else floating-point numbers",
+        )
     if kind == "single_label_classification":
         _require_classes(labels, classes)
-    elif labels.numel() != rows * classes or (kind == "multi_label_classification" and labels.dim() != 2):
-        raise _refusal("labels", f"shape {tuple(labels.shape)}", f"{classes} for each of {rows} rows")
+    elif labels.numel() != rows * classes or (
+        kind == "multi_label_classification" and labels.dim() != 2
+    ):
+        raise _refusal(
+            "labels", f"shape {tuple(labels.shape)}", f"{classes} for each of {rows} rows"
+        )
 
 
 def _check_spans(batch: Batch, config: PretrainedConfig) -> None:
@@ -316,21 +395,38 @@ def _check_spans(batch: Batch, config: PretrainedConfig) -> None:
     for name in ("start_positions", "end_positions"):
         positions = batch[name]
         if tuple(positions.shape) != (rows,) or positions.is_floating_point():
-            raise _refusal(name, f"{positions.dtype} of shape {tuple(positions.shape)}", f"integers of shape ({rows},)")
-        _require_range(name, "positions", positions, tokens)  # transformers leaves other rows out of its mean
+            raise _refusal(
+                name,
+                f"{positions.dtype} of shape {tuple(positions.shape)}",
+                f"integers of shape ({rows},)",
+            )
+        # transformers leaves other rows out of its mean
+        _require_range(name, "positions", positions, tokens)
 
 
 def _require_classes(labels: torch.Tensor, classes: int) -> None:
     counted = labels[labels != IGNORE_INDEX]
     if not counted.numel():
-        raise _refusal("labels", f"{IGNORE_INDEX} alone, which is not counted", "at least one other label")
-    _require_range("labels", "classes", counted, classes, f"{_LABELS_REMEDY}, and {IGNORE_INDEX} where none counts")
+        raise _refusal(
+            "labels", f"{IGNORE_INDEX} alone, which is not counted", "at least one other label"
+        )
+    _require_range(
+        "labels",
+        "classes",
+        counted,
+        classes,
+        f"{_LABELS_REMEDY}, and {IGNORE_INDEX} where none counts",
+    )
 
 
-def _require_range(key: str, what: str, values: torch.Tensor, stop: int, remedy: str = _LABELS_REMEDY) -> None:
+def _require_range(
+    key: str, what: str, values: torch.Tensor, stop: int, remedy: str = _LABELS_REMEDY
+) -> None:
     """Refuse values that are not from 0 to below a number."""
     if not 0 <= int(values.min()) <= int(values.max()) < stop:
-        raise _refusal(key, f"{what} {int(values.min())} to {int(values.max())}", f"0 to {stop - 1}", remedy)
+        raise _refusal(
+            key, f"{what} {int(values.min())} to {int(values.max())}", f"0 to {stop - 1}", remedy
+        )
 
 
 CAUSAL_LM = Head("causal-lm", transformers.AutoModelForCausalLM, _check_next_tokens)
@@ -339,8 +435,16 @@ HEADS: Mapping[str, Head] = {
     for head in (
         CAUSAL_LM,
         Head("masked-lm", transformers.AutoModelForMaskedLM, _check_tokens),
-        Head("sequence-classification", transformers.AutoModelForSequenceClassification, _check_row_labels),
-        Head("token-classification", transformers.AutoModelForTokenClassification, _check_token_classes),
+        Head(
+            "sequence-classification",
+            transformers.AutoModelForSequenceClassification,
+            _check_row_labels,
+        ),
+        Head(
+            "token-classification",
+            transformers.AutoModelForTokenClassification,
+            _check_token_classes,
+        ),
         Head(
             "question-answering",
             transformers.AutoModelForQuestionAnswering,
@@ -352,12 +456,14 @@ HEADS: Mapping[str, Head] = {
 }
 
 
-Loss: TypeAlias = Callable[..., torch.Tensor]  # takes logits and labels, as transformers' loss functions do
+# takes logits and labels, as transformers' loss functions do
+Loss: TypeAlias = Callable[..., torch.Tensor]
 
 
-# Note: Losses one after another. A loss allocates its logits in float32, twice, and then a scalar. If that scalar were kept,
-# it would lie behind the freed memory, and glibc, which aligns torch's allocations, could not reuse all of it for the next
-# loss: 32 losses would take 32 times as much. So each scalar is copied into one tensor and freed.
+# Note: Losses one after another. A loss allocates its logits in float32, twice, and then a scalar.
+# If that scalar were kept, it would lie behind the freed memory, and glibc, which aligns torch's
+# allocations, could not reuse all of it for the next loss: 32 losses would take 32 times as much.
+# So each scalar is copied into one tensor and freed.
 
 
 class KeptLosses:
@@ -386,15 +492,23 @@ class KeptLosses:
 def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Loss) -> list[torch.Tensor]:
     """Compute each stream's loss from all logits at once."""
     kept = KeptLosses(len(batches))
-    for logits_of_stream, batch in zip(torch.split(logits, len(batches[0]["labels"])), batches, strict=True):
+    for logits_of_stream, batch in zip(
+        torch.split(logits, len(batches[0]["labels"])), batches, strict=True
+    ):
         kept.keep(loss(logits_of_stream, batch["labels"]))
     return list(kept.losses.unbind())
 
 
 def chunked_losses(
-    hidden: torch.Tensor, batches: Sequence[Batch], chunk: int, logits: Callable[[torch.Tensor], torch.Tensor], loss: Loss
+    hidden: torch.Tensor,
+    batches: Sequence[Batch],
+    chunk: int,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    loss: Loss,
 ) -> list[torch.Tensor]:
-    """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not computed."""
+    """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not
+    computed.
+    """
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
     counts = [len(rows) for rows, _ in predicted]
@@ -412,7 +526,14 @@ def chunked_losses(
             if count:  # a sum, divided by the labelled tokens of all chunks
                 rows, columns = (index[:count] for index in positions[stream])
                 targets = batches[stream]["labels"][:, 1:][rows, columns]
-                terms[stream].keep(loss(chunk_logits[:count], None, shift_labels=targets, num_items_in_batch=counts[stream]))
+                terms[stream].keep(
+                    loss(
+                        chunk_logits[:count],
+                        None,
+                        shift_labels=targets,
+                        num_items_in_batch=counts[stream],
+                    )
+                )
     return [losses.losses.sum() for losses in terms]
 
 
@@ -421,9 +542,13 @@ _OUTPUT = "router_logits"
 
 
 def without_router_losses(model: PreTrainedModel) -> Mapping[str, bool]:
-    """The arguments with which a forward computes no router loss; none where the config does not ask for it."""
+    """The arguments with which a forward computes no router loss; none where the config does not
+    ask for it.
+    """
     asks = getattr(model.config.get_text_config(), _OPTION, False)
-    return {_OPTION: False} if asks and _OPTION in inspect.signature(model.forward).parameters else {}
+    return (
+        {_OPTION: False} if asks and _OPTION in inspect.signature(model.forward).parameters else {}
+    )
 
 
 class RouterLogits:
@@ -444,14 +569,21 @@ class RouterLogits:
         self._stand_in: nn.Module | None = None
         if self.off:
             self._recorder = recorder = _recorder(model)
-            routers = [m for layer in layers for m in layer.modules() if isinstance(m, recorder.target_class)]
+            routers = [
+                m
+                for layer in layers
+                for m in layer.modules()
+                if isinstance(m, recorder.target_class)
+            ]
             for number, router in enumerate(routers):
                 router.register_forward_hook(partial(self._record, number))
             self.none = (None,) * len(routers)
             self._stand_in = _stand_in(recorder)
 
     def require_asked(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse a call of the model that asks for router logits which the config does not ask for."""
+        """Refuse a call of the model that asks for router logits which the config does not
+        ask for.
+        """
         if arguments.get(_OPTION) and not self.none:
             raise UnsupportedModelError(
                 f"the model's argument {_OPTION}",
@@ -467,8 +599,12 @@ class RouterLogits:
             raise OptionError(where, found, expected, "leave it out, or set it to false there")
 
     @contextmanager
-    def recorded(self, routed: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
-        """A context in which a layer runs, whose routers' logits are added to those of the layers before."""
+    def recorded(
+        self, routed: Sequence[torch.Tensor | None]
+    ) -> Iterator[list[torch.Tensor | None]]:
+        """A context in which a layer runs, whose routers' logits are added to those of the layers
+        before.
+        """
         self._routed = added = list(routed)
         try:
             yield added
@@ -479,7 +615,8 @@ class RouterLogits:
         """Give the last layer's stub a router, where transformers looks for one."""
         if self._stand_in is not None:
             *path, name = (self._recorder.layer_name or "router").split(".")
-            for part in path:  # a stub has the attributes of its layer, which ``add_module`` would not hide
+            for part in path:
+                # a stub has the attributes of its layer, which ``add_module`` would not hide
                 stub._modules[part] = stub = nn.Module()
             stub._modules[name] = self._stand_in
 
@@ -491,7 +628,9 @@ class RouterLogits:
 
     def _record(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
         if self._routed:
-            self._routed[number] = output[self._recorder.index] if isinstance(output, tuple) else output
+            self._routed[number] = (
+                output[self._recorder.index] if isinstance(output, tuple) else output
+            )
 
 
 def _stand_in(recorder: OutputRecorder) -> nn.Module:
@@ -506,7 +645,9 @@ def _recorder(model: PreTrainedModel) -> OutputRecorder:
     """The declaration by which transformers records the routers."""
     for module in model.modules():
         declared = getattr(module, "_can_record_outputs", None) or {}
-        if isinstance(module, PreTrainedModel) and isinstance(recorder := declared.get(_OUTPUT), OutputRecorder):
+        if isinstance(module, PreTrainedModel) and isinstance(
+            recorder := declared.get(_OUTPUT), OutputRecorder
+        ):
             return recorder
     raise UnsupportedModelError(
         f"model type {model.config.model_type}",

@@ -1,10 +1,11 @@
-"""Open a Hugging Face checkpoint for training: config and headers are read and checked, weights are not.
+"""Open a Hugging Face checkpoint for training: config and headers are read and checked, weights are
+not.
 
-A model directory is untrusted. A link in it could copy any file of this machine into an export, a FIFO would block for
-ever, and a file of absurd size would be read whole. The links of the hub's cache are accepted. Sizes in a config are
-checked before transformers reads it, under their standard names and under the config class's aliases (``n_layer`` of
-GPT-2), also in nested configs (``text_config``). Other sizes are bounded while the model is built: see ``Bounds`` in
-``skeleton``.
+A model directory is untrusted. A link in it could copy any file of this machine into an export, a
+FIFO would block for ever, and a file of absurd size would be read whole. The links of the hub's
+cache are accepted. Sizes in a config are checked before transformers reads it, under their standard
+names and under the config class's aliases (``n_layer`` of GPT-2), also in nested configs
+(``text_config``). Other sizes are bounded while the model is built: see ``Bounds`` in ``skeleton``.
 """
 
 from __future__ import annotations
@@ -23,14 +24,32 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from zo2adapters.models import stored_tensors
-from zo2adapters.models.architecture import Architecture, ParameterFormats, Precision, architecture_of, choose_precision
+from zo2adapters.models.architecture import (
+    Architecture,
+    ParameterFormats,
+    Precision,
+    architecture_of,
+    choose_precision,
+)
 from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, without_router_losses
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
-from zo2adapters.models.peft_adapter import Adapter, ChosenConfig, by_wrapped_names, inject, peft_config
+from zo2adapters.models.peft_adapter import (
+    Adapter,
+    ChosenConfig,
+    by_wrapped_names,
+    inject,
+    peft_config,
+)
 from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel, PrefixBlockModel
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.stored_tensors import EncodedTensor, Quantization
@@ -38,18 +57,31 @@ from zo2core import ZO2Error
 from zo2core.checkpoint import shards
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.checkpoint.shards import Piece, TensorEntry
-from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, system_errors_as, without_effect
+from zo2core.errors import (
+    CheckpointError,
+    OptionError,
+    UnsupportedModelError,
+    ZO2Warning,
+    system_errors_as,
+    without_effect,
+)
 from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
 
 GENERATION = "generation_config.json"
-PROMPT = "zo2_prompt.json"  # of the run that made a model or an adapter; another run's export has its own
+# of the run that made a model or an adapter; another run's export has its own
+PROMPT = "zo2_prompt.json"
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # of the files beside the weights
 
 _MAX_BYTES = 1 << 28  # the largest tokenizers take a tenth of it
 _MAX_CONFIG_BYTES = 1 << 24  # configs are parsed here
-_LIMITS = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
+_LIMITS = {
+    "num_hidden_layers": 1 << 10,
+    "hidden_size": 1 << 20,
+    "head_dim": 1 << 20,
+    "num_labels": 1 << 20,
+}
 _REMEDY = "get the model's files again"
 _REMOTE_CODE = "auto_map"  # the key under which a config names code to download and run
 
@@ -75,35 +107,42 @@ def open_checkpoint(
     """Open a model directory, or a model of the hub, for training.
 
     Args:
-        path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
-            cache and used from there; or a GGUF file, of a split model the first one, whose blocks are decoded when they are
-            used.
-        dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards in another dtype; a dtype or its
-            name converts them. In mixed precision, the dtype of computation; "auto" takes the fastest on this machine.
-        precision: ``"exact"`` uses one dtype, in which small updates of 16-bit weights are rounded away as in MeZO;
-            ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed for 16-bit weights, else exact; a
-            ``Precision`` sets all dtypes and excludes ``dtype``.
-        transfer_dtype: The dtype in which the layers' matrices travel to a device with its own memory: "stored",
-            "bfloat16", "float16" or "float8", with the suffix "-back" to transfer them back in it, too; see ``Precision``.
-        export_dtype: The dtype to which exported weights are rounded. "auto" is the checkpoint's dtype in mixed precision,
-            else the stored dtype.
-        architecture: The module paths of the model's parts, or a JSON file with them; by default they are derived.
-        loss_chunk: Number of labelled tokens for which head and loss are computed at a time, to bound the logits' memory.
-            The loss then differs from Hugging Face's in the order of float sums. None computes all at once, bit for bit as
-            Hugging Face. "auto" is None in exact precision; in mixed precision it fits a chunk into a cache.
-        head: The model's head: "causal-lm", "masked-lm", "sequence-classification" (with regression, if the config says
-            so), "token-classification" or "question-answering", as in transformers' auto classes. The checkpoint must
-            hold its weights. Labels are those of that class.
-        adapter: A peft adapter, whose new float32 parameters alone are trained; all other parameters are read-only and
-            keep the checkpoint's dtype.
+        path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is
+            downloaded into the hub's cache and used from there; or a GGUF file, of a split model
+            the first one, whose blocks are decoded when they are used.
+        dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards in another
+            dtype; a dtype or its name converts them. In mixed precision, the dtype of computation;
+            "auto" takes the fastest on this machine.
+        precision: ``"exact"`` uses one dtype, in which small updates of 16-bit weights are rounded
+            away as in MeZO; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed
+            for 16-bit weights, else exact; a ``Precision`` sets all dtypes and excludes ``dtype``.
+        transfer_dtype: The dtype in which the layers' matrices travel to a device with its own
+            memory: "stored", "bfloat16", "float16" or "float8", with the suffix "-back" to transfer
+            them back in it, too; see ``Precision``.
+        export_dtype: The dtype to which exported weights are rounded. "auto" is the checkpoint's
+            dtype in mixed precision, else the stored dtype.
+        architecture: The module paths of the model's parts, or a JSON file with them; by default
+            they are derived.
+        loss_chunk: Number of labelled tokens for which head and loss are computed at a time, to
+            bound the logits' memory. The loss then differs from Hugging Face's in the order of
+            float sums. None computes all at once, bit for bit as Hugging Face. "auto" is None in
+            exact precision; in mixed precision it fits a chunk into a cache.
+        head: The model's head: "causal-lm", "masked-lm", "sequence-classification" (with
+            regression, if the config says so), "token-classification" or "question-answering", as
+            in transformers' auto classes. The checkpoint must hold its weights. Labels are those of
+            that class.
+        adapter: A peft adapter, whose new float32 parameters alone are trained; all other
+            parameters are read-only and keep the checkpoint's dtype.
 
     Returns:
         The model, cut into segments. Only headers and the descriptions of encodings are read.
 
     Raises:
-        UnsupportedModelError: for an unknown architecture, an unknown quantisation or pickled shards.
+        UnsupportedModelError: for an unknown architecture, an unknown quantisation or pickled
+            shards.
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
-        OptionError: for an unknown dtype or precision, incompatible dtypes, or a ``loss_chunk`` out of range.
+        OptionError: for an unknown dtype or precision, incompatible dtypes, or a ``loss_chunk`` out
+            of range.
     """
     kind = head_of(head)
     _require_loss_chunk(loss_chunk, kind)
@@ -121,14 +160,25 @@ def open_checkpoint(
         _require_one_of("quantised weights", "transfer_dtype", transfer_dtype, "stored")
         _require_one_of("quantised weights", "precision", precision, "exact", "auto")
         precision = "exact"
-    chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
-    rounds = chosen.autocast is not None or export_dtype != "auto"  # otherwise some may have another dtype
-    exported = _dtype(export_dtype, files) if rounds else chosen.stored  # building the model sets the config's dtype
+    chosen = choose_precision(
+        precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype
+    )
+    # otherwise some may have another dtype
+    rounds = chosen.autocast is not None or export_dtype != "auto"
+    # building the model sets the config's dtype
+    exported = _dtype(export_dtype, files) if rounds else chosen.stored
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = architecture_of(skeleton, kind, architecture)
-    parameters, saved_form = stored_tensors.match_tensors(directory, entries, skeleton, architecture)
-    if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None and not files.converts:
+    parameters, saved_form = stored_tensors.match_tensors(
+        directory, entries, skeleton, architecture
+    )
+    if (
+        dtype == "auto"
+        and precision in ("auto", "exact")
+        and chosen.autocast is None
+        and not files.converts
+    ):
         stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
     pieces, encodings = stored_tensors.encodings_of(parameters, encoded)
     model_class: type[HFBlockModel] = HFBlockModel if kind is CAUSAL_LM else HFHeadModel
@@ -137,16 +187,26 @@ def open_checkpoint(
     formats, opened = ParameterFormats(precision=chosen), None
     if adapter_config is not None:
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
-        base = partial(open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head)
-        options["adapter"] = opened = inject(skeleton, adapter_config, base, is_mixed=chosen.autocast is not None)
+        base = partial(
+            open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head
+        )
+        options["adapter"] = opened = inject(
+            skeleton, adapter_config, base, is_mixed=chosen.autocast is not None
+        )
         causal = PeftBlockModel if opened.wrapper is None else PrefixBlockModel
         model_class = causal if kind is CAUSAL_LM else PeftHeadModel
-        pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
-        architecture = replace(architecture, embedding=(*architecture.embedding, *adapter_config.kind.embedding))
+        pieces, encodings = (
+            by_wrapped_names(skeleton, pieces),
+            by_wrapped_names(skeleton, encodings),
+        )
+        architecture = replace(
+            architecture, embedding=(*architecture.embedding, *adapter_config.kind.embedding)
+        )
         formats = replace(formats, trained=opened.trained, resident=opened.tensors.keys())
         if chosen.autocast is not None:
             kept = {name: shards.check_float(first.entry) for name, (first, *_) in pieces.items()}
-            formats = replace(formats, frozen_dtypes=kept)  # frozen weights keep the checkpoint's dtype
+            # frozen weights keep the checkpoint's dtype
+            formats = replace(formats, frozen_dtypes=kept)
     reader: TensorReader = files.reader(pieces)
     if opened is not None:
         dtypes = {name: tensor.dtype for name, tensor in opened.tensors.items()}
@@ -175,7 +235,9 @@ def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
 def _require_one_of(what: str, option: str, value: object, *allowed: object) -> None:
     """Refuse a value that an option cannot have with such a model."""
     if value not in allowed:
-        remedy = "leave it out" + (", and pass a dtype to compute in another one" if option == "precision" else "")
+        remedy = "leave it out" + (
+            ", and pass a dtype to compute in another one" if option == "precision" else ""
+        )
         raise OptionError(option, f"{value} with {what}", " or ".join(map(str, allowed)), remedy)
 
 
@@ -183,49 +245,84 @@ def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head:
     """Refuse a kind of adapter that cannot be trained in this kind of model."""
     if adapter.kind.is_of_text_alone and (head is not CAUSAL_LM or reads_images(config)):
         model = "a model that reads images" if head is CAUSAL_LM else "a model that has this head"
-        where, expected = f"model type {config.model_type}, head {head.name}", "a causal language model of text alone"
-        raise UnsupportedModelError(where, f"{adapter.kind.title} on {model}", expected, "use LoRA, or train all parameters")
+        where, expected = (
+            f"model type {config.model_type}, head {head.name}",
+            "a causal language model of text alone",
+        )
+        raise UnsupportedModelError(
+            where, f"{adapter.kind.title} on {model}", expected, "use LoRA, or train all parameters"
+        )
 
 
 def resolve_directory(path: Path | str) -> Path:
     """Find a model directory or a GGUF file; download a model of the hub into the hub's cache."""
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
-        if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
-            remedy = f"pass --adapter {directory}, or --run with the directory of the run that trained it"
+        if (directory / "adapter_config.json").exists() and not (
+            directory / "config.json"
+        ).exists():
+            remedy = (
+                f"pass --adapter {directory}, or --run with the directory of the run that trained "
+                "it"
+            )
             raise CheckpointError(directory, "an adapter", "the directory of a whole model", remedy)
         return directory
     text, found = str(path), "no directory"
     cause: Exception | None = None
-    if isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1 and not directory.exists():
+    if (
+        isinstance(path, str)
+        and not text.startswith((".", "/", "~"))
+        and text.count("/") <= 1
+        and not directory.exists()
+    ):
         try:
-            described = Path(snapshot_download(text, allow_patterns=[f"*{suffix}" for suffix in sorted(SUFFIXES)]))
+            described = Path(
+                snapshot_download(
+                    text, allow_patterns=[f"*{suffix}" for suffix in sorted(SUFFIXES)]
+                )
+            )
             return Path(snapshot_download(text, allow_patterns=_shards(described)))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            found, cause = f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})", error
+            found, cause = (
+                f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})",
+                error,
+            )
     expected = "a model directory in the Hugging Face layout, or a hub id"
     raise CheckpointError(text, found, expected, "check the spelling and the network") from cause
 
 
 def _shards(directory: Path) -> list[str]:
-    """The files of weights that a model needs: the index's shards, or the only one; reading reports a damaged index."""
+    """The files of weights that a model needs: the index's shards, or the only one; reading reports
+    a damaged index.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return sorted(set(json.loads((directory / shards.INDEX_FILE).read_bytes())["weight_map"].values()))
+        return sorted(
+            set(json.loads((directory / shards.INDEX_FILE).read_bytes())["weight_map"].values())
+        )
     return [shards.SINGLE_FILE]
 
 
 def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) -> PreTrainedModel:
     try:
-        return build_skeleton(files.config, dtype, head, bounds=Bounds.of([entry.shape for entry in files.entries.values()]))
+        return build_skeleton(
+            files.config,
+            dtype,
+            head,
+            bounds=Bounds.of([entry.shape for entry in files.entries.values()]),
+        )
     except ZO2Error:
         raise
     except OversizedError as error:
         where, remedy = files.described_in, "use the config that belongs to these weights"
-        raise CheckpointError(where, f"the config of a model with {error}", "the sizes of the weights", remedy) from error
-    except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
+        raise CheckpointError(
+            where, f"the config of a model with {error}", "the sizes of the weights", remedy
+        ) from error
+    except Exception as error:
+        # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             files.described_in,
-            f"a config that transformers cannot build a model from ({type(error).__name__}: {first_line(error)})",
+            f"a config that transformers cannot build a model from ({type(error).__name__}: "
+            f"{first_line(error)})",
             f"the config of a model with a head for {head.name}",
             "use the config that belongs to these weights, or another head",
         ) from error
@@ -236,7 +333,9 @@ def _dtype(dtype: torch.dtype | str, files: ModelDirectory | GGUFModel) -> torch
         return files.dtype
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
-        raise OptionError("dtype", repr(dtype), f"'auto' or one of {', '.join(DTYPES)}", "pass one of these")
+        raise OptionError(
+            "dtype", repr(dtype), f"'auto' or one of {', '.join(DTYPES)}", "pass one of these"
+        )
     return chosen
 
 
@@ -247,30 +346,39 @@ def _loss_chunk(skeleton: PreTrainedModel, precision: Precision, head: Head) -> 
 
 
 class ModelDirectory:
-    """The config and the tensors of a model in the Hugging Face layout, before the model is built."""
+    """The config and the tensors of a model in the Hugging Face layout, before the model is
+    built.
+    """
 
-    converts = False  # whether tensors may have another dtype than the model's, to which they are converted
+    # whether tensors may have another dtype than the model's, to which they are converted
+    converts = False
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self.described_in = directory, directory / "config.json"  # the latter is the file of the config
+        # the latter is the file of the config
+        self._directory, self.described_in = directory, directory / "config.json"
         self.config, quantization = _read_config(self.described_in)
         pickled = sorted(directory.glob("pytorch_model*.bin"))
         if pickled and not list(directory.glob("*.safetensors")):
             remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
             raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
         self.entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
-        self.is_encoded = quantization is not None  # whether there are tensors that have to be decoded
+        # whether there are tensors that have to be decoded
+        self.is_encoded = quantization is not None
         if quantization is not None:
             self.entries, self._encoded = quantization.split(self.entries, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         """The config's dtype, else that of the first tensor."""
-        found = (entry.torch_dtype for entry in self.entries.values() if entry.torch_dtype is not None)
+        found = (
+            entry.torch_dtype for entry in self.entries.values() if entry.torch_dtype is not None
+        )
         in_config = getattr(self.config, "dtype", None)
         return in_config if isinstance(in_config, torch.dtype) else next(found, torch.float32)
 
-    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+    def tensors(
+        self, skeleton: PreTrainedModel
+    ) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by name."""
         return self.entries, self._encoded
 
@@ -300,7 +408,8 @@ def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     refuse_oversized(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-    except Exception as error:  # any: a malformed config leads transformers to validation errors, AttributeError, ...
+    except Exception as error:
+        # any: a malformed config leads transformers to validation errors, AttributeError, ...
         raise UnsupportedModelError(
             path,
             f"a config that transformers cannot load without remote code ({first_line(error)})",
@@ -321,18 +430,27 @@ def first_line(error: Exception) -> str:
 
 
 def companion_files(directory: Path) -> dict[str, Path]:
-    """Find the files of a model directory beside the weights and their index: config, tokenizer, generation config."""
+    """Find the files of a model directory beside the weights and their index: config, tokenizer,
+    generation config.
+    """
     files = {}
     for path in sorted(directory.iterdir()):
-        if path.suffix in SUFFIXES and not path.name.endswith(".index.json") and path.name != PROMPT:
+        if (
+            path.suffix in SUFFIXES
+            and not path.name.endswith(".index.json")
+            and path.name != PROMPT
+        ):
             files[path.name] = _checked(path, directory)
-    for path in directory.glob("additional_chat_templates/*.jinja"):  # which tokenizers read; they are not copied
+    for path in directory.glob("additional_chat_templates/*.jinja"):
+        # which tokenizers read; they are not copied
         _checked(path, directory)
     return files
 
 
 def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    """Find the files to copy beside rewritten weights: those of ``companion_files``, without remote code."""
+    """Find the files to copy beside rewritten weights: those of ``companion_files``, without remote
+    code.
+    """
     companions: dict[str, Path | bytes] = {}
     changed = []
     for name, path in companion_files(directory).items():
@@ -349,7 +467,9 @@ def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[
 def without_remote_code(value: Any) -> Any:
     """Remove ``auto_map`` from a JSON value, at any depth."""
     if isinstance(value, dict):
-        return {key: without_remote_code(inner) for key, inner in value.items() if key != _REMOTE_CODE}
+        return {
+            key: without_remote_code(inner) for key, inner in value.items() if key != _REMOTE_CODE
+        }
     return [without_remote_code(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -357,22 +477,32 @@ def refuse_oversized(path: Path) -> None:
     """Refuse sizes that would cost transformers excessive time or memory."""
     pending: list[tuple[str, dict[str, Any], Any]] = [("", json_object(path), None)]
     while pending:  # no recursion: an untrusted file may be nested deeply
-        prefix, values, config_class = pending.pop()  # the latter as the enclosing config declares it
+        # the latter as the enclosing config declares it
+        prefix, values, config_class = pending.pop()
         model_type = str(values.get("model_type"))
         if model_type in CONFIG_MAPPING:
             config_class = CONFIG_MAPPING[model_type]
         aliases = (getattr(config_class, "attribute_map", None) or {}).items()
-        named = {other: _LIMITS[known] for pair in aliases for known, other in (pair, pair[::-1]) if known in _LIMITS}
+        named = {
+            other: _LIMITS[known]
+            for pair in aliases
+            for known, other in (pair, pair[::-1])
+            if known in _LIMITS
+        }
         limits, sub_configs = {**_LIMITS, **named}, getattr(config_class, "sub_configs", None) or {}
         for name, value in values.items():
             if isinstance(value, dict):
                 pending.append((f"{prefix}{name}.", value, sub_configs.get(name)))
             elif name in limits and isinstance(value, (int, float)) and value > limits[name]:
-                raise _refused(f"{path}: {prefix}{name}", str(value)[:40], f"at most {limits[name]}")
+                raise _refused(
+                    f"{path}: {prefix}{name}", str(value)[:40], f"at most {limits[name]}"
+                )
 
 
 def _refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
-    """Refuse a config whose attention implementation is code that transformers would download from the hub and import."""
+    """Refuse a config whose attention implementation is code that transformers would download from
+    the hub and import.
+    """
     named = getattr(config, "_attn_implementation", None)
     if isinstance(named, str) and "/" in named:
         raise UnsupportedModelError(
@@ -388,20 +518,32 @@ def _refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
 
 
 def end_token_ids(model: HFBlockModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else the config lists."""
-    content, configured = model.companions.get(GENERATION), getattr(model.config.get_text_config(), "eos_token_id", None)
+    """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else
+    the config lists.
+    """
+    content, configured = (
+        model.companions.get(GENERATION),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+    )
     if content is not None:
         configured = json_object(content).get("eos_token_id")
     ends = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     if not all(type(token) is int or token is None for token in ends):
         expected = "a token id or a list of them as eos_token_id"
-        raise _refused(content if isinstance(content, Path) else Path(GENERATION), str(configured)[:80], expected)
+        raise _refused(
+            content if isinstance(content, Path) else Path(GENERATION),
+            str(configured)[:80],
+            expected,
+        )
     return sorted({token for token in ends if token is not None})
 
 
 def remote_code_note(names: list[str]) -> str:
     """A message that remote code was left out of these files."""
-    return f"{' and '.join(names)}: {_REMOTE_CODE} is left out, since remote code is never run or passed on"
+    return (
+        f"{' and '.join(names)}: {_REMOTE_CODE} is left out, since remote code is never run or "
+        "passed on"
+    )
 
 
 def _checked(path: Path, directory: Path) -> Path:

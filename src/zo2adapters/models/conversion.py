@@ -1,9 +1,11 @@
 """Convert checkpoints: from pickles to safetensors, and from 16 or 32 bits to 8 or 4 bits.
 
-``torch.load(weights_only=True, mmap=True)`` runs no code of a pickle, but a small file can still make it take any memory,
-run for ever or crash. So it runs in a child process whose limits follow from the file's size (see ``limited_process``).
+``torch.load(weights_only=True, mmap=True)`` runs no code of a pickle, but a small file can still
+make it take any memory, run for ever or crash. So it runs in a child process whose limits follow
+from the file's size (see ``limited_process``).
 
-The formats of 8 and 4 bits are those of ``stored_tensors.py``. Transformers loads them, too: int8 and nf4 with bitsandbytes.
+The formats of 8 and 4 bits are those of ``stored_tensors.py``. Transformers loads them, too: int8
+and nf4 with bitsandbytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ import torch
 from torch import nn
 
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
-from zo2adapters.models.checkpoint import json_object, open_checkpoint, portable_companions, remote_code_note
+from zo2adapters.models.checkpoint import (
+    json_object,
+    open_checkpoint,
+    portable_companions,
+    remote_code_note,
+)
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.stored_tensors import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
@@ -49,7 +56,10 @@ def convert(
     report: Callable[[str], object] = lambda line: None,
     reader: LimitedProcess | None = None,
 ) -> Path:
-    """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process."""
+    """Convert a model directory from pickled weights to safetensors.
+
+    Memory: one shard, in a child process.
+    """
     shards.require_unused(destination)
     expected = _find_shards(source)
     companions, changed = portable_companions(source)
@@ -67,11 +77,15 @@ def convert(
             sizes = _convert_shard(child, source / shard, partial / target, shard, assigned)
             for name in sizes:
                 if name in weight_map:
-                    raise shards.malformed(f"{source / shard}: {name}", "a tensor of another shard", "each tensor once")
+                    raise shards.malformed(
+                        f"{source / shard}: {name}", "a tensor of another shard", "each tensor once"
+                    )
                 weight_map[name] = target
             for name in expected[shard]:
                 if name not in sizes:
-                    raise shards.malformed(source / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says")
+                    raise shards.malformed(
+                        source / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says"
+                    )
             total_size += sum(sizes.values())
         if not weight_map:
             raise shards.malformed(source, "no tensors", "a model's weights")
@@ -80,25 +94,40 @@ def convert(
 
 
 def new_reader() -> LimitedProcess:
-    """Make a child process that reads pickled files. It starts, and imports torch, with the first file."""
+    """Make a child process that reads pickled files.
+
+    It starts, and imports torch, with the first file.
+    """
     return LimitedProcess(_READER_SCRIPT)
 
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
-    """The tensors that the index expects in each shard, by the shard's file name; a single file has no index."""
+    """The tensors that the index expects in each shard, by the shard's file name; a single file has
+    no index.
+    """
     names: dict[str, list[str]] = {}
     if (directory / INDEX_FILE).exists():
         shards.require_own_file(directory / INDEX_FILE, directory)
-        for name, shard in sorted(shards.parse_index(directory / INDEX_FILE, suffix=".bin").items()):
+        for name, shard in sorted(
+            shards.parse_index(directory / INDEX_FILE, suffix=".bin").items()
+        ):
             names.setdefault(shard, []).append(name)
         if not names:
-            raise shards.malformed(directory / INDEX_FILE, "an empty weight_map", "the model's tensors")
+            raise shards.malformed(
+                directory / INDEX_FILE, "an empty weight_map", "the model's tensors"
+            )
     elif (directory / SINGLE_FILE).exists():
         names[SINGLE_FILE] = []
     else:
-        found, remedy = "no pickled weights", "pass a directory that holds a model in the Hugging Face layout"
+        found, remedy = (
+            "no pickled weights",
+            "pass a directory that holds a model in the Hugging Face layout",
+        )
         if any(directory.glob("*.safetensors")):
-            found, remedy = "safetensors weights only", "use this directory as it is; there is nothing to convert"
+            found, remedy = (
+                "safetensors weights only",
+                "use this directory as it is; there is nothing to convert",
+            )
         raise CheckpointError(directory, found, f"{SINGLE_FILE} or {INDEX_FILE}", remedy)
     for shard in names:
         shards.require_own_file(directory / shard, directory)
@@ -109,7 +138,9 @@ def _convert_shard(
     reader: LimitedProcess, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
 ) -> dict[str, int]:
     """Convert one file in the child process. Returns the bytes of each tensor written."""
-    typed = system_errors_as(CheckpointError, source, expected="a readable file", remedy="get the file again")
+    typed = system_errors_as(
+        CheckpointError, source, expected="a readable file", remedy="get the file again"
+    )
     with typed, open_regular(source) as file:
         nbytes = os.fstat(file.fileno()).st_size
     request = {"source": str(source), "target": str(target), "shard": shard, "assigned": assigned}
@@ -121,24 +152,32 @@ def _convert_shard(
             source,
             f"a file that cannot be read within limits ({error})",
             "tensors by name",
-            "get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
+            "get the file again in case it is damaged; else ask its author for safetensors, and "
+            "do not load it",
         ) from error
     if "refused" in result:
         raise CheckpointError(result["refused"].pop("where"), **result["refused"])
     if "unwritable" in result:
-        raise OSError(result["unwritable"])  # the new directory reports it, as it does every write that fails
+        # the new directory reports it, as it does every write that fails
+        raise OSError(result["unwritable"])
     return dict(result["sizes"])
 
 
 METHODS = ("int8", "nf4", "fp8")
 _MAX_BLOCK = 128  # rows and columns of fp8's blocks, as in released checkpoints
-_STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers are written before its values are known
+# of nf4's JSON object, padded with spaces, since headers are written before its values are known
+_STATE_BYTES = 512
 
 
 def quantize(
-    model: Path | str, directory: Path, method: str, *, progress: Callable[[int, int], object] = lambda done, total: None
+    model: Path | str,
+    directory: Path,
+    method: str,
+    *,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Quantized:
-    """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
+    """Write a model directory in which the layers' linear weights are encoded, and all else is
+    copied.
 
     One matrix at a time is in memory.
     """
@@ -149,18 +188,33 @@ def quantize(
     with contextlib.closing(opened.weights):
         chosen = _linear_weights(opened, Path(model))
         parameters = [spec for layout in opened.layouts for spec in layout.parameters]
-        encoding = _encoding(method, [matrix.shape for matrices in chosen.values() for matrix in matrices])
-        specs = [part for spec in parameters for part in _specs(spec, chosen.get(spec.name, ()), encoding)]
+        encoding = _encoding(
+            method, [matrix.shape for matrices in chosen.values() for matrix in matrices]
+        )
+        specs = [
+            part
+            for spec in parameters
+            for part in _specs(spec, chosen.get(spec.name, ()), encoding)
+        ]
         tensors = _tensors(opened, parameters, chosen, encoding, progress)
-        kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
+        kept = {
+            name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen
+        }
         config = json_object(opened.companions["config.json"])
         config["quantization_config"] = _description(encoding, config["dtype"])
-        companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
+        companions = {
+            **opened.companions,
+            "config.json": json.dumps(config, indent=2).encode() + b"\n",
+        }
         form = SavedForm(kept, opened.saved_form.constants)
         shards.write_checkpoint(directory, specs, tensors, companions, form=form)
-    in_layers = [spec for layout in opened.layouts if not layout.resident for spec in layout.parameters]
+    in_layers = [
+        spec for layout in opened.layouts if not layout.resident for spec in layout.parameters
+    ]
     left = [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
-    return Quantized(sum(spec.nbytes for spec in parameters), sum(spec.nbytes for spec in specs), left)
+    return Quantized(
+        sum(spec.nbytes for spec in parameters), sum(spec.nbytes for spec in specs), left
+    )
 
 
 class Quantized(NamedTuple):
@@ -196,10 +250,16 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
         for spec in layout.parameters:
             if spec.encoding is not None:
                 found = f"{spec.name} in {spec.encoding.name}"
-                raise UnsupportedModelError(where, found, "unquantised weights", "use it as it is, or quantise the original")
+                raise UnsupportedModelError(
+                    where, found, "unquantised weights", "use it as it is, or quantise the original"
+                )
             (_, module, leaf), *_ = model.places_of(spec.name)
-            parts, is_linear = model.saved_form.parts_of(spec), leaf == "weight" and type(module) is nn.Linear
-            is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__  # a matrix for each
+            parts, is_linear = (
+                model.saved_form.parts_of(spec),
+                leaf == "weight" and type(module) is nn.Linear,
+            )
+            # a matrix for each
+            is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__
             is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
             if layout.resident or not (is_stack or is_linear):
                 continue
@@ -208,21 +268,33 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
                 layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(*stack)]
                 chosen[spec.name] = tuple(_Matrix(layer, (rows, columns)) for layer in layers)
                 continue
-            matrices = [_Matrix(part.tensor.removesuffix(".weight"), (part.numel // columns, columns)) for part in parts]
-            whole = [SavedPart(f"{layer}.weight", shape, 0, math.prod(shape)) for layer, shape in matrices]
+            matrices = [
+                _Matrix(part.tensor.removesuffix(".weight"), (part.numel // columns, columns))
+                for part in parts
+            ]
+            whole = [
+                SavedPart(f"{layer}.weight", shape, 0, math.prod(shape))
+                for layer, shape in matrices
+            ]
             if [*parts] == whole:
                 chosen[spec.name] = tuple(matrices)
     if not chosen:
         found = "no linear layer with its own tensor"
-        raise UnsupportedModelError(where, found, "linear layers to encode", "use the model as it is")
+        raise UnsupportedModelError(
+            where, found, "linear layers to encode", "use the model as it is"
+        )
     return chosen
 
 
-def _specs(spec: ParameterSpec, matrices: Sequence[_Matrix], encoding: MatrixEncoding) -> list[ParameterSpec]:
+def _specs(
+    spec: ParameterSpec, matrices: Sequence[_Matrix], encoding: MatrixEncoding
+) -> list[ParameterSpec]:
     """The specs of the tensors that hold a parameter."""
     suffixes = SUFFIXES[encoding.name]
     return [
-        ParameterSpec(f"{layer}{suffixes[part.role]}", part.shape, part.dtype, spec.index, decays=False)
+        ParameterSpec(
+            f"{layer}{suffixes[part.role]}", part.shape, part.dtype, spec.index, decays=False
+        )
         for layer, shape in matrices
         for part in _saved_parts(encoding, shape)
     ] or [spec]
@@ -259,8 +331,13 @@ def _tensors(
             weights = _read(model, spec, first, math.prod(shape)).view(shape)
             first += weights.numel()
             if not bool(weights.isfinite().all()):
-                where, remedy = f"{model.weights.origin(spec.name)}: {spec.name}", "get it again, or choose another dtype"
-                raise shards.malformed(where, "a number that is not finite", "finite weights", remedy=remedy)
+                where, remedy = (
+                    f"{model.weights.origin(spec.name)}: {spec.name}",
+                    "get it again, or choose another dtype",
+                )
+                raise shards.malformed(
+                    where, "a number that is not finite", "finite weights", remedy=remedy
+                )
             fitted, parts = encode(weights, encoding)
             saved = dict(parts)
             if isinstance(fitted, NF4Blocks):
@@ -281,8 +358,16 @@ def _read(model: HFBlockModel, spec: ParameterSpec, start: int, numel: int) -> t
 
 def _state(encoding: NF4Blocks, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """Describe a matrix as bitsandbytes does: a JSON object, as bytes."""
-    values = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": str(dtype).removeprefix("torch.")}
-    values |= {"shape": list(shape), "nested_blocksize": encoding.nested_block, "nested_dtype": "float32"}
+    values = {
+        "quant_type": "nf4",
+        "blocksize": encoding.block,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    values |= {
+        "shape": list(shape),
+        "nested_blocksize": encoding.nested_block,
+        "nested_dtype": "float32",
+    }
     values["nested_offset"] = encoding.offset
     return torch.tensor(list(json.dumps(values).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
 
@@ -290,7 +375,11 @@ def _state(encoding: NF4Blocks, shape: tuple[int, int], dtype: torch.dtype) -> t
 def _description(encoding: MatrixEncoding, dtype: str) -> dict[str, Any]:
     """The ``quantization_config`` of ``config.json``."""
     if isinstance(encoding, Float8Blocks):
-        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(encoding.block)}
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(encoding.block),
+        }
     nf4 = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -298,4 +387,7 @@ def _description(encoding: MatrixEncoding, dtype: str) -> dict[str, Any]:
         "bnb_4bit_compute_dtype": dtype,
         "bnb_4bit_quant_storage": "uint8",
     }
-    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else nf4)}
+    return {
+        "quant_method": "bitsandbytes",
+        **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else nf4),
+    }

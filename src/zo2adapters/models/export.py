@@ -1,10 +1,13 @@
-"""Exports other than checkpoints: a low-rank run as an adapter, merged models, and GGUF files for llama.cpp and ollama.
+"""Exports other than checkpoints: a low-rank run as an adapter, merged models, and GGUF files for
+llama.cpp and ollama.
 
-The updates of a matrix sum up to ``A V^T`` with a few columns a period, which is a LoRA adapter with A as its ``lora_B`` and
-V^T as its ``lora_A``. Parameters without such a form (norms, biases, tables of positions) are written whole.
+The updates of a matrix sum up to ``A V^T`` with a few columns a period, which is a LoRA adapter
+with A as its ``lora_B`` and V^T as its ``lora_A``. Parameters without such a form (norms, biases,
+tables of positions) are written whole.
 
-An adapter is merged into the weights as peft's ``merge_and_unload`` does it, one matrix in memory at a time. Each layer is
-merged by peft's own code: a copy of peft's module gets the values of one layer, and nothing of the others.
+An adapter is merged into the weights as peft's ``merge_and_unload`` does it, one matrix in memory
+at a time. Each layer is merged by peft's own code: a copy of peft's module gets the values of one
+layer, and nothing of the others.
 """
 
 from __future__ import annotations
@@ -30,7 +33,12 @@ from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_ad
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint.gguf import is_gguf, read_gguf
-from zo2core.checkpoint.shards import new_directory, require_unused, write_checkpoint, write_companions
+from zo2core.checkpoint.shards import (
+    new_directory,
+    require_unused,
+    write_checkpoint,
+    write_companions,
+)
 from zo2core.encodings import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
@@ -38,24 +46,33 @@ Progress: TypeAlias = Callable[[int], object]  # is told the bytes of each param
 GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
 MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # written from the Hugging Face layout; llama.cpp calls them the same
+# written from the Hugging Face layout; llama.cpp calls them the same
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _FLOAT32_MATRICES = 4
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 _BASE = ".base_layer."  # within the name of a parameter that peft has wrapped
 
 
 def export_adapter(
-    replayer: Engine, model: HFBlockModel, directory: Path | str, *, base: str, files: Files = NO_FILES
+    replayer: Engine,
+    model: HFBlockModel,
+    directory: Path | str,
+    *,
+    base: str,
+    files: Files = NO_FILES,
 ) -> None:
     """Write a run's updates as an adapter, which ``PeftModel.from_pretrained`` loads on the base.
 
-    The loss is that of the exported model, except for the order of sums and the dtype in which peft adds them.
+    The loss is that of the exported model, except for the order of sums and the dtype in which peft
+    adds them.
     """
     peft = optional_package("peft", install="zo2core[peft]")
     require_unused(Path(directory))
     if isinstance(model, PeftBlockModel):
         remedy = "leave it out: an adapter is exported anyway"
-        raise OptionError("as_adapter", "a run that trains an adapter", "a run that trains all weights", remedy)
+        raise OptionError(
+            "as_adapter", "a run that trains an adapter", "a run that trains all weights", remedy
+        )
     tensors: dict[str, torch.Tensor] = {}
     targets: list[str] = []
     saved: dict[str, None] = {}  # modules that are written whole
@@ -72,9 +89,14 @@ def export_adapter(
                     targets.append(path)
                     is_transposed |= forward is Conv1D.forward
                     rank = value.factors.left.shape[1]
-                    factors = value.factors if forward is not nn.Linear.forward else value.factors[::-1]
+                    factors = (
+                        value.factors if forward is not nn.Linear.forward else value.factors[::-1]
+                    )
                     names = _TABLE if forward is nn.Embedding.forward else _LAYER
-                    tensors |= {f"{prefix}.{name}": part for name, part in zip(names, _lora(path, *factors), strict=True)}
+                    tensors |= {
+                        f"{prefix}.{name}": part
+                        for name, part in zip(names, _lora(path, *factors), strict=True)
+                    }
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rank,
@@ -83,14 +105,21 @@ def export_adapter(
         bias=bias,
         fan_in_fan_out=is_transposed,
         base_model_name_or_path=base,
-        task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's task types of other heads add a head
+        # peft's task types of other heads add a head
+        task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",
         inference_mode=True,
     )
-    write_adapter(Path(directory), plain_config(config), tensors, {**model.tokenizer_files, **files})
+    write_adapter(
+        Path(directory), plain_config(config), tensors, {**model.tokenizer_files, **files}
+    )
 
 
-def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrices A and B of a LoRA adapter, from a matrix's factors of (inputs, columns) and (outputs, columns)."""
+def _lora(
+    path: str, inputs: torch.Tensor, outputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrices A and B of a LoRA adapter, from a matrix's factors of (inputs, columns) and
+    (outputs, columns).
+    """
     columns, smaller = inputs.shape[1], min(len(inputs), len(outputs))
     if columns > smaller:
         expected = f"at most {smaller}, for {path} of {len(inputs)} x {len(outputs)}"
@@ -100,26 +129,37 @@ def _lora(path: str, inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch
 
 
 def export_merged(
-    runner: Engine, model: PeftBlockModel, directory: Path, *, files: Files = NO_FILES, progress: Progress | None = None
+    runner: Engine,
+    model: PeftBlockModel,
+    directory: Path,
+    *,
+    files: Files = NO_FILES,
+    progress: Progress | None = None,
 ) -> None:
     """Write the base with the adapter merged into its weights, as ``from_pretrained`` loads it."""
     require_unused(directory)
     specs, parameters = _whole_model(runner, model, progress)
     with closing(parameters) as tensors:
         companions = {**model.companions, **files}
-        write_checkpoint(directory, specs, tensors, companions, dtype=model.export_dtype, form=model.saved_form)
+        write_checkpoint(
+            directory, specs, tensors, companions, dtype=model.export_dtype, form=model.saved_form
+        )
 
 
 def _whole_model(
     runner: Engine, model: HFBlockModel, progress: Progress | None = None
 ) -> tuple[list[ParameterSpec], Generator[tuple[str, torch.Tensor], None, None]]:
-    """The parameters of a model without an adapter, which is merged into them, by their names in the base, decoded."""
+    """The parameters of a model without an adapter, which is merged into them, by their names in
+    the base, decoded.
+    """
     specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
     if not isinstance(model, PeftBlockModel):
         return specs, runner.parameters_now()
     require_mergeable(model)
     of_base = [
-        replace(spec, name=peft_adapter.base_form(spec.name)) for spec in specs if spec.name not in model.exported_parameters
+        replace(spec, name=peft_adapter.base_form(spec.name))
+        for spec in specs
+        if spec.name not in model.exported_parameters
     ]
     return of_base, merged_parameters(runner, model, progress)
 
@@ -137,14 +177,23 @@ def adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Ten
 
 
 def merging_bytes(model: HFBlockModel) -> int:
-    """Bytes that merging takes beside the weights: peft's code has several float32 matrices of a layer at a time."""
-    return _FLOAT32_MATRICES * 4 * max(spec.numel for layout in model.layouts for spec in layout.parameters)
+    """Bytes that merging takes beside the weights: peft's code has several float32 matrices of a
+    layer at a time.
+    """
+    return (
+        _FLOAT32_MATRICES
+        * 4
+        * max(spec.numel for layout in model.layouts for spec in layout.parameters)
+    )
 
 
 def require_mergeable(model: PeftBlockModel) -> None:
     """Refuse an adapter that is no change of weights."""
     if model.adapter.wrapper is not None:
-        found, expected = f"{model.adapter.kind.title}, which no weight can contain", "an adapter of linear layers, as LoRA"
+        found, expected = (
+            f"{model.adapter.kind.title}, which no weight can contain",
+            "an adapter of linear layers, as LoRA",
+        )
         raise UnsupportedModelError("adapter", found, expected, "load it beside the base with peft")
 
 
@@ -153,7 +202,11 @@ def merged_parameters(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the parameters of the base by their names in it, with the adapter merged into them."""
     values = adapter_values(runner, model)
-    copies = {peft_adapter.base_form(name): value for name, value in values.items() if peft_adapter.SAVED in name}
+    copies = {
+        peft_adapter.base_form(name): value
+        for name, value in values.items()
+        if peft_adapter.SAVED in name
+    }
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:
             if name in values:
@@ -174,12 +227,14 @@ def merged_parameter(
 ) -> torch.Tensor:
     """Merge the adapter into one parameter of a layer, by peft's own code."""
     path, _, leaf = name.rpartition(_BASE)
-    while getattr(model.modules[path], "parameter_name", leaf) != leaf:  # peft nests modules that adapt one parameter each
+    while getattr(model.modules[path], "parameter_name", leaf) != leaf:
+        # peft nests modules that adapt one parameter each
         if not path.endswith(_BASE[:-1]):
             return tensor
         path = path.removesuffix(_BASE[:-1])
     original = model.modules[path]
-    shared = {id(parameter): parameter for parameter in original.parameters()}  # which are replaced below, not copied
+    # which are replaced below, not copied
+    shared = {id(parameter): parameter for parameter in original.parameters()}
     layer: Any = deepcopy(original, shared)
     for own, _ in original.named_parameters():
         if f"{path}.{own}" in values:
@@ -187,7 +242,9 @@ def merged_parameter(
     base = layer.get_base_layer()
     for other, parameter in list(base.named_parameters()):
         peft_adapter.put_value(
-            base, other, tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype)
+            base,
+            other,
+            tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype),
         )
     with torch.no_grad():
         layer.merge(safe_merge=False, adapter_names=[peft_adapter.ADAPTER_NAME])
@@ -209,16 +266,20 @@ def export_gguf(
 ) -> None:
     """Write a model at the present version as a GGUF file, and a Modelfile.
 
-    An adapter is merged into the model or, ``as_adapter``, written as llama.cpp's GGUF LoRA beside the base's path.
-    ``template`` is that of the Modelfile.
+    An adapter is merged into the model or, ``as_adapter``, written as llama.cpp's GGUF LoRA beside
+    the base's path. ``template`` is that of the Modelfile.
     """
     optional_package("gguf", install=gguf_model.GGUF_EXTRA)
     file, names = read_gguf(base) if is_gguf(base) else None, tokenizer(base)
     if file is None and model.config.model_type not in _ARCHITECTURES:
         raise gguf_model.unwritable(
-            base, f"model type {model.config.model_type}", f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}"
+            base,
+            f"model type {model.config.model_type}",
+            f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
         )
-    architecture = model.config.model_type if file is None else str(file.metadata["general.architecture"])
+    architecture = (
+        model.config.model_type if file is None else str(file.metadata["general.architecture"])
+    )
     layout = LlamaCppLayout(architecture, model.config)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
     settings = [f"PARAMETER stop {_quoted(str(names.decode([token])))}" for token in further]
@@ -227,10 +288,16 @@ def export_gguf(
         if kind != "auto":
             raise without_effect("gguf_type", kind, "auto for an adapter, which is float32")
         loras = _loras(model, layout)
-        # Ollama takes a split model as one ``FROM`` for each file. Links of the hub's cache are not followed, since ollama
-        # joins the files by their names.
-        parts = [base] if file is None else dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
-        lines = _modelfile([*(f"FROM {path.absolute()}" for path in parts), f"ADAPTER ./{ADAPTER}"], settings)
+        # Ollama takes a split model as one ``FROM`` for each file. Links of the hub's cache are not
+        # followed, since ollama joins the files by their names.
+        parts = (
+            [base]
+            if file is None
+            else dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
+        )
+        lines = _modelfile(
+            [*(f"FROM {path.absolute()}" for path in parts), f"ADAPTER ./{ADAPTER}"], settings
+        )
         with new_directory(directory) as partial:
             _write_adapter(partial / ADAPTER, adapter_values(engine, model), layout, loras)
             write_companions(partial, {MODELFILE: lines, **files})
@@ -240,7 +307,9 @@ def export_gguf(
         metadata = {} if file is not None else _metadata(model, architecture, base, names)
         ends = zip(gguf_model.FURTHER_ENDS, further if metadata else [], strict=False)
         metadata |= {f"tokenizer.ggml.{end}_token_id": token for end, token in ends}
-        named = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
+        named = {
+            mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()
+        }
         unnamed = next((spec.name for spec in specs if spec.name not in named), None)
         if unnamed is not None:
             found = f"{unnamed}, for which llama.cpp's {architecture} has no tensor"
@@ -248,14 +317,20 @@ def export_gguf(
         chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
         metadata["general.file_type"] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]
         metadata |= {"general.quantization_version": 2} if chosen == "Q8_0" else {}
-        is_scaled = file is None and (model.config.rope_parameters or {}).get("rope_type") == "llama3"
+        is_scaled = (
+            file is None and (model.config.rope_parameters or {}).get("rope_type") == "llama3"
+        )
         computed = gguf_model.scaled_rotary_factors(model.config) if is_scaled else None
         factors = computed if file is None else gguf_model.rotary_factors(file)
         rotary = {} if factors is None else {gguf_model.ROTARY_FACTORS: factors}
         infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
         infos += [(named[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
-        tensors = ((named[name], layout.write(named[name], tensor.float())) for name, tensor in parameters)
-        gguf_model.write_gguf(partial / MODEL, architecture, metadata, infos, chain(rotary.items(), tensors), file)
+        tensors = (
+            (named[name], layout.write(named[name], tensor.float())) for name, tensor in parameters
+        )
+        gguf_model.write_gguf(
+            partial / MODEL, architecture, metadata, infos, chain(rotary.items(), tensors), file
+        )
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
 
 
@@ -264,7 +339,9 @@ def _modelfile(lines: Sequence[str], settings: Sequence[str]) -> bytes:
     for line in lines:
         if line.splitlines() != [line]:
             remedy = "rename the base's file or directory, or pass a link to it"
-            raise OptionError("model", f"{line!r} in its {MODELFILE}", "a path without line breaks", remedy)
+            raise OptionError(
+                "model", f"{line!r} in its {MODELFILE}", "a path without line breaks", remedy
+            )
     return "\n".join([*lines, *settings, ""]).encode()
 
 
@@ -273,27 +350,41 @@ def _quoted(text: str) -> str:
     if '"' not in text and text.splitlines() == [text]:
         return f'"{text}"'
     quoted = f'"""{text}"""'
-    if quoted.index('"""', 3) != len(text) + 3:  # the text would end the value, and the rest of it be further lines
+    if quoted.index('"""', 3) != len(text) + 3:
+        # the text would end the value, and the rest of it be further lines
         remedy = "leave it out of the template, or of eos_token_id in generation_config.json"
         raise OptionError("format", f"{text!r:.80}", f"a text that a {MODELFILE} can quote", remedy)
     return quoted
 
 
 def _type_of(shape: Sequence[int], chosen: str) -> str:
-    """The type of a tensor: F32 for vectors, F16 for rows that are not whole blocks, as in llama.cpp's converter."""
+    """The type of a tensor: F32 for vectors, F16 for rows that are not whole blocks, as in
+    llama.cpp's converter.
+    """
     if len(shape) == 1:
         return "F32"
     return "F16" if shape[-1] % GGUF_BLOCKS[chosen].weights else chosen
 
 
-def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _metadata(
+    model: HFBlockModel, architecture: str, base: Path, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """The metadata of a model in the Hugging Face layout, by key."""
     config: Any = model.config
     rotary = dict(config.rope_parameters or {})
     window = getattr(config, "use_sliding_window", False)
-    if rotary.get("rope_type", "default") not in ("default", "llama3") or window or config.hidden_act != "silu":
-        found = f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, {config.hidden_act}"
-        raise gguf_model.unwritable(base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu")
+    if (
+        rotary.get("rope_type", "default") not in ("default", "llama3")
+        or window
+        or config.hidden_act != "silu"
+    ):
+        found = (
+            f"rotary tables of type {rotary.get('rope_type')}, sliding windows {window}, "
+            f"{config.hidden_act}"
+        )
+        raise gguf_model.unwritable(
+            base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu"
+        )
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     own = {
         "vocab_size": config.vocab_size,
@@ -303,16 +394,27 @@ def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: Pre
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head),
+        **dict.fromkeys(
+            ("attention.key_length", "attention.value_length", "rope.dimension_count"), head
+        ),
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(rotary.get("rope_theta", 10000.0)),
     }
-    named = {"general.type": "model", "general.name": base.name, **{f"{architecture}.{key}": own[key] for key in own}}
-    return {**named, **gguf_model.vocabulary(tokenizer, model.layouts[0].parameters[0].shape[0], base)}
+    named = {
+        "general.type": "model",
+        "general.name": base.name,
+        **{f"{architecture}.{key}": own[key] for key in own},
+    }
+    return {
+        **named,
+        **gguf_model.vocabulary(tokenizer, model.layouts[0].parameters[0].shape[0], base),
+    }
 
 
 def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str, float]]:
-    """The parameter ``lora_B`` and the alpha of each layer that an adapter changes, by llama.cpp's names of the matrices."""
+    """The parameter ``lora_B`` and the alpha of each layer that an adapter changes, by llama.cpp's
+    names of the matrices.
+    """
     config: Any = model.adapter.config
     unknown = None
     if config.peft_type != "LORA":
@@ -327,23 +429,40 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
             unknown = unknown or f"LoRA on {path}, which is no matrix of its own in llama.cpp"
             continue
         wrapped: Any = model.modules[path]
-        loras[tensor] = up, wrapped.scaling[peft_adapter.ADAPTER_NAME] * wrapped.r[peft_adapter.ADAPTER_NAME]
+        loras[tensor] = (
+            up,
+            wrapped.scaling[peft_adapter.ADAPTER_NAME] * wrapped.r[peft_adapter.ADAPTER_NAME],
+        )
     if unknown is not None:
         expected = "LoRA of linear layers, for llama.cpp"
-        raise OptionError("format", unknown, expected, "leave --format out, or train such an adapter")
+        raise OptionError(
+            "format", unknown, expected, "leave --format out, or train such an adapter"
+        )
     return loras
 
 
 def _write_adapter(
-    path: Path, values: Mapping[str, torch.Tensor], layout: LlamaCppLayout, loras: Mapping[str, tuple[str, float]]
+    path: Path,
+    values: Mapping[str, torch.Tensor],
+    layout: LlamaCppLayout,
+    loras: Mapping[str, tuple[str, float]],
 ) -> None:
-    """Write LoRA matrices. llama.cpp multiplies their product by alpha, one number for all, and divides it by the rank."""
+    """Write LoRA matrices. llama.cpp multiplies their product by alpha, one number for all, and
+    divides it by the rank.
+    """
     values = {name: tensor.float() for name, tensor in values.items()}
     first = next(alpha for _, alpha in loras.values())
     tensors: dict[str, torch.Tensor] = {}
     for name, (up, alpha) in loras.items():
-        tensors[f"{name}.lora_a"], b = values[up.replace(".lora_B.", ".lora_A.")], layout.write(name, values[up])
+        tensors[f"{name}.lora_a"], b = (
+            values[up.replace(".lora_B.", ".lora_A.")],
+            layout.write(name, values[up]),
+        )
         tensors[f"{name}.lora_b"] = b if alpha == first else b * (alpha / first)
-    metadata = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": float(first)}
+    metadata = {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": float(first),
+    }
     infos = [(name, tuple(tensor.shape), "F32") for name, tensor in tensors.items()]
     gguf_model.write_gguf(path, layout.architecture, metadata, infos, tensors.items())

@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 from zo2core.sweep.activations import IN_TRANSIT
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
-_FLOAT_BYTES = 4  # bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
+# bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
+_FLOAT_BYTES = 4
 
 
 def expected_held_bytes(
@@ -20,36 +21,58 @@ def expected_held_bytes(
     is_padded: bool = True,
     position_rows: int | None = None,
 ) -> int:
-    """Expected bytes that a batch holds from segment to segment: hidden state, attention masks, positions and rotations."""
+    """Expected bytes that a batch holds from segment to segment: hidden state, attention masks,
+    positions and rotations.
+    """
     config = config.get_text_config()
     keys = tokens if keys is None else keys
     itemsize = _itemsize(config)
-    per_layer = _largest(config, "hidden_size_per_layer_input") * _largest(config, "num_hidden_layers")
+    per_layer = _largest(config, "hidden_size_per_layer_input") * _largest(
+        config, "num_hidden_layers"
+    )
     hidden = rows * tokens * (_copies(config) * config.hidden_size + per_layer) * itemsize
     masks = rows * tokens * keys * _masks(config, keys, is_padded=is_padded)
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
         return int(hidden + masks + rows * tokens * POSITION_BYTES)
-    tables = max(sum(isinstance(table, dict) for table in rope.values()), 1)  # each kind of layer may have a table
-    rotation = 2 * tables * _head_size(config) * itemsize  # cosines and sines, shared by rows without positions of their own
+    # each kind of layer may have a table
+    tables = max(sum(isinstance(table, dict) for table in rope.values()), 1)
+    # cosines and sines, shared by rows without positions of their own
+    rotation = 2 * tables * _head_size(config) * itemsize
     return int(hidden + masks + (position_rows or 1) * tokens * (rotation + POSITION_BYTES))
 
 
 def forward_bytes(
-    config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None, loss_rows: int | None = None
+    config: PretrainedConfig,
+    rows: int,
+    tokens: int,
+    *,
+    loss_chunk: int | None = None,
+    loss_rows: int | None = None,
 ) -> int:
-    """Expected peak of one segment's forward, beyond what is held: a block's, or that of logits and loss."""
+    """Expected peak of one segment's forward, beyond what is held: a block's, or that of logits and
+    loss.
+    """
     config = config.get_text_config()
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
-    feed_forward = _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
-    block = positions * (4 * (1 + _copies(config)) * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
+    feed_forward = (
+        _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
+    )
+    block = (
+        positions * (4 * (1 + _copies(config)) * hidden + 3 * feed_forward) * itemsize
+        + positions * tokens * itemsize
+    )
     logits = positions if loss_chunk is None else min(positions, loss_chunk)
     in_loss = logits if loss_rows is None else min(logits, loss_rows * tokens)
-    is_converted = itemsize != _FLOAT_BYTES or loss_chunk is not None  # chunks are of mixed precision, too
+    # chunks are of mixed precision, too
+    is_converted = itemsize != _FLOAT_BYTES or loss_chunk is not None
     loss = in_loss * _FLOAT_BYTES * (2 if is_converted else 1)
     routed = 0
     if getattr(config, "output_router_logits", False):  # with their gradients
-        experts = max(_largest(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        experts = max(
+            _largest(config, name)
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
         routed = 2 * positions * experts * config.num_hidden_layers * _FLOAT_BYTES
     return int(max(block, (logits * itemsize + loss) * config.vocab_size) + routed)
 
@@ -80,12 +103,18 @@ def activation_bytes(
     held = whole * expected_held_bytes(config, running * stacked, tokens)
     held += expected_held_bytes(config, rest * stacked, tokens) if rest else 0
     loss_rows = running if loss_rows is None else min(running, loss_rows)
-    running_bytes = forward_bytes(config, running * stacked, tokens, loss_chunk=loss_chunk, loss_rows=loss_rows)
+    running_bytes = forward_bytes(
+        config, running * stacked, tokens, loss_chunk=loss_chunk, loss_rows=loss_rows
+    )
     return -(-streams // stacked) * held + running_bytes
 
 
-def least_activation_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
-    """Expected peak of one sweep's activations and logits on a device that offloads all others to host memory."""
+def least_activation_bytes(
+    config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None
+) -> int:
+    """Expected peak of one sweep's activations and logits on a device that offloads all others to
+    host memory.
+    """
     return activation_bytes(config, rows, tokens, streams=IN_TRANSIT, loss_chunk=loss_chunk)
 
 
@@ -93,26 +122,41 @@ def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
     """Expected bytes of all layers' keys and values for so many tokens of so many rows."""
     config = config.get_text_config()
     heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
-    return int(2 * config.num_hidden_layers * rows * tokens * heads * _head_size(config) * _itemsize(config))
+    return int(
+        2
+        * config.num_hidden_layers
+        * rows
+        * tokens
+        * heads
+        * _head_size(config)
+        * _itemsize(config)
+    )
 
 
 def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:
     """Bytes of all attention masks for one pair of tokens: each kind of layer may need a mask."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = {kind for kind in kinds if kind != "full_attention" and (window is None or keys > window)}
-    if getattr(config, "_attn_implementation", None) == "eager":  # adds its mask to the scores, with or without padding
+    windowed = {
+        kind for kind in kinds if kind != "full_attention" and (window is None or keys > window)
+    }
+    if getattr(config, "_attn_implementation", None) == "eager":
+        # adds its mask to the scores, with or without padding
         return len(kinds) * _itemsize(config)
     return len(kinds if is_padded else windowed)
 
 
 def _copies(config: PretrainedConfig) -> int:
-    """Number of hidden-size vectors in a token's hidden state: Gemma 3n and DeepSeek-V4 have several."""
+    """Number of hidden-size vectors in a token's hidden state: Gemma 3n and DeepSeek-V4 have
+    several.
+    """
     return _largest(config, "altup_num_inputs") or _largest(config, "hc_mult") or 1
 
 
 def _head_size(config: PretrainedConfig) -> int:
-    return _largest(config, "head_dim") or config.hidden_size // _largest(config, "num_attention_heads")
+    return _largest(config, "head_dim") or config.hidden_size // _largest(
+        config, "num_attention_heads"
+    )
 
 
 def _largest(config: PretrainedConfig, name: str) -> int:

@@ -1,9 +1,11 @@
-"""A model in a GGUF file, llama.cpp's format: config, names and order of rows by transformers' own reader of such files.
+"""A model in a GGUF file, llama.cpp's format: config, names and order of rows by transformers' own
+reader of such files.
 
-Matrices stay in the file's blocks, which are decoded at each visit. llama.cpp stores the rows of rotated heads in pairs, and
-Gemma's norms plus 1. Transformers' reader itself is asked what it does to values and rows, which is done when weights are
-decoded or read. Of byte-level BPE the file's metadata has names, by which llama.cpp knows how text is split and whether
-merges bind. Settings that this reader ignores are refused by name where they change the model.
+Matrices stay in the file's blocks, which are decoded at each visit. llama.cpp stores the rows of
+rotated heads in pairs, and Gemma's norms plus 1. Transformers' reader itself is asked what it does
+to values and rows, which is done when weights are decoded or read. Of byte-level BPE the file's
+metadata has names, by which llama.cpp knows how text is split and whether merges bind. Settings
+that this reader ignores are refused by name where they change the model.
 """
 
 from __future__ import annotations
@@ -20,30 +22,56 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.models import BPE
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from zo2adapters.models.stored_tensors import EncodedTensor, OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
-from zo2core.checkpoint.shards import DTYPE_NAMES, Piece, SafetensorsReader, TensorEntry, check_float, malformed
+from zo2core.checkpoint.shards import (
+    DTYPE_NAMES,
+    Piece,
+    SafetensorsReader,
+    TensorEntry,
+    check_float,
+    malformed,
+)
 from zo2core.encodings import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.kernels.encoding import grid_of, row_order
 from zo2core.protocols import TensorReader
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")  # llama.cpp's names; all are tested
+# llama.cpp's names; all are tested
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")
 GGUF_EXTRA = "zo2core[gguf]"
-ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
-_REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")  # the writer's own
+# Llama 3.1's scaling of rotary frequencies, which is not in the metadata
+ROTARY_FACTORS = "rope_freqs.weight"
+# the writer's own
+_REPLACED = ("general.file_type", "general.quantization_version", "general.architecture")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LARGE_GEMMA2 = 46  # layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
+# layers; llama.cpp recognises by this number the Gemma 2 whose attention has another scale
+_LARGE_GEMMA2 = 46
 
 
-_MIXTURES = ("qwen3moe",)  # architectures of experts in a stack a projection, all of which are routed to
+# architectures of experts in a stack a projection, all of which are routed to
+_MIXTURES = ("qwen3moe",)
 _EXPERTS, _ROUTER = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight"), ".ffn_gate_inp."
 
 
@@ -57,10 +85,17 @@ class LlamaCppLayout:
         self._reader = reader(config=config.to_dict())  # undoes what llama.cpp did to tensors
 
     def names(self, parameters: Iterable[str]) -> dict[str, str]:
-        """The names of parameters in the model, by llama.cpp's names; parameters without such a name are left out."""
+        """The names of parameters in the model, by llama.cpp's names; parameters without such a
+        name are left out.
+        """
         gguf = optional_package("gguf", install=GGUF_EXTRA)
-        number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture)
-        known, names = gguf.get_tensor_name_map(number, self._config.num_hidden_layers), dict[str, str]()
+        number = next(
+            key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture
+        )
+        known, names = (
+            gguf.get_tensor_name_map(number, self._config.num_hidden_layers),
+            dict[str, str](),
+        )
         for name in parameters:
             path, _, leaf = name.rpartition(".")
             found = known.get_name(path)
@@ -69,20 +104,33 @@ class LlamaCppLayout:
         return names
 
     def heads(self, name: str, shape: tuple[int, ...]) -> int:
-        """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in the model's order."""
+        """Number of heads whose rows llama.cpp stores in pairs; 0 for vectors and for matrices in
+        the model's order.
+        """
         if len(shape) != 2:
             return 0
         rows = shape[0]
         probe = np.arange(rows, dtype=np.float32)[:, None]
         result = self._processed(name, probe.copy())
-        if result.weights is not None and result.name == name and np.shape(result.weights) == probe.shape:
+        if (
+            result.weights is not None
+            and result.name == name
+            and np.shape(result.weights) == probe.shape
+        ):
             if np.array_equal(result.weights, probe):
                 return 0
             for heads in {self._config.num_attention_heads, self._config.num_key_value_heads} - {0}:
-                if rows % (2 * heads) == 0 and np.array_equal(result.weights[_order(rows, heads).numpy()], probe):
+                if rows % (2 * heads) == 0 and np.array_equal(
+                    result.weights[_order(rows, heads).numpy()], probe
+                ):
                     return int(heads)
-        found, expected = "a matrix whose values transformers' reader changes", "matrices that are stored row by row"
-        raise UnsupportedModelError(name, found, expected, "use the model in the Hugging Face layout")
+        found, expected = (
+            "a matrix whose values transformers' reader changes",
+            "matrices that are stored row by row",
+        )
+        raise UnsupportedModelError(
+            name, found, expected, "use the model in the Hugging Face layout"
+        )
 
     def changes(self, name: str, length: int) -> bool:
         """Whether a vector has other values in the file than in the model."""
@@ -99,11 +147,18 @@ class LlamaCppLayout:
         try:
             return self._reader.process(weights=values, name=name)
         except (ValueError, ArithmeticError, TypeError) as error:
-            found, remedy = f"{len(values)} rows, which do not fit the metadata ({error})", "download the file again"
-            raise CheckpointError(name, found, "as many rows as the heads of the metadata have", remedy) from error
+            found, remedy = (
+                f"{len(values)} rows, which do not fit the metadata ({error})",
+                "download the file again",
+            )
+            raise CheckpointError(
+                name, found, "as many rows as the heads of the metadata have", remedy
+            ) from error
 
     def write(self, name: str, weights: torch.Tensor) -> torch.Tensor:
-        """Convert a tensor from the model's values to the file's, float32: the inverse of reading."""
+        """Convert a tensor from the model's values to the file's, float32: the inverse of
+        reading.
+        """
         if len(weights.shape) == 2:
             heads = self.heads(name, tuple(weights.shape))
             return weights[_order(len(weights), heads)] if heads else weights
@@ -131,7 +186,10 @@ class GGUFModel:
         self.entries: Mapping[str, TensorEntry] = self.file.tensors
         self._architecture = str(self.file.metadata.get("general.architecture"))
         if self._architecture not in GGUF_ARCHITECTURES:
-            raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(GGUF_ARCHITECTURES)}")
+            raise self._refused(
+                f"architecture {self._architecture[:40]!r}",
+                f"one of {', '.join(GGUF_ARCHITECTURES)}",
+            )
         optional_package("gguf", install=GGUF_EXTRA)
         self._require_known_settings()
         self.config = self._read_config()
@@ -141,26 +199,39 @@ class GGUFModel:
     def is_encoded(self) -> bool:
         """Whether there are tensors in blocks of codes, or of rows in another order."""
         tensors = self.entries.items()
-        return any(one.dtype not in _FLOATS or self.layout.heads(name, one.shape) for name, one in tensors)
+        return any(
+            one.dtype not in _FLOATS or self.layout.heads(name, one.shape) for name, one in tensors
+        )
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices; float32, in which codes are decoded, if they are encoded."""
-        found = {entry.dtype for entry in self.entries.values() if len(entry.shape) > 1 and _ROUTER not in entry.name}
+        found = {
+            entry.dtype
+            for entry in self.entries.values()
+            if len(entry.shape) > 1 and _ROUTER not in entry.name
+        }
         return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
-    def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+    def tensors(
+        self, skeleton: PreTrainedModel
+    ) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by their names in a model."""
         for kind in {entry.dtype for entry in self.entries.values()}:
             grid_of(kind)  # refused here, not at the first step, where it is not installed
         names = self.layout.names(skeleton.state_dict())
-        located: list[tuple[str, TensorEntry, int]] = []  # the name in the model, and the heads whose rows are in pairs
+        # the name in the model, and the heads whose rows are in pairs
+        located: list[tuple[str, TensorEntry, int]] = []
         for entry in self.entries.values():
             if (experts := _EXPERTS.fullmatch(entry.name)) is not None and len(entry.shape) == 3:
-                matrices = _matrices(entry, f"model.layers.{experts[1]}.mlp.experts.{{}}.{experts[2]}_proj.weight")
+                matrices = _matrices(
+                    entry, f"model.layers.{experts[1]}.mlp.experts.{{}}.{experts[2]}_proj.weight"
+                )
                 located += [(expert.name, expert, 0) for expert in matrices]
             elif entry.name in names:
-                located.append((names[entry.name], entry, self.layout.heads(entry.name, entry.shape)))
+                located.append(
+                    (names[entry.name], entry, self.layout.heads(entry.name, entry.shape))
+                )
             elif entry.name != ROTARY_FACTORS:
                 raise CheckpointError(
                     f"{entry.path}: {entry.name}",
@@ -174,7 +245,10 @@ class GGUFModel:
             entries[name] = entry._replace(name=name)
             if entry.dtype not in _FLOATS or heads:
                 if len(entry.shape) != 2:
-                    raise self._refused(f"{entry.name} in {entry.dtype}, of shape {list(entry.shape)}", "matrices in codes")
+                    raise self._refused(
+                        f"{entry.name} in {entry.dtype}, of shape {list(entry.shape)}",
+                        "matrices in codes",
+                    )
                 entries[name] = entries[name]._replace(dtype=DTYPE_NAMES[self.dtype])
                 encoded[name] = EncodedTensor(GGUFRows(entry.dtype, heads), entry.shape, (entry,))
             elif len(entry.shape) == 1 and self.layout.changes(entry.name, entry.shape[0]):
@@ -185,40 +259,67 @@ class GGUFModel:
         """A reader of the parameters that consist of these pieces."""
         base = SafetensorsReader(pieces)
         names = {name: piece.entry.name for name, (piece, *_) in pieces.items()}
-        vectors = {name: self._processed[own] for name, own in names.items() if own in self._processed}
+        vectors = {
+            name: self._processed[own] for name, own in names.items() if own in self._processed
+        }
 
         def values() -> dict[str, torch.Tensor]:
             read = {name: torch.empty(entry.shape) for name, entry in vectors.items()}
             for name, stored in read.items():
                 base.read_into(name, stored)
-            return {name: self.layout.read(vectors[name].name, stored) for name, stored in read.items()}
+            return {
+                name: self.layout.read(vectors[name].name, stored) for name, stored in read.items()
+            }
 
         dtypes = {name: _FLOATS[entry.dtype] for name, entry in vectors.items()}
         return OverlaidReader(base, values, dtypes) if vectors else base
 
-    def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
-        """The files beside weights that are exported in the Hugging Face layout: config and tokenizer."""
+    def companions(
+        self, skeleton: PreTrainedModel, dtype: torch.dtype
+    ) -> Mapping[str, Path | bytes]:
+        """The files beside weights that are exported in the Hugging Face layout: config and
+        tokenizer.
+        """
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         config["architectures"] = [type(skeleton).__name__]
-        named = [self.file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", *FURTHER_ENDS)]
+        named = [
+            self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            for name in ("eos", *FURTHER_ENDS)
+        ]
         ends = {"eos_token_id": [token for token in named if token is not None] or None}
         return _Companions({"config.json": config, "generation_config.json": ends}, self.where)
 
     def _read_config(self) -> PretrainedConfig:
         try:
             with TemporaryDirectory() as directory:
-                # Transformers takes seconds to read a whole vocabulary, and the config needs only its size.
-                short = {key: value for key, value in self.file.metadata.items() if isinstance(value, (int, float, str))}
-                tokens, key = self.file.metadata.get("tokenizer.ggml.tokens"), f"{self._architecture}.vocab_size"
-                size = {key: tokens.length} if isinstance(tokens, StoredArray) and key not in short else {}
+                # Transformers takes seconds to read a whole vocabulary, and the config needs only
+                # its size.
+                short = {
+                    key: value
+                    for key, value in self.file.metadata.items()
+                    if isinstance(value, (int, float, str))
+                }
+                tokens, key = (
+                    self.file.metadata.get("tokenizer.ggml.tokens"),
+                    f"{self._architecture}.vocab_size",
+                )
+                size = (
+                    {key: tokens.length}
+                    if isinstance(tokens, StoredArray) and key not in short
+                    else {}
+                )
                 copied = replace(self.file, metadata=short)
                 write_gguf(Path(directory) / "model.gguf", self._architecture, size, [], [], copied)
                 options: Any = {"gguf_file": "model.gguf", "trust_remote_code": False}
                 config: PretrainedConfig = AutoConfig.from_pretrained(directory, **options)
-        except Exception as error:  # any: metadata of wrong types or ranges lead transformers to all kinds of errors
+        except Exception as error:
+            # any: metadata of wrong types or ranges lead transformers to all kinds of errors
             first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise self._refused(f"metadata that transformers cannot read ({first})", "metadata of such a model") from error
-        config.tie_word_embeddings = "output.weight" not in self.entries  # transformers saw no tensors
+            raise self._refused(
+                f"metadata that transformers cannot read ({first})", "metadata of such a model"
+            ) from error
+        # transformers saw no tensors
+        config.tie_word_embeddings = "output.weight" not in self.entries
         config.name_or_path = ""
         if self._architecture in _MIXTURES:
             config.moe_intermediate_size = self._experts_width()
@@ -228,35 +329,56 @@ class GGUFModel:
         return config
 
     def _experts_width(self) -> int:
-        """The number of each expert's hidden features, which transformers' reader leaves at its default."""
+        """The number of each expert's hidden features, which transformers' reader leaves at its
+        default.
+        """
         width = self.file.metadata.get(f"{self._architecture}.expert_feed_forward_length")
         if type(width) is not int or not 0 < width < 1 << 31:
-            raise self._refused(f"expert_feed_forward_length {str(width)[:40]}", "the width of an expert")
+            raise self._refused(
+                f"expert_feed_forward_length {str(width)[:40]}", "the width of an expert"
+            )
         return width
 
     def _require_known_settings(self) -> None:
         """Refuse settings that change the model's forward and that transformers' reader ignores."""
         architecture = self._architecture
-        settings = {key.removeprefix(f"{architecture}."): value for key, value in self.file.metadata.items()}
+        settings = {
+            key.removeprefix(f"{architecture}."): value for key, value in self.file.metadata.items()
+        }
         scaling, factor = (settings.get(f"rope.scaling.{key}") for key in ("type", "factor"))
         scale, norm = (settings.get(f"expert_weights_{key}") for key in ("scale", "norm"))
-        width, heads, rotated = map(settings.get, ("embedding_length", "attention.head_count", "rope.dimension_count"))
-        head = width // heads if isinstance(width, int) and isinstance(heads, int) and heads else rotated
+        width, heads, rotated = map(
+            settings.get, ("embedding_length", "attention.head_count", "rope.dimension_count")
+        )
+        head = (
+            width // heads
+            if isinstance(width, int) and isinstance(heads, int) and heads
+            else rotated
+        )
         if scaling not in (None, "none") or factor not in (None, 0.0, 1.0):
             found = f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}"
             raise self._refused(found, "no scaled rotary tables")
         if settings.get("expert_count") and architecture not in _MIXTURES:
-            raise self._refused("a mixture of experts", f"a dense model, or one of {', '.join(_MIXTURES)}")
+            raise self._refused(
+                "a mixture of experts", f"a dense model, or one of {', '.join(_MIXTURES)}"
+            )
         if scale not in (None, 0.0, 1.0) or norm not in (None, True):
-            raise self._refused(f"expert_weights_scale {scale}, expert_weights_norm {norm}", "1 and true, or neither")
+            raise self._refused(
+                f"expert_weights_scale {scale}, expert_weights_norm {norm}",
+                "1 and true, or neither",
+            )
         if architecture == "phi3" and rotated not in (None, head):
-            raise self._refused(f"rope.dimension_count {str(rotated)[:40]}", f"{head}, a whole head")
+            raise self._refused(
+                f"rope.dimension_count {str(rotated)[:40]}", f"{head}, a whole head"
+            )
         if architecture == "gemma2" and settings.get("block_count") == _LARGE_GEMMA2:
             expected = "a smaller one, whose attention is scaled by its head's size"
             raise self._refused("Gemma 2 of 27 billion parameters", expected)
 
     def _scaled_rotary(self, config: PretrainedConfig, values: torch.Tensor) -> dict[str, Any]:
-        """The rotary settings of Llama 3.1 and 3.2, if the file's factors follow from them; files have only the factors."""
+        """The rotary settings of Llama 3.1 and 3.2, if the file's factors follow from them; files
+        have only the factors.
+        """
         plain = dict(config.rope_parameters or {})
         scaled: dict[str, Any] = {
             "rope_type": "llama3",
@@ -269,14 +391,24 @@ class GGUFModel:
         if bool((values == 1).all()):
             return plain
         head = config.head_dim or config.hidden_size // config.num_attention_heads
-        if values.isfinite().all() and scaled["factor"] > 1 and scaled["rope_theta"] and 2 * len(values) == head:
+        if (
+            values.isfinite().all()
+            and scaled["factor"] > 1
+            and scaled["rope_theta"]
+            and 2 * len(values) == head
+        ):
             config.rope_parameters = scaled
             if torch.allclose(values, scaled_rotary_factors(config), rtol=1e-5, atol=0.0):
                 return scaled
-        raise self._refused(f"{ROTARY_FACTORS} of other factors than Llama 3.1's", "tables that follow from the config")
+        raise self._refused(
+            f"{ROTARY_FACTORS} of other factors than Llama 3.1's",
+            "tables that follow from the config",
+        )
 
     def _refused(self, found: str, expected: str) -> UnsupportedModelError:
-        return UnsupportedModelError(self.where, found, expected, "use the model in the Hugging Face layout")
+        return UnsupportedModelError(
+            self.where, found, expected, "use the model in the Hugging Face layout"
+        )
 
 
 def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
@@ -303,7 +435,9 @@ def _matrices(stack: TensorEntry, name: str) -> Iterator[TensorEntry]:
     nbytes = stack.nbytes // count
     for index in range(count):
         start = stack.start + index * nbytes
-        yield stack._replace(name=name.format(index), shape=tuple(shape), start=start, nbytes=nbytes)
+        yield stack._replace(
+            name=name.format(index), shape=tuple(shape), start=start, nbytes=nbytes
+        )
 
 
 def write_gguf(
@@ -335,18 +469,24 @@ def write_gguf(
                 plain = copied.text(key) if isinstance(value, StoredText) else value
                 file.add_key_value(key, plain, types(copied.kinds[key]))
             elif value.length:  # the writer takes no empty arrays
-                file.add_key_value(key, list(copied.array(key)), types.ARRAY, sub_type=types(value.kind))
+                file.add_key_value(
+                    key, list(copied.array(key)), types.ARRAY, sub_type=types(value.kind)
+                )
         for key, value in metadata.items():
             if isinstance(value, list):
                 file.add_array(key, value)
             else:
                 is_integer = isinstance(value, int) and not isinstance(value, bool)
-                file.add_key_value(key, value, types.UINT32 if is_integer else types.get_type(value))
+                file.add_key_value(
+                    key, value, types.UINT32 if is_integer else types.get_type(value)
+                )
         for name, shape, kind in infos:
             block = GGUF_BLOCKS[kind]
             stored = (*shape[:-1], shape[-1] // block.weights * block.nbytes)
             raw = gguf.GGMLQuantizationType[kind]
-            file.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=raw)
+            file.add_tensor_info(
+                name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=raw
+            )
         file.write_header_to_file()
         file.write_kv_data_to_file()
         file.write_ti_data_to_file()
@@ -360,7 +500,9 @@ class _Companions(Mapping[str, Path | bytes]):
     """Config and tokenizer files; the tokenizer is read only if its files are asked for."""
 
     def __init__(self, configs: Mapping[str, Any], path: Path) -> None:
-        self._configs = {name: json.dumps(config, indent=2).encode() + b"\n" for name, config in configs.items()}
+        self._configs = {
+            name: json.dumps(config, indent=2).encode() + b"\n" for name, config in configs.items()
+        }
         self._path = path
 
     @cached_property
@@ -382,7 +524,8 @@ class _Companions(Mapping[str, Path | bytes]):
 
 @contextlib.contextmanager
 def isolated(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A directory that holds a link to a GGUF file and nothing else, and the further arguments of ``from_pretrained``.
+    """A directory that holds a link to a GGUF file and nothing else, and the further arguments of
+    ``from_pretrained``.
 
     Transformers would read other files beside it, too, such as a tokenizer's config.
     """
@@ -396,7 +539,9 @@ def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> 
     """Load the whole model of a directory or a GGUF file with transformers, decoded."""
     with contextlib.ExitStack() as stack:
         directory, options = stack.enter_context(isolated(path)) if is_gguf(path) else (path, {})
-        return auto_class.from_pretrained(directory, dtype=dtype, trust_remote_code=False, **options)
+        return auto_class.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=False, **options
+        )
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -406,40 +551,61 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         return byte_level_tokenizer(file)
     with isolated(path) as (directory, options):
         # The auto class reads the vocabulary twice, once for a config that decides nothing here.
-        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+            directory, **options
+        )
     return tokenizer
 
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
-FURTHER_ENDS = ("eot", "eom")  # tokens at which llama.cpp stops beside EOS: the end of a turn, and of a message
+# tokens at which llama.cpp stops beside EOS: the end of a turn, and of a message
+FURTHER_ENDS = ("eot", "eom")
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-_WRITTEN = ("gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "gpt-4o")  # by exports, each for all that split so
+# by exports, each for all that split so
+_WRITTEN = ("gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "gpt-4o")
 
-_DIGIT, _WORDS = r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
+# GPT-2's
+_DIGIT, _WORDS = (
+    r"\p{N}",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+)
 _SHORT, _SPACE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKS, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_MARKS, _UPPER, _LOWER = (
+    r"[^\r\n\p{L}\p{N}]?",
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+)
 _LLAMA3 = rf"{_SHORT}|{_MARKS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACE}"
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
-_QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(
+    r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+"
+)
 _GPT_4O, _TEKKEN = (
     rf"{_MARKS}{_UPPER}*{_LOWER}+{short}|{_MARKS}{_UPPER}+{_LOWER}*{short}|\p{{N}}{digits}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACE}"
     for short, digits in ((f"{_SHORT}?", "{1,3}"), ("", ""))
 )
 _GROUPS = {
-    (_WORDS,): "gpt-2, phi-2, olmo, mpt, jais, trillion, exaone4, gigachat, a.x-4.0, mellum, granite-docling",
+    (_WORDS,): "gpt-2, phi-2, olmo, mpt, jais, trillion, exaone4, gigachat, a.x-4.0, mellum, "
+    "granite-docling",
     (_DIGIT, _WORDS): "smollm, starcoder, refact, command-r, codeshell, exaone, minerva-7b",
-    (_LLAMA3,): "llama3, llama-v3, llama-bpe, falcon3, falcon-h1, pixtral, midm-2.0, lfm2, jina-v5-nano, dbrx, smaug-bpe, "
-    "glm4, chatglm-bpe",
+    (_LLAMA3,): (
+        "llama3, llama-v3, llama-bpe, falcon3, falcon-h1, pixtral, midm-2.0, lfm2, jina-v5-nano, "
+        "dbrx, smaug-bpe, "
+        "glm4, chatglm-bpe"
+    ),
     (_TEKKEN,): "tekken",
-    (_QWEN2,): "qwen2, deepseek-r1-qwen, kormo, f2llmv2, megrez, stablelm2, hunyuan, solar-open, grok-2",
+    (
+        _QWEN2,
+    ): "qwen2, deepseek-r1-qwen, kormo, f2llmv2, megrez, stablelm2, hunyuan, solar-open, grok-2",
     (_QWEN35,): "qwen35",
     (_GPT_4O,): "gpt-4o, llama4, kanana2, talkie, minimax-m2",
     (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9]{3}"): "default",
 }
 # The patterns that split text one after the other, by llama.cpp's names (llama-vocab.cpp).
 _SPLITS = {name: patterns for patterns, names in _GROUPS.items() for name in names.split(", ")}
-# Names of vocabularies that take a whole piece which is a token, whatever the merges; they begin with BOS by default.
+# Names of vocabularies that take a whole piece which is a token, whatever the merges; they begin
+# with BOS by default.
 _WHOLE = {name for name in _SPLITS if _SPLITS[name] in (_SPLITS["llama3"], _SPLITS["tekken"])}
 _WHOLE -= {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
 
@@ -447,11 +613,14 @@ _WHOLE -= {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
 def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     """The tokenizer that a file with byte-level BPE describes.
 
-    Transformers' own reader splits by few names, merges what llama.cpp takes whole, and gives special tokens that are
-    written in other characters, such as DeepSeek's, ids beyond the vocabulary.
+    Transformers' own reader splits by few names, merges what llama.cpp takes whole, and gives
+    special tokens that are written in other characters, such as DeepSeek's, ids beyond the
+    vocabulary.
     """
     values: dict[str, Any] = {
-        key.removeprefix("tokenizer.ggml."): file.text(key) if isinstance(value, StoredText) else value
+        key.removeprefix("tokenizer.ggml."): file.text(key)
+        if isinstance(value, StoredText)
+        else value
         for key, value in file.metadata.items()
     }
     name = values.get("pre")
@@ -465,11 +634,15 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     tokens = [str(token) for token in file.array("tokenizer.ggml.tokens")]
     merges: Any = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
     is_whole = name in _WHOLE
-    model: Any = BPE({token: index for index, token in enumerate(tokens)}, merges, ignore_merges=is_whole)
+    model: Any = BPE(
+        {token: index for index, token in enumerate(tokens)}, merges, ignore_merges=is_whole
+    )
     backend: Any = Tokenizer(model)
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()  # of these models' own tokenizers
-    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]
+    ]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     kinds = file.array("tokenizer.ggml.token_type") if "token_type" in values else ()
@@ -485,16 +658,25 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     last = [special["eos_token"]] if values.get("add_eos_token") else []
     if first or last:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*first, "$A", *last], special_tokens=[(token, tokens.index(token)) for token in {*first, *last}]
+            single=[*first, "$A", *last],
+            special_tokens=[(token, tokens.index(token)) for token in {*first, *last}],
         )
     template = values.get("tokenizer.chat_template")
-    make: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast  # its constructor is untyped
-    return make(tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **special)
+    # its constructor is untyped
+    make: Callable[..., PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+    return make(
+        tokenizer_object=backend,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
 
 
 def unwritable(where: Path, found: str, expected: str) -> UnsupportedModelError:
     """The error for a model that cannot be written as a GGUF file."""
-    remedy = "export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py"
+    remedy = (
+        "export in the Hugging Face layout, and convert that by llama.cpp's convert_hf_to_gguf.py"
+    )
     return UnsupportedModelError(where, found, expected, remedy)
 
 
@@ -502,46 +684,71 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
     """The metadata of a tokenizer, by key."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     found, is_whole = _splits(backend), bool(backend["model"].get("ignore_merges"))
-    name = next((name for name in _WRITTEN if _SPLITS[name] == found and (name in _WHOLE) == is_whole), None)
+    name = next(
+        (name for name in _WRITTEN if _SPLITS[name] == found and (name in _WHOLE) == is_whole), None
+    )
     if name is None:
         steps = " and ".join(step["type"] for step in _steps(backend)) or "whole text"
-        kind = f"{backend['model']['type']} over {steps}{', whole tokens first' if is_whole else ''}"
+        kind = (
+            f"{backend['model']['type']} over {steps}{', whole tokens first' if is_whole else ''}"
+        )
         expected = f"byte-level BPE that splits and merges text as {', '.join(_WRITTEN)}"
         raise unwritable(where, f"a tokenizer of {kind[:200]}", expected)
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(by_id) >= size:
-        expected, remedy = f"ids below {size}, the rows of the embedding", "use the tokenizer that belongs to the model"
+        expected, remedy = (
+            f"ids below {size}, the rows of the embedding",
+            "use the tokenizer that belongs to the model",
+        )
         raise UnsupportedModelError(where, f"a token with id {max(by_id)}", expected, remedy)
-    added = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in backend["added_tokens"]}
+    added = {
+        token["id"]: _CONTROL if token["special"] else _USER_DEFINED
+        for token in backend["added_tokens"]
+    }
     merges = backend["model"]["merges"]
     values: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": [by_id.get(index, f"[PAD{index}]") for index in range(size)],
-        "tokenizer.ggml.token_type": [added.get(i, _NORMAL) if i in by_id else _UNUSED for i in range(size)],
-        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "tokenizer.ggml.token_type": [
+            added.get(i, _NORMAL) if i in by_id else _UNUSED for i in range(size)
+        ],
+        "tokenizer.ggml.merges": [
+            merge if isinstance(merge, str) else " ".join(merge) for merge in merges
+        ],
     }
     for called, attribute in _SPECIAL.items():
         token = getattr(tokenizer, f"{attribute}_id")
         if isinstance(token, int):
             values[f"tokenizer.ggml.{called}_token_id"] = token
     first = tokenizer("a").input_ids[:1]
-    values["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    values["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and first == [
+        tokenizer.bos_token_id
+    ]
     if isinstance(tokenizer.chat_template, str):
         values["tokenizer.chat_template"] = tokenizer.chat_template
     return values
 
 
 def _splits(backend: dict[str, Any]) -> tuple[str, ...] | None:
-    """The patterns that split text one after the other; None if it is split, normalised or encoded in another way."""
-    if backend["model"]["type"] != "BPE" or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+    """The patterns that split text one after the other; None if it is split, normalised or encoded
+    in another way.
+    """
+    if (
+        backend["model"]["type"] != "BPE"
+        or (backend["normalizer"] or {"type": "NFC"})["type"] != "NFC"
+    ):
         return None
     *steps, last = _steps(backend) or [{"type": "none"}]
     if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
         return None
     patterns: list[str] = []
     for step in steps:
-        is_split = step["type"] == "Split" and step["behavior"] == "Isolated" and "Regex" in step["pattern"]
+        is_split = (
+            step["type"] == "Split"
+            and step["behavior"] == "Isolated"
+            and "Regex" in step["pattern"]
+        )
         if not is_split and not (step["type"] == "Digits" and step["individual_digits"]):
             return None
         patterns.append(step["pattern"]["Regex"] if is_split else _DIGIT)

@@ -1,15 +1,18 @@
 """Cut any Hugging Face decoder into embedding, blocks and head by running Hugging Face's own code.
 
-The model is built from its config with parameters on the meta device. Its layers are replaced by stubs. *Prologue*: HF's
-forward runs until the stubs have recorded the arguments with which HF calls each layer. Each real layer is then called with
-its recorded arguments. *Epilogue*: HF's forward runs again, each stub returning the final hidden state: norm, head and loss
-are HF's own. No forward is copied, so none can become outdated.
+The model is built from its config with parameters on the meta device. Its layers are replaced by
+stubs. *Prologue*: HF's forward runs until the stubs have recorded the arguments with which HF calls
+each layer. Each real layer is then called with its recorded arguments. *Epilogue*: HF's forward
+runs again, each stub returning the final hidden state: norm, head and loss are HF's own. No forward
+is copied, so none can become outdated.
 
-A ``CalledForward`` ends in a function that calls the model, such as a trainer's ``compute_loss``. The function runs twice.
-Before the first sweep it is interrupted where it calls the model, to get the arguments. In the head's visit its call returns
-what Hugging Face's forward computes from the last layer's output.
+A ``CalledForward`` ends in a function that calls the model, such as a trainer's ``compute_loss``.
+The function runs twice. Before the first sweep it is interrupted where it calls the model, to get
+the arguments. In the head's visit its call returns what Hugging Face's forward computes from the
+last layer's output.
 
-Trade-off: embedding, positions and masks are computed twice a forward, which costs little compared to one layer.
+Trade-off: embedding, positions and masks are computed twice a forward, which costs little compared
+to one layer.
 """
 
 from __future__ import annotations
@@ -32,7 +35,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, ParameterFormats, require_axes, segment_aliases, segment_layouts
+from zo2adapters.models.architecture import (
+    Architecture,
+    ParameterFormats,
+    require_axes,
+    segment_aliases,
+    segment_layouts,
+)
 from zo2adapters.models.batches import (
     CAUSAL_LM,
     BranchCache,
@@ -59,20 +68,46 @@ from zo2core.protocols import TensorReader
 from zo2core.sweep.microbatch import combined_loss, rows_of
 from zo2core.types import SavedForm
 
-_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that are not by row
-_OF_IMAGES = (*_IMAGES, "token_type_ids", "mm_token_type_ids")  # the latter mark the tokens of images
+# entries of a batch that are not by row
+_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")
+# the latter mark the tokens of images
+_OF_IMAGES = (*_IMAGES, "token_type_ids", "mm_token_type_ids")
 _NEUTRAL = {  # keys that do not affect a causal language model's forward
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
-    *("id2label", "label2id", "num_labels", "problem_type", "use_cache", "initializer_range", "init_std"),
-    *("return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *(
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "use_cache",
+        "initializer_range",
+        "init_std",
+    ),
+    *(
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ),
 }
 
 Call = Callable[[Any, dict[str, Any]], Any]  # takes the model and a batch
 Files: TypeAlias = Mapping[str, Path | bytes]  # paths to copy or contents, by name
 NO_FILES: Files = MappingProxyType({})
 
-_HEAD_ARGUMENTS = {  # arguments of the model's forward that have no effect before the last layer's output
-    *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "fused_lm_head", "use_cache", "return_dict"),
+# arguments of the model's forward that have no effect before the last layer's output
+_HEAD_ARGUMENTS = {
+    *(
+        "labels",
+        "shift_labels",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "fused_lm_head",
+        "use_cache",
+        "return_dict",
+    ),
     "output_router_logits",
 }
 
@@ -80,7 +115,8 @@ _HEAD_ARGUMENTS = {  # arguments of the model's forward that have no effect befo
 class Activations(NamedTuple):
     """The data that one segment passes to the next."""
 
-    hidden: torch.Tensor  # (rows, tokens, hidden size), or other axes, which ``HFBlockModel.by_token`` reorders
+    # (rows, tokens, hidden size), or other axes, which ``HFBlockModel.by_token`` reorders
+    hidden: torch.Tensor
     calls: LayerCalls
     routed: tuple[torch.Tensor | None, ...] = ()  # the logits of routers, if their loss is computed
 
@@ -104,7 +140,8 @@ class HFBlockModel:
     """
 
     virtual_tokens = 0  # before each row, which an adapter adds
-    takes_single_tokens: ClassVar[bool] = True  # whether ``logits`` takes hidden states of single tokens
+    # whether ``logits`` takes hidden states of single tokens
+    takes_single_tokens: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -133,9 +170,15 @@ class HFBlockModel:
         self._axes = architecture.axes
         self._aliases = segment_aliases(skeleton, architecture)
         self.modules = dict(skeleton.named_modules())
-        self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
+        self._stored = {
+            spec.name: spec.dtype
+            for layout in self.layouts
+            for spec in layout.parameters
+            if not spec.frozen
+        }
         self._device = torch.device("cpu")  # where the modules' buffers are
-        self.skeleton = skeleton  # with stubs for its layers; only the weights that an engine has bound have values
+        # with stubs for its layers; only the weights that an engine has bound have values
+        self.skeleton = skeleton
         self._called: Callable[..., Any] = skeleton  # runs HF's forward
         self._recorder = CallRecorder()
         self._low_rank: LowRankModules | None = None  # set by ``require_stackable``
@@ -146,22 +189,39 @@ class HFBlockModel:
         self._layers = list(layers)
         self.routers = RouterLogits(skeleton, self._layers)
         for i, layer in enumerate(self._layers):
-            layers[i] = Stub(layer, self._recorder, last=i + 1 == len(self._layers), returned=architecture.returned)
+            layers[i] = Stub(
+                layer,
+                self._recorder,
+                last=i + 1 == len(self._layers),
+                returned=architecture.returned,
+            )
         self.routers.join(layers[-1])
         if loss_chunk is not None:
             self.routers.require_none("loss_chunk", f"chunks of {loss_chunk} tokens")
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """The config's values that determine the forward, with transformers' defaults, and the attention implementation."""
+        """The config's values that determine the forward, with transformers' defaults, and the
+        attention implementation.
+        """
         values = json.loads(self.config.to_json_string(use_diff=False))
-        decisive = {key: _finite(value) for key, value in values.items() if key not in _NEUTRAL and value is not None}
+        decisive = {
+            key: _finite(value)
+            for key, value in values.items()
+            if key not in _NEUTRAL and value is not None
+        }
         constants = self.saved_form.constants
-        buffers = {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
+        buffers = (
+            {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
+        )
         carried = self._precision.carried
         dtypes = {"autocast": self.autocast, "carried": carried}  # keys of journals
         dtypes["carried_back"] = carried if self._precision.transfer_back else None
-        named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
+        named = {
+            key: str(dtype).removeprefix("torch.")
+            for key, dtype in dtypes.items()
+            if dtype is not None
+        }
         return {**decisive, "attention": self.config._attn_implementation, **named, **buffers}
 
     @property
@@ -170,15 +230,21 @@ class HFBlockModel:
         return {name: file for name, file in self.companions.items() if name != "config.json"}
 
     def places_of(self, name: str) -> list[tuple[str, nn.Module, str]]:
-        """The modules that have a parameter, several if it is tied: their paths, the modules, and its name in them."""
+        """The modules that have a parameter, several if it is tied: their paths, the modules, and
+        its name in them.
+        """
         places = (alias.rpartition(".") for some in self._aliases[name].values() for alias in some)
         return [(path, self.modules[path], leaf) for path, _, leaf in dict.fromkeys(places)]
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Set these views as a segment's parameters, under all their names in it. See the contract."""
+        """Set these views as a segment's parameters, under all their names in it.
+
+        See the contract.
+        """
         for name, view in parameters.items():
-            # Kernels are chosen by requires_grad, which is set as in MeZO's loop although no gradient is computed: not for
-            # frozen parameters, nor for those that autocast would have cast.
+            # Kernels are chosen by requires_grad, which is set as in MeZO's loop although no
+            # gradient is computed: not for frozen parameters, nor for those that autocast would
+            # have cast.
             parameter = nn.Parameter(view, view.dtype == self._stored.get(name))
             for alias in self._aliases[name].get(index, ()):
                 path, _, leaf = alias.rpartition(".")
@@ -191,7 +257,8 @@ class HFBlockModel:
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def route(self, tokens: int) -> RoutedExperts | None:
-        """Take the experts that are chosen by a router out of the segments, and read them when they are chosen.
+        """Take the experts that are chosen by a router out of the segments, and read them when they
+        are chosen.
 
         An engine of such a model takes no steps and exports nothing.
 
@@ -199,14 +266,25 @@ class HFBlockModel:
             tokens: Tokens of most forwards, of all rows together.
 
         Returns:
-            The experts; None if the model has none, if an adapter changes them, or if so many tokens are expected to be
-            routed to more than half of them, which is faster if all are read ahead.
+            The experts; None if the model has none, if an adapter changes them, or if so many
+            tokens are expected to be routed to more than half of them, which is faster if all are
+            read ahead.
         """
-        specs = {spec.name: spec for layout in self.layouts if not layout.resident for spec in layout.parameters}
+        specs = {
+            spec.name: spec
+            for layout in self.layouts
+            if not layout.resident
+            for spec in layout.parameters
+        }
         places = {name: self.places_of(name) for name in specs}
         stacks = {*routed_stacks([*self.modules.values()])}
-        found = [(specs[name], module, leaf) for name, [(_, module, leaf), *_] in places.items() if (module, leaf) in stacks]
-        is_wrapped = any(hasattr(module, "parameter_name") for module in self.modules.values())  # as ``wraps_parameter``
+        found = [
+            (specs[name], module, leaf)
+            for name, [(_, module, leaf), *_] in places.items()
+            if (module, leaf) in stacks
+        ]
+        # as ``wraps_parameter``
+        is_wrapped = any(hasattr(module, "parameter_name") for module in self.modules.values())
         per_token = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
         if not found or is_wrapped or per_token is None:
             return None
@@ -214,7 +292,10 @@ class HFBlockModel:
             return None
         names = {spec.name for spec, _, _ in found}
         self.layouts = tuple(
-            replace(layout, parameters=tuple(spec for spec in layout.parameters if spec.name not in names))
+            replace(
+                layout,
+                parameters=tuple(spec for spec in layout.parameters if spec.name not in names),
+            )
             for layout in self.layouts
         )
         self.experts = RoutedExperts(self.weights, found)
@@ -237,7 +318,10 @@ class HFBlockModel:
         return leaves
 
     def prepared(self, batch: Batch) -> Batch:
-        """Check a batch, and record the tensor values that HF's forward branches on. See the contract."""
+        """Check a batch, and record the tensor values that HF's forward branches on.
+
+        See the contract.
+        """
         self.kind.check(batch, self.config, self.longest_row)
         return self._prepared(batch)
 
@@ -260,7 +344,9 @@ class HFBlockModel:
 
     @torch.inference_mode()
     def record_branches(self, batch: Batch) -> None:
-        """Record all tensor values that HF's forward branches on, for a batch and for the stand-in tokens of ``logits``."""
+        """Record all tensor values that HF's forward branches on, for a batch and for the stand-in
+        tokens of ``logits``.
+        """
         self.embed(batch)
         with self._unwrapped(), self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
@@ -275,17 +361,27 @@ class HFBlockModel:
         joined = stack_rows(batches)
         return None if joined is None else self._prepared(joined)
 
-    def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
+    def perturb(
+        self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int
+    ) -> None:
         """Set the perturbations of a segment's modules. See the contract."""
         assert self._low_rank is not None, "require_stackable was not called"
-        aliases = {alias: value for name, value in perturbations.items() for alias in self._aliases[name].get(index, ())}
+        aliases = {
+            alias: value
+            for name, value in perturbations.items()
+            for alias in self._aliases[name].get(index, ())
+        }
         self._low_rank.perturb(aliases, streams)
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
-        loss = partial(self.skeleton.loss_function, vocab_size=self.config.get_text_config().vocab_size)
+        loss = partial(
+            self.skeleton.loss_function, vocab_size=self.config.get_text_config().vocab_size
+        )
         if self.loss_chunk is not None:
-            return chunked_losses(self.by_token(activations.hidden), batches, self.loss_chunk, self.logits, loss)
+            return chunked_losses(
+                self.by_token(activations.hidden), batches, self.loss_chunk, self.logits, loss
+            )
         joined = stack_rows(batches)
         assert joined is not None, "stacked batches can be joined"
         inputs = {key: value for key, value in joined.items() if key not in self.kind.targets}
@@ -300,13 +396,19 @@ class HFBlockModel:
         except (ZO2Error, torch.OutOfMemoryError):
             raise
         except (ValueError, IndexError, RuntimeError) as error:
-            if not any(name in batch for name in _IMAGES) or "alloc" in str(error) or "CUDA" in str(error):
+            if (
+                not any(name in batch for name in _IMAGES)
+                or "alloc" in str(error)
+                or "CUDA" in str(error)
+            ):
                 raise
             raise BatchError(
                 "batch['pixel_values']",
-                f"images that cannot be embedded with these rows ({' '.join(str(error).split())[:200]})",
+                "images that cannot be embedded with these rows "
+                f"({' '.join(str(error).split())[:200]})",
                 "the output of the model's processor for these rows, images in the order of rows",
-                "pass such batches; if a row has not exactly one image, use no micro-batches and do not split rows",
+                "pass such batches; if a row has not exactly one image, use no micro-batches and "
+                "do not split rows",
             ) from error
 
     def prologue(self, **inputs: Any) -> Activations:
@@ -327,7 +429,9 @@ class HFBlockModel:
         set_batch_shape(self._low_rank, self.by_token(activations.hidden))
         with self._casting(), self.routers.recorded(activations.routed) as routed:
             out = self._layers[index](activations.hidden, *args, **kwargs)
-        return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out, routed=tuple(routed))
+        return activations._replace(
+            hidden=out[0] if isinstance(out, (tuple, list)) else out, routed=tuple(routed)
+        )
 
     def _arguments(self, index: int, activations: Activations) -> LayerCall:
         return activations.calls.layer(index)
@@ -336,8 +440,13 @@ class HFBlockModel:
         """Run HF's norm, head and loss on the final hidden state."""
         if self.loss_chunk is not None:
             return self.heads([batch], activations)[0]
-        text = {name: value for name, value in batch.items() if "pixel_values" not in batch or name not in _OF_IMAGES}
-        with branches_of(batch) if len(text) == len(batch) else BranchCache():  # without the vision tower, other reads
+        text = {
+            name: value
+            for name, value in batch.items()
+            if "pixel_values" not in batch or name not in _OF_IMAGES
+        }
+        with branches_of(batch) if len(text) == len(batch) else BranchCache():
+            # without the vision tower, other reads
             return self._epilogue(activations, "loss", **text)
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -345,7 +454,9 @@ class HFBlockModel:
         return hidden.movedim(self._axes, (0, 1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run HF's norm and head on final hidden states (n, ...) of single tokens, from ``by_token``: (n, vocabulary)."""
+        """Run HF's norm and head on final hidden states (n, ...) of single tokens, from
+        ``by_token``: (n, vocabulary).
+        """
         # Each token is a row, since there may be more tokens than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
         with self._unwrapped(), self._stand_in_branches:
@@ -362,7 +473,9 @@ class HFBlockModel:
             self._called = called
 
     def epilogue(self, final: Activations, **inputs: Any) -> Any:
-        """Run HF's forward with these arguments from the last layer's output on, and return its result."""
+        """Run HF's forward with these arguments from the last layer's output on, and return its
+        result.
+        """
         self._recorder.final = final.hidden
         self._recorder.at_end = partial(self.routers.replay, final.routed)
         set_batch_shape(self._low_rank, self.by_token(final.hidden))
@@ -371,10 +484,15 @@ class HFBlockModel:
             with self._casting():
                 return self._called(**{**router_losses, **inputs})
         finally:
-            self._recorder.final, self._recorder.at_end = None, None  # which hold the logits' graphs
+            # which hold the logits' graphs
+            self._recorder.final, self._recorder.at_end = None, None
 
-    def _epilogue(self, final: Activations, output_name: str, **inputs: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), output_name))
+    def _epilogue(
+        self, final: Activations, output_name: str, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        return cast(
+            "torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), output_name)
+        )
 
     def _casting(self) -> contextlib.AbstractContextManager[object]:
         """The autocast context, if any. Its cache is off, since weights are cast beforehand."""
@@ -386,30 +504,45 @@ class HFBlockModel:
         """Estimate the bytes by formula, those of the vision tower included. See the contract."""
         images = batch.get("pixel_values")
         tower = 0 if images is None else vision_bytes(self.config, images)
-        return max(forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk), tower)
+        return max(
+            forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk), tower
+        )
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula; images need masks and positions. See the contract."""
         (rows, tokens), mask = batch["input_ids"].shape, batch.get("attention_mask")
-        positions, rope = batch.get("position_ids"), getattr(self.config.get_text_config(), "rope_parameters", None)
+        positions, rope = (
+            batch.get("position_ids"),
+            getattr(self.config.get_text_config(), "rope_parameters", None),
+        )
         has_own_positions = "mrope_section" in (rope or {})
         return expected_held_bytes(
             self.config,
             rows,
             tokens,
-            keys=self.virtual_tokens + (tokens if mask is None else mask.shape[1]),  # newest tokens attend to earlier ones
+            # newest tokens attend to earlier ones
+            keys=self.virtual_tokens + (tokens if mask is None else mask.shape[1]),
             is_padded="pixel_values" in batch or self.virtual_tokens > 0 or is_padded(batch),
-            position_rows=rows if has_own_positions else None if positions is None else len(positions),
+            position_rows=rows
+            if has_own_positions
+            else None
+            if positions is None
+            else len(positions),
         )
 
 
 class HFHeadModel(HFBlockModel):
-    """A Hugging Face model with another head than a causal language model's, and its own ``Objective``."""
+    """A Hugging Face model with another head than a causal language model's, and its own
+    ``Objective``.
+    """
 
     takes_single_tokens: ClassVar[bool] = False  # these heads take all hidden states
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Return None: losses of these heads are computed one stream at a time. See the contract."""
+        """Return None: losses of these heads are computed one stream at a time.
+
+        See the contract.
+        """
         return None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -417,8 +550,13 @@ class HFHeadModel(HFBlockModel):
         assert self.loss_chunk is None, "chunks are for next-token losses"
         config = self.config
         labels = {"labels": config.num_labels, "problem": config.problem_type}
-        # As the checkpoint has them: transformers' forward writes the kind of problem into the config, trainers the padding.
-        self._decisive = {"head": self.kind.name, **labels, "pad": getattr(config, "pad_token_id", None)}
+        # As the checkpoint has them: transformers' forward writes the kind of problem into the
+        # config, trainers the padding.
+        self._decisive = {
+            "head": self.kind.name,
+            **labels,
+            "pad": getattr(config, "pad_token_id", None),
+        }
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -426,22 +564,36 @@ class HFHeadModel(HFBlockModel):
         return {**super().description, **self._decisive}
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Split a batch into micro-batches of at most ``rows`` rows, without those that have no counted label."""
+        """Split a batch into micro-batches of at most ``rows`` rows, without those that have no
+        counted label.
+        """
         if not {"input_ids", *self.kind.targets} <= batch.keys():
             return [batch]  # ``prepared`` refuses it
         total = len(batch["input_ids"])
         rows = total if rows is None else rows
-        micro_batches = (rows_of(batch, start, start + rows, "input_ids") for start in range(0, total, rows))
+        micro_batches = (
+            rows_of(batch, start, start + rows, "input_ids") for start in range(0, total, rows)
+        )
         return [micro_batch for micro_batch in micro_batches if self.kind.count(micro_batch)]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the mean over all labels, computed in float64 unless there is one micro-batch. See the contract."""
-        return combined_loss(outputs, [self.kind.count(micro_batch) for micro_batch in micro_batches])
+        """Return the mean over all labels, computed in float64 unless there is one micro-batch.
+
+        See the contract.
+        """
+        return combined_loss(
+            outputs, [self.kind.count(micro_batch) for micro_batch in micro_batches]
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Refuse to predict next tokens."""
-        where, expected = f"model type {self.config.model_type}", "a causal language model, to generate or to score"
-        raise UnsupportedModelError(where, f"a head for {self.kind.name}", expected, "open the checkpoint without head")
+        where, expected = (
+            f"model type {self.config.model_type}",
+            "a causal language model, to generate or to score",
+        )
+        raise UnsupportedModelError(
+            where, f"a head for {self.kind.name}", expected, "open the checkpoint without head"
+        )
 
     def forward_bytes(self, batch: Batch) -> int:
         """Give the bytes by formula. See the contract."""
@@ -464,7 +616,9 @@ class _LeaveError(Exception):
 
 
 class CalledModel:
-    """Stands in for the model in the function: it has the model's attributes, and calls are passed on."""
+    """Stands in for the model in the function: it has the model's attributes, and calls are passed
+    on.
+    """
 
     def __init__(self, model: HFBlockModel, on_call: Callable[..., Any]) -> None:
         self._skeleton = model.skeleton
@@ -472,7 +626,11 @@ class CalledModel:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the model."""
-        by_name = inspect.signature(type(self._skeleton).forward).bind_partial(self._skeleton, *arguments).arguments
+        by_name = (
+            inspect.signature(type(self._skeleton).forward)
+            .bind_partial(self._skeleton, *arguments)
+            .arguments
+        )
         return self._on_call(**dict(list(by_name.items())[1:]), **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -492,9 +650,10 @@ class CalledForward:
 
     Args:
         model: The model.
-        call: A function of the model and a batch (a dictionary). It may call the model several times, but always with the
-            same tokens; its result is the head's result.
-        keeps_logits: Whether the function's result holds all logits, which then stay in memory until the sweep ends.
+        call: A function of the model and a batch (a dictionary). It may call the model several
+            times, but always with the same tokens; its result is the head's result.
+        keeps_logits: Whether the function's result holds all logits, which then stay in memory
+            until the sweep ends.
     """
 
     def __init__(self, model: HFBlockModel, call: Call, *, keeps_logits: bool = False) -> None:
@@ -508,7 +667,8 @@ class CalledForward:
 
         Raises:
             BatchError: if the model cannot take it.
-            UnsupportedModelError: if the function does not call the model, or requests outputs that are not kept.
+            UnsupportedModelError: if the function does not call the model, or requests outputs that
+                are not kept.
         """
         passed: dict[str, Any] = {}
 
@@ -522,8 +682,13 @@ class CalledForward:
             self._model.routers.require_asked(passed)
             inputs = {key: value for key, value in passed.items() if _affects_layers(key, value)}
             return CalledBatch(batch, self._model.prepared_inputs(inputs))
-        where, found = "what is called with the model", "a function that returned without calling it"
-        raise UnsupportedModelError(where, found, "a function of what the model returns", "call the model within it")
+        where, found = (
+            "what is called with the model",
+            "a function that returned without calling it",
+        )
+        raise UnsupportedModelError(
+            where, found, "a function of what the model returns", "call the model within it"
+        )
 
     def embed(self, batch: Batch) -> Activations:
         """Run the embedding on the inputs that the function passes to the model."""
@@ -551,7 +716,11 @@ class CalledForward:
     def held_bytes(self, batch: Batch) -> int:
         """Return the expected bytes, with the logits that are kept. See the contract."""
         inputs = _inputs(batch)
-        kept = inputs["input_ids"].numel() * self._model.config.get_text_config().vocab_size * 4 if self._keeps_logits else 0
+        kept = (
+            inputs["input_ids"].numel() * self._model.config.get_text_config().vocab_size * 4
+            if self._keeps_logits
+            else 0
+        )
         return self._model.held_bytes(inputs) + kept
 
 
@@ -566,15 +735,24 @@ def _affects_layers(key: str, value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         return True
-    where, remedy = f"the model's argument {key}", "leave it out: attentions, hidden states and router logits are not kept"
-    raise UnsupportedModelError(where, repr(value)[:80], "tensors, which go through the layers one after the other", remedy)
+    where, remedy = (
+        f"the model's argument {key}",
+        "leave it out: attentions, hidden states and router logits are not kept",
+    )
+    raise UnsupportedModelError(
+        where, repr(value)[:80], "tensors, which go through the layers one after the other", remedy
+    )
 
 
 def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:
     """Refuse a call of the model with other inputs than those that the layers have run on."""
-    for key in inputs.keys() | {key for key, value in arguments.items() if _affects_layers(key, value)}:
+    for key in inputs.keys() | {
+        key for key, value in arguments.items() if _affects_layers(key, value)
+    }:
         first, second = inputs.get(key), arguments.get(key)
-        if first is not second and (first is None or second is None or not torch.equal(first, second)):
+        if first is not second and (
+            first is None or second is None or not torch.equal(first, second)
+        ):
             raise BatchError(
                 f"batch[{key!r}]",
                 "different values in a second call of the model",
@@ -586,4 +764,6 @@ def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:
 def _in_float32(output: Any) -> Any:
     """Convert 16-bit outputs of a forward under autocast to float32, as accelerate does."""
     halves = (torch.bfloat16, torch.float16)
-    return tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in halves else value, output)
+    return tree_map_only(
+        torch.Tensor, lambda value: value.float() if value.dtype in halves else value, output
+    )

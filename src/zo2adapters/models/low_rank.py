@@ -1,8 +1,9 @@
 """Low-rank perturbations computed beside the activations of Hugging Face's modules.
 
-Each kind of module is handled once for all architectures, by a forward that replaces the module's. The rows of its input
-belong to streams, in order and in equal numbers; every stream has its own factors. The order of sums is fixed: the product
-with the weights first, then one product with all thin columns, including the bias.
+Each kind of module is handled once for all architectures, by a forward that replaces the module's.
+The rows of its input belong to streams, in order and in equal numbers; every stream has its own
+factors. The order of sums is fixed: the product with the weights first, then one product with all
+thin columns, including the bias.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _PROBE_STREAMS, _PROBE_ROWS = 2, 3
 
 
 class LowRankModules:
-    """The modules of a model that own parameters, patched. Without perturbations they compute what they did before."""
+    """The modules of a model that own parameters, patched.
+
+    Without perturbations they compute what they did before.
+    """
 
     rows = tokens = 1  # of the running batch, by which rows are assigned to streams
 
@@ -74,15 +78,23 @@ class _Patch(ABC):
         self.streams = 1
         self.reset()
 
-    def set_perturbations(self, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
+    def set_perturbations(
+        self, perturbations: Mapping[str, PerturbedParameter], streams: int
+    ) -> None:
         """Perturb the module's parameters in the next forwards."""
-        self.factors = next((value for value in perturbations.values() if isinstance(value, Factors)), None)
-        self.vectors = {leaf: value for leaf, value in perturbations.items() if not isinstance(value, Factors)}
+        self.factors = next(
+            (value for value in perturbations.values() if isinstance(value, Factors)), None
+        )
+        self.vectors = {
+            leaf: value for leaf, value in perturbations.items() if not isinstance(value, Factors)
+        }
         self.streams = streams
         self.joined = self._join()
 
     def reset(self) -> None:
-        """Perturb nothing in the next forwards, and free the memory: every block has its own modules."""
+        """Perturb nothing in the next forwards, and free the memory: every block has its own
+        modules.
+        """
         self.factors, self.vectors, self.joined = None, {}, None
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -98,7 +110,9 @@ class _Patch(ABC):
     def _parameters(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """A context in which the module has these parameters."""
         parameters, original = self.module._parameters, dict(self.module._parameters)
-        parameters.update({leaf: nn.Parameter(value, requires_grad=False) for leaf, value in values.items()})
+        parameters.update(
+            {leaf: nn.Parameter(value, requires_grad=False) for leaf, value in values.items()}
+        )
         try:
             yield
         finally:
@@ -108,16 +122,23 @@ class _Patch(ABC):
         return None
 
     def _by_stream(self, rows: torch.Tensor) -> torch.Tensor:
-        """View (rows, ..., n), or flattened (rows x tokens, n), as (streams, a stream's rows or tokens, n)."""
+        """View (rows, ..., n), or flattened (rows x tokens, n), as (streams, a stream's rows or
+        tokens, n).
+        """
         self._require_row_order(rows)
         return rows.reshape(self.streams, -1, rows.shape[-1])
 
     def _require_row_order(self, rows: torch.Tensor) -> None:
-        """Refuse inputs that are not the batch's rows in order: tokens before rows, say, or an expert's tokens."""
+        """Refuse inputs that are not the batch's rows in order: tokens before rows, say, or an
+        expert's tokens.
+        """
         shape = self.batch
         is_flattened = rows.dim() == 2 and rows.shape[0] == shape.rows * shape.tokens
         if self.streams > 1 and rows.shape[0] != shape.rows and not is_flattened:
-            found = f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of {shape.tokens} tokens"
+            found = (
+                f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of "
+                f"{shape.tokens} tokens"
+            )
             raise _unfit(self.path, found, "the batch's rows in order")
 
 
@@ -146,7 +167,9 @@ class _Conv1D(_Patch):
         """See the class."""
         columns, shared = self.factors
         out: torch.Tensor = x @ self.module.weight
-        sums = self._by_stream(out).baddbmm_(torch.bmm(self._by_stream(x), columns), shared.t().expand(self.streams, -1, -1))
+        sums = self._by_stream(out).baddbmm_(
+            torch.bmm(self._by_stream(x), columns), shared.t().expand(self.streams, -1, -1)
+        )
         if "bias" in self.vectors:
             sums += self.vectors["bias"][:, None]
         return out
@@ -166,7 +189,9 @@ class _LayerNorm(_Patch):
 
 
 class _Vectors(_Patch):
-    """The module's original forward, with a leading dimension for streams, along which its vectors differ."""
+    """The module's original forward, with a leading dimension for streams, along which its vectors
+    differ.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -177,8 +202,14 @@ class _Vectors(_Patch):
             return self.original(by_stream).view(x.shape)
 
     def works(self) -> bool:
-        """Whether the module's forward computes right with vectors of this shape, tried on random numbers."""
-        sizes = {leaf: parameter.shape for leaf, parameter in self.module._parameters.items() if parameter is not None}
+        """Whether the module's forward computes right with vectors of this shape, tried on random
+        numbers.
+        """
+        sizes = {
+            leaf: parameter.shape
+            for leaf, parameter in self.module._parameters.items()
+            if parameter is not None
+        }
         if any(len(size) != 1 for size in sizes.values()) or len({*sizes.values()}) != 1:
             return False
         size, generator = next(iter(sizes.values()))[0], torch.Generator().manual_seed(0)
@@ -199,7 +230,10 @@ class _Vectors(_Patch):
 
 
 class _Embedding(_Patch):
-    """``E[i] + C[i] V^T``. The original forward looks up C as well, since it may scale the rows or shift i."""
+    """``E[i] + C[i] V^T``.
+
+    The original forward looks up C as well, since it may scale the rows or shift i.
+    """
 
     def _join(self) -> torch.Tensor:
         """The factors of all streams side by side in one table."""
@@ -212,7 +246,9 @@ class _Embedding(_Patch):
         with self._parameters({"weight": self.joined}):
             thin = self.original(*args, **kwargs)
         if out.shape[0] == 1 and self.streams > 1:  # positions, until now shared by all rows
-            out, thin = (value.expand(self.batch.rows, *value.shape[1:]).clone() for value in (out, thin))
+            out, thin = (
+                value.expand(self.batch.rows, *value.shape[1:]).clone() for value in (out, thin)
+            )
         streams = torch.arange(self.streams, device=out.device)
         columns = self._by_stream(thin).view(self.streams, -1, self.streams, factors.shape[2])
         columns = columns.transpose(1, 2)[streams, streams]
@@ -229,12 +265,21 @@ _BY_FORWARD: Mapping[Any, type[_Patch]] = {
 
 def _make_patch(path: str, module: nn.Module, batch: LowRankModules) -> _Patch:
     """Make the patch for a module."""
-    kind = _Embedding if isinstance(module, nn.Embedding) else _BY_FORWARD.get(type(module).forward, _Vectors)
+    kind = (
+        _Embedding
+        if isinstance(module, nn.Embedding)
+        else _BY_FORWARD.get(type(module).forward, _Vectors)
+    )
     patch = kind(path, module, batch)
     if not isinstance(patch, _Vectors) or patch.works():
         return patch
-    names = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters(recurse=False))
-    raise _unfit(path, f"a {type(module).__name__} with {names}", "linear layers, embeddings and norms")
+    names = ", ".join(
+        f"{name} {list(parameter.shape)}"
+        for name, parameter in module.named_parameters(recurse=False)
+    )
+    raise _unfit(
+        path, f"a {type(module).__name__} with {names}", "linear layers, embeddings and norms"
+    )
 
 
 def _unfit(path: str, found: str, expected: str) -> UnsupportedModelError:

@@ -1,11 +1,14 @@
-"""Monolithic MeZO over a whole model: the reference loop with which the engine is compared, bit for bit.
+"""Monolithic MeZO over a whole model: the reference loop with which the engine is compared, bit for
+bit.
 
-This is MeZO's trainer (arXiv 2305.17333, Algorithm 1) written down plainly: four passes over all parameters a step, each of
-which seeds the generator and draws every z again. It shares no code with the engine. Unlike the authors' program it uses a
-local generator in place of the global one, with the same numbers.
+This is MeZO's trainer (arXiv 2305.17333, Algorithm 1) written down plainly: four passes over all
+parameters a step, each of which seeds the generator and draws every z again. It shares no code with
+the engine. Unlike the authors' program it uses a local generator in place of the global one, with
+the same numbers.
 
-With several seeds a step it is MeZO with several queries (P-RGE, arXiv 2409.15520, Algorithm 2): all probes in order, each
-perturbed and restored, then one update for each in the same order with ``lr / q``, each with weight decay.
+With several seeds a step it is MeZO with several queries (P-RGE, arXiv 2409.15520, Algorithm 2):
+all probes in order, each perturbed and restored, then one update for each in the same order with
+``lr / q``, each with weight decay.
 """
 
 from __future__ import annotations
@@ -31,13 +34,16 @@ class MonolithicMeZO:
     """MeZO with every parameter in memory.
 
     Args:
-        model: Module that takes a batch's entries and returns an object with a 0-d ``loss``. Its weights change in place.
-            Models of transformers run without a cache of keys and values, which some forwards round.
+        model: Module that takes a batch's entries and returns an object with a 0-d ``loss``. Its
+            weights change in place. Models of transformers run without a cache of keys and values,
+            which some forwards round.
         lr: Learning rate of a step.
         zo_eps: Perturbation scale.
-        weight_decay: Weight decay of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
+        weight_decay: Weight decay of the parameters whose names contain none of ``bias``,
+            ``layer_norm``, ``layernorm``.
         perturb_in_place: True is MeZO. False starts each evaluation from a copy of the weights.
-        draw: Writes noise other than MeZO's into z, given z, a seed and the parameter's index in registration order.
+        draw: Writes noise other than MeZO's into z, given z, a seed and the parameter's index in
+            registration order.
         autocast: The dtype of ``torch.autocast`` in the forwards; None disables it.
     """
 
@@ -52,14 +58,20 @@ class MonolithicMeZO:
 
     def __post_init__(self) -> None:
         self.model.eval()
-        self._indices = [index for index, p in enumerate(self.model.parameters()) if p.requires_grad]
-        self._trainable = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        self._indices = [
+            index for index, p in enumerate(self.model.parameters()) if p.requires_grad
+        ]
+        self._trainable = [
+            (name, p) for name, p in self.model.named_parameters() if p.requires_grad
+        ]
 
     @torch.inference_mode()
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss at the present weights, 0-d."""
         device = self._trainable[0][1].device
-        autocast = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        autocast = torch.autocast(
+            device.type, dtype=self.autocast, enabled=self.autocast is not None
+        )
         with autocast, _without_cache(self.model):
             loss = self.model(**batch).loss
         assert isinstance(loss, torch.Tensor)
@@ -77,7 +89,9 @@ class MonolithicMeZO:
             self._update(seed, projected_grad, self.lr / len(seeds))
         return MonolithicStep(tuple(losses), tuple(projected_grads))
 
-    def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _probe(
+        self, batch: Mapping[str, torch.Tensor], seed: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         saved = [] if self.perturb_in_place else [p.data.clone() for _, p in self._trainable]
         losses = []
         for k in (1, -2 if self.perturb_in_place else -1):
@@ -111,7 +125,9 @@ class MonolithicMeZO:
         generator = torch.Generator(self._trainable[0][1].device)
         generator.manual_seed(seed)
         for _, p in self._trainable:
-            yield torch.normal(0.0, 1.0, p.size(), dtype=p.dtype, device=p.device, generator=generator)
+            yield torch.normal(
+                0.0, 1.0, p.size(), dtype=p.dtype, device=p.device, generator=generator
+            )
 
     def _restore(self, saved: list[torch.Tensor]) -> None:
         for (_, p), weights in zip(self._trainable, saved, strict=True):

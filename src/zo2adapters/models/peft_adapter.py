@@ -1,11 +1,14 @@
-"""Parameter-efficient training: a few new parameters in peft's modules, and a base that is only read.
+"""Parameter-efficient training: a few new parameters in peft's modules, and a base that is only
+read.
 
-Peft inserts its modules into the skeleton, names their parameters and makes their initial values. The embedding's segment
-owns all of these parameters and blocks borrow theirs, so that blocks never change.
+Peft inserts its modules into the skeleton, names their parameters and makes their initial values.
+The embedding's segment owns all of these parameters and blocks borrow theirs, so that blocks never
+change.
 
-Most kinds wrap linear layers, and their initial values depend only on the seed and the layers' shapes. LoRA and DoRA have
-two thin matrices in addition to a linear layer's matrix, DoRA also a vector of magnitudes; a stack of experts gets a pair of
-matrices for each expert (``target_parameters``). The parameter of a prefix is peft's table of keys and values, without a
+Most kinds wrap linear layers, and their initial values depend only on the seed and the layers'
+shapes. LoRA and DoRA have two thin matrices in addition to a linear layer's matrix, DoRA also a
+vector of magnitudes; a stack of experts gets a pair of matrices for each expert
+(``target_parameters``). The parameter of a prefix is peft's table of keys and values, without a
 projection; they start as MeZO's, with those that the base computes for random tokens.
 """
 
@@ -34,7 +37,14 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
-from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning, reason, without_effect
+from zo2core.errors import (
+    CheckpointError,
+    OptionError,
+    UnsupportedModelError,
+    ZO2Warning,
+    reason,
+    without_effect,
+)
 from zo2core.io.durable import open_regular
 from zo2core.kernels.encoding import decoded
 from zo2core.protocols import TensorReader
@@ -43,17 +53,37 @@ from zo2core.ranges import LARGEST, require_whole
 ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
-SAVED = f".modules_to_save.{ADAPTER_NAME}."  # part of the names of parameters in a module's trained copy
-_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")  # part of the names of a wrapped module's parameters
-FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # returns initial values by parameter, in its dtype
+# part of the names of parameters in a module's trained copy
+SAVED = f".modules_to_save.{ADAPTER_NAME}."
+# part of the names of a wrapped module's parameters
+_WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")
+# returns initial values by parameter, in its dtype
+FirstValues = Callable[[], Mapping[str, torch.Tensor]]
 
-AUTO, EXPERTS = "auto", "experts"  # among ``target_modules``: linear layers outside experts, and stacks of experts
-_LAYERS = {"modules_to_save", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+# among ``target_modules``: linear layers outside experts, and stacks of experts
+AUTO, EXPERTS = "auto", "experts"
+_LAYERS = {
+    "modules_to_save",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+}
 _NEUTRAL = {  # options of every config that do not change a run
-    *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
+    *(
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+    )
 }
 _DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that change training only
-_MATRICES = 4  # float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the weights
+# float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the
+# weights
+_MATRICES = 4
 _LARGEST_RANK = 1 << 16
 _LARGEST_CONFIG = 1 << 20  # bytes
 
@@ -69,7 +99,9 @@ OpenBase = Callable[[], HFBlockModel]  # opens the base without the adapter
 
 
 def base_form(name: str) -> str:
-    """The name in the base of a parameter of the model with an adapter; a trained copy has the name of its original."""
+    """The name in the base of a parameter of the model with an adapter; a trained copy has the name
+    of its original.
+    """
     return _WRAPPED.sub(".", name).replace(SAVED, ".")
 
 
@@ -100,7 +132,8 @@ class AdapterKind:
         is_mixed: Whether it computes in mixed precision what it computes in the whole model.
     """
 
-    is_of_text_alone: ClassVar[bool] = False  # whether it is for causal language models that read no images
+    # whether it is for causal language models that read no images
+    is_of_text_alone: ClassVar[bool] = False
     embedding: ClassVar[tuple[str, ...]] = ()  # modules that run before the layers
 
     peft_type: str
@@ -116,26 +149,40 @@ class AdapterKind:
         return []
 
     def not_stacked(self, config: Any) -> str | None:
-        """Name of these adapters in the error that refuses low-rank perturbations; None: they are supported."""
+        """Name of these adapters in the error that refuses low-rank perturbations; None: they are
+        supported.
+        """
         return self.title
 
     def file_name(self, name: str) -> str:
         """The name of a parameter in peft's files."""
-        name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name  # without its module's name
+        # without its module's name
+        name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
         return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name.replace(SAVED, "."))
 
     def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
-        """Put peft's modules into a skeleton. Returns peft's model around it, if the adapter only works through that."""
+        """Put peft's modules into a skeleton.
+
+        Returns peft's model around it, if the adapter only works through that.
+        """
         _wrap_layers(skeleton, config, seed=seed)
 
     def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
-        """Bytes of the matrices that exist at a time in the forward of the largest wrapped layer."""
+        """Bytes of the matrices that exist at a time in the forward of the largest wrapped
+        layer.
+        """
         largest = max(layer.base_layer.weight.numel() for _, layer in _wrapped_layers(skeleton))
         return int(_MATRICES * torch.float32.itemsize * largest)
 
-    def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
+    def first_values(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase
+    ) -> FirstValues:
         """Prepare the initial values of a new adapter: those that peft has drawn."""
-        values = {name: value.detach().contiguous() for name, value in _added(skeleton) if SAVED not in name}
+        values = {
+            name: value.detach().contiguous()
+            for name, value in _added(skeleton)
+            if SAVED not in name
+        }
         return lambda: values
 
 
@@ -151,38 +198,59 @@ class OpenedAdapter:
     values: FirstValues
     where: str  # name of the adapter in messages
     forward_bytes: int  # memory that a layer's forward needs in addition to the base's
-    wrapper: Any  # peft's model around the skeleton, if the adapter only works through it; else None
+    # peft's model around the skeleton, if the adapter only works through it; else None
+    wrapper: Any
 
 
 def _added(skeleton: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The adapter's parameters in a skeleton."""
-    return ((name, value) for name, value in skeleton.named_parameters() if f".{ADAPTER_NAME}." in f"{name}.")
+    return (
+        (name, value)
+        for name, value in skeleton.named_parameters()
+        if f".{ADAPTER_NAME}." in f"{name}."
+    )
 
 
 @contextmanager
 def _insertion(expected: str, remedy: str) -> Iterator[None]:
-    """A context in which peft puts its modules into a skeleton; it draws weights that are not used."""
+    """A context in which peft puts its modules into a skeleton; it draws weights that are not
+    used.
+    """
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # it corrects this option for each layer
-            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern .*gate_up_proj")  # of a mixture: its own
+            # it corrects this option for each layer
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set")
+            # of a mixture: its own
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern .*gate_up_proj")
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads it
             yield
     except Exception as error:  # any: an invalid config leads to errors inside peft
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        where = "adapter.target_modules" if "arget modules" in found or "arget_modules" in found else "adapter"
+        where = (
+            "adapter.target_modules"
+            if "arget modules" in found or "arget_modules" in found
+            else "adapter"
+        )
         raise OptionError(where, found, expected, remedy) from error
 
 
 def _wrap_layers(
-    skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...] = (nn.Linear,), seed: int | None = None
+    skeleton: PreTrainedModel,
+    config: Any,
+    layers: tuple[type[nn.Module], ...] = (nn.Linear,),
+    seed: int | None = None,
 ) -> None:
     """Let peft wrap layers of a skeleton, of these types. With a seed it draws initial values."""
     import peft
 
-    linears = [module for module in skeleton.modules() if seed is not None and isinstance(module, nn.Linear)]
+    linears = [
+        module
+        for module in skeleton.modules()
+        if seed is not None and isinstance(module, nn.Linear)
+    ]
     weights = {linear: linear.weight for linear in linears}
-    for linear, weight in weights.items():  # peft keeps what it draws on the device of a layer's weights, in their dtype
+    for linear, weight in weights.items():
+        # peft keeps what it draws on the device of a layer's weights, in their dtype
         linear.weight = nn.Parameter(torch.empty(1).expand(weight.shape), requires_grad=False)
     expected = "a config that peft can put into this model, with names of its linear layers"
     with _insertion(expected, "name layers that the model has, such as q_proj, or all-linear"):
@@ -199,7 +267,8 @@ def _wrap_layers(
                 "adapter.target_modules",
                 f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
                 "linear layers before the head",
-                f"name such layers, as q_proj, or {AUTO} for all of them outside experts and routers",
+                f"name such layers, as q_proj, or {AUTO} for all of them outside experts and "
+                "routers",
             )
     _require_copies(skeleton, config)
     skeleton.train(mode=False)
@@ -213,22 +282,37 @@ def _wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def wraps_parameter(module: nn.Module) -> bool:
-    """Whether a module of peft adapts a parameter of the module that it wraps, such as a stack of experts."""
+    """Whether a module of peft adapts a parameter of the module that it wraps, such as a stack of
+    experts.
+    """
     return hasattr(module, "parameter_name")
 
 
 def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
-    """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be trained."""
-    paths = dict.fromkeys(name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name)
+    """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be
+    trained.
+    """
+    paths = dict.fromkeys(
+        name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name
+    )
     whole: Any = skeleton
     ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
-    wrong = [name for name in config.modules_to_save or () if not any(path.endswith(name) for path in paths)]
+    wrong = [
+        name
+        for name in config.modules_to_save or ()
+        if not any(path.endswith(name) for path in paths)
+    ]
     for path in paths:
         has_parts = any(True for _ in skeleton.get_submodule(path + SAVED.rstrip(".")).children())
         wrong += [path] if has_parts or skeleton.get_submodule(path) in ends else []
     if wrong:
-        expected = "modules with parameters of their own, such as norms, other than the embedding and the output layer"
-        raise OptionError("adapter.modules_to_save", wrong[0], expected, "name such modules, or leave it out")
+        expected = (
+            "modules with parameters of their own, such as norms, other than the embedding and "
+            "the output layer"
+        )
+        raise OptionError(
+            "adapter.modules_to_save", wrong[0], expected, "name such modules, or leave it out"
+        )
 
 
 def _is_linear(module: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
@@ -250,40 +334,60 @@ class LoRAKind(AdapterKind):
     def unused_options(self, config: Any) -> list[str]:
         """See the base class."""
         require_whole("adapter.r", config.r, 1, _LARGEST_RANK)
-        return [] if config.init_lora_weights in (True, False, "gaussian") else ["init_lora_weights"]
+        return (
+            [] if config.init_lora_weights in (True, False, "gaussian") else ["init_lora_weights"]
+        )
 
     def not_stacked(self, config: Any) -> str | None:
         """DoRA and LoRA of experts are refused, in mixed precision, too.
 
-        DoRA's forward divides by norms of the perturbed matrix, which differ for each direction. It takes norms of matrices,
-        and experts' matrices are added to the base's, before autocast casts them.
+        DoRA's forward divides by norms of the perturbed matrix, which differ for each direction. It
+        takes norms of matrices, and experts' matrices are added to the base's, before autocast
+        casts them.
         """
-        return "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
+        return (
+            "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
+        )
 
     def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> None:
         """See the base class."""
-        layers: tuple[type[nn.Module], ...] = (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D)
+        layers: tuple[type[nn.Module], ...] = (
+            (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D)
+        )
         _name_targets(skeleton, config, layers)
         _wrap_layers(skeleton, config, layers)
         if any(type(layer.base_layer) is Conv1D for _, layer in _wrapped_layers(skeleton)):
-            config.fan_in_fan_out = True  # as peft sets it for each such layer, with a warning if the config says otherwise
+            # as peft sets it for each such layer, with a warning if the config says otherwise
+            config.fan_in_fan_out = True
 
     def forward_bytes(self, skeleton: PreTrainedModel, config: Any) -> int:
-        """DoRA's matrices, or adapted stacks, which exist beside the base's while their module runs."""
+        """DoRA's matrices, or adapted stacks, which exist beside the base's while their module
+        runs.
+        """
         sums = Counter[nn.Module]()
         for _, layer in _wrapped_layers(skeleton):
             if wraps_parameter(layer):
                 sums[layer.get_base_layer()] += layer.get_param().nbytes
-        return max([super().forward_bytes(skeleton, config) if config.use_dora else 0, *sums.values()])
+        return max(
+            [super().forward_bytes(skeleton, config) if config.use_dora else 0, *sums.values()]
+        )
 
-    def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
-        """Matrices from peft's initialisation; DoRA's magnitudes from peft's too, which reads each layer's weights."""
+    def first_values(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase
+    ) -> FirstValues:
+        """Matrices from peft's initialisation; DoRA's magnitudes from peft's too, which reads each
+        layer's weights.
+        """
         wrapped = dict(_wrapped_layers(skeleton))
         linears: dict[str, Any] = {}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # without seeding devices
             for name in (name for path in wrapped for name in _matrices(path)):
-                linears[name] = skeleton.get_submodule(name.removesuffix(".weight")).float().to_empty(device="cpu")
+                linears[name] = (
+                    skeleton.get_submodule(name.removesuffix(".weight"))
+                    .float()
+                    .to_empty(device="cpu")
+                )
                 linears[name].reset_parameters()  # as when the layer is built
             for layer in wrapped.values():
                 layer.reset_lora_parameters(ADAPTER_NAME, config.init_lora_weights)
@@ -295,9 +399,15 @@ class LoRAKind(AdapterKind):
         return lambda: {**values, **_magnitudes(wrapped, values, base(), weights)}
 
 
-def _name_targets(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...]) -> None:
+def _name_targets(
+    skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...]
+) -> None:
     """Replace ``auto`` and ``experts`` among a config's targets by names of this model."""
-    targets = {config.target_modules} if isinstance(config.target_modules, str) else {*(config.target_modules or ())}
+    targets = (
+        {config.target_modules}
+        if isinstance(config.target_modules, str)
+        else {*(config.target_modules or ())}
+    )
     if EXPERTS in targets:
         stacks = {  # the ends of names of parameters that are one matrix for each expert
             f"{EXPERTS}.{name}"
@@ -315,19 +425,31 @@ def _name_targets(skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.
 
 
 def _linear_layers(skeleton: PreTrainedModel, layers: tuple[type[nn.Module], ...]) -> set[str]:
-    """The paths of linear layers before the head: of a mixture, those outside its experts and routers.
+    """The paths of linear layers before the head: of a mixture, those outside its experts and
+    routers.
 
-    Dense layers stay out whose names peft takes for those of experts, as ``gate_proj`` in DeepSeek's first layers.
+    Dense layers stay out whose names peft takes for those of experts, as ``gate_proj`` in
+    DeepSeek's first layers.
     """
     whole: Any = skeleton
     head = whole.get_output_embeddings()
-    paths = [path for path, module in skeleton.named_modules() if module is not head and _is_linear(module, layers)]
-    of_experts = {leaf for leaf in {path.rpartition(".")[2] for path in paths} if _names_experts(skeleton, leaf)}
+    paths = [
+        path
+        for path, module in skeleton.named_modules()
+        if module is not head and _is_linear(module, layers)
+    ]
+    of_experts = {
+        leaf
+        for leaf in {path.rpartition(".")[2] for path in paths}
+        if _names_experts(skeleton, leaf)
+    }
     return {path for path in paths if path.rpartition(".")[2] not in of_experts}
 
 
 def _names_experts(skeleton: PreTrainedModel, leaf: str) -> bool:
-    """Whether peft takes a layer's name for a projection of this model's experts, which are one stacked parameter."""
+    """Whether peft takes a layer's name for a projection of this model's experts, which are one
+    stacked parameter.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -346,22 +468,36 @@ def _matrices(path: str) -> tuple[str, str]:
 
 @torch.no_grad()
 def _magnitudes(
-    wrapped: Mapping[str, Any], values: Mapping[str, torch.Tensor], base: HFBlockModel, weights: Iterable[str]
+    wrapped: Mapping[str, Any],
+    values: Mapping[str, torch.Tensor],
+    base: HFBlockModel,
+    weights: Iterable[str],
 ) -> dict[str, torch.Tensor]:
-    """DoRA's initial magnitudes, computed by peft with one matrix of the base in memory at a time."""
+    """DoRA's initial magnitudes, computed by peft with one matrix of the base in memory at a
+    time.
+    """
     norms: dict[str, torch.Tensor] = {}
-    for (path, layer), (spec, weight) in zip(wrapped.items(), _base_values(base, weights), strict=True):
+    for (path, layer), (spec, weight) in zip(
+        wrapped.items(), _base_values(base, weights), strict=True
+    ):
         linear = nn.Linear(1, 1, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         magnitude = type(layer.lora_magnitude_vector[ADAPTER_NAME])(fan_in_fan_out=False)
-        # In the weights' dtype, as in peft, which converts its matrices to float32 only after computing the norms.
+        # In the weights' dtype, as in peft, which converts its matrices to float32 only after
+        # computing the norms.
         a, b = (values[name].to(spec.dtype) for name in _matrices(path))
-        magnitude.update_layer(base_layer=linear, lora_A=a, lora_B=b, scaling=layer.scaling[ADAPTER_NAME])
-        norms[f"{path}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = magnitude.weight.detach().float()
+        magnitude.update_layer(
+            base_layer=linear, lora_A=a, lora_B=b, scaling=layer.scaling[ADAPTER_NAME]
+        )
+        norms[f"{path}.lora_magnitude_vector.{ADAPTER_NAME}.weight"] = (
+            magnitude.weight.detach().float()
+        )
     return norms
 
 
-def _base_values(base: HFBlockModel, names: Iterable[str]) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
+def _base_values(
+    base: HFBlockModel, names: Iterable[str]
+) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
     """Read parameters of a base one after the other, decoded."""
     specs = {spec.name: spec for layout in base.layouts for spec in layout.parameters}
     with closing(base.weights) as weights:
@@ -386,14 +522,17 @@ class PrefixKind(AdapterKind):
 
     def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
         """See the base class. Sizes that the config does not set are filled in, as in peft."""
-        most = (longest_row(skeleton) or LARGEST) - _SHORTEST_ROW  # so that rows fit in the model's positions
+        # so that rows fit in the model's positions
+        most = (longest_row(skeleton) or LARGEST) - _SHORTEST_ROW
         require_whole("adapter.num_virtual_tokens", config.num_virtual_tokens, 1, most)
         wrapper, own = _wrapped(skeleton, config)
         for option in _BASE_SIZES:
             given, expected = getattr(config, option), getattr(own, option)
             if given not in (None, expected):
                 remedy = "leave it out, or use the base that the adapter was made for"
-                raise OptionError(f"adapter.{option}", repr(given)[:80], f"{expected}, as in the base", remedy)
+                raise OptionError(
+                    f"adapter.{option}", repr(given)[:80], f"{expected}, as in the base", remedy
+                )
             setattr(config, option, expected)
         config.task_type, config.encoder_hidden_size = own.task_type, own.encoder_hidden_size
         skeleton.add_module(_ENCODER, wrapper.get_submodule(_ENCODER))
@@ -403,7 +542,9 @@ class PrefixKind(AdapterKind):
         """None: see ``PrefixBlockModel`` for its cache."""
         return 0
 
-    def first_values(self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase) -> FirstValues:
+    def first_values(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, base: OpenBase
+    ) -> FirstValues:
         """Keys and values of random tokens; zeros with ``init_weights="zero"``."""
         shape = skeleton.get_parameter(_TABLE).shape
         if config.init_weights == "zero":
@@ -424,12 +565,17 @@ def _wrapped(skeleton: PreTrainedModel, config: Any) -> tuple[Any, Any]:
     return wrapper.eval(), own
 
 
-def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, seed: int) -> torch.Tensor:
-    """Keys and values that the base computes for one row of random tokens, with one block in memory at a time."""
+def _real_keys_and_values(
+    base: HFBlockModel, config: Any, shape: torch.Size, seed: int
+) -> torch.Tensor:
+    """Keys and values that the base computes for one row of random tokens, with one block in memory
+    at a time.
+    """
     tokens, heads = config.num_virtual_tokens, config.num_attention_heads
     generator, cache = torch.Generator().manual_seed(seed), DynamicCache()
     ids = torch.randint(base.config.get_text_config().vocab_size, (1, tokens), generator=generator)
-    forward: Any = SimpleNamespace(  # the base's up to the last layer, which writes all keys and values to the cache
+    # the base's up to the last layer, which writes all keys and values to the cache
+    forward: Any = SimpleNamespace(
         prepared=lambda batch: batch,
         embed=lambda batch: base.prologue(**batch, past_key_values=cache, use_cache=True),
         block=base.block,
@@ -441,12 +587,15 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
     with Engine(base, memory=streamed) as replayer:
         list(replayer.forwards([{"input_ids": ids}], forward))
     layers: list[Any] = cache.layers  # those that share the keys of another layer have none
-    states = [states for layer in layers for states in (layer.keys, layer.values) if states is not None]
+    states = [
+        states for layer in layers for states in (layer.keys, layer.values) if states is not None
+    ]
     shapes = {(1, heads, tokens, config.token_dim // heads), *(tuple(one.shape) for one in states)}
     if len(shapes) > 1 or len(states) * config.token_dim != shape[1]:
         raise UnsupportedModelError(
             f"model type {base.config.model_type}",
-            f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: {sorted(shapes)}",
+            f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: "
+            f"{sorted(shapes)}",
             f"those of every layer, {shape[1]} numbers a token, as in peft's table",
             'pass init_weights="zero", or train LoRA',
         )
@@ -460,7 +609,8 @@ _KINDS = (
         _FACTORS - {"alpha"} | {"lora_alpha", "use_rslora", "fan_in_fan_out", "target_parameters"},
         {"init_lora_weights", "use_dora"},
         "lora_A",
-        "linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without dropout, whose initial values "
+        "linear layers, GPT-2's Conv1D and stacked experts, or DoRA of linear layers, without "
+        "dropout, whose initial values "
         "do not depend on the base's weights",
         is_mixed=False,
     ),
@@ -472,9 +622,21 @@ _KINDS = (
         "a causal language model, without prefix_projection",
         is_mixed=False,
     ),
-    AdapterKind("IA3", "IA3", _LAYERS | {"feedforward_modules", "fan_in_fan_out"}, {"init_ia3_weights"}, "ia3_l"),
+    AdapterKind(
+        "IA3",
+        "IA3",
+        _LAYERS | {"feedforward_modules", "fan_in_fan_out"},
+        {"init_ia3_weights"},
+        "ia3_l",
+    ),
     AdapterKind("LOHA", "LoHa", _FACTORS, _INIT, "hada_w1_a", is_mixed=False),
-    AdapterKind("LOKR", "LoKr", _FACTORS | {"decompose_both", "decompose_factor", "use_effective_conv2d"}, _INIT, "lokr_w1"),
+    AdapterKind(
+        "LOKR",
+        "LoKr",
+        _FACTORS | {"decompose_both", "decompose_factor", "use_effective_conv2d"},
+        _INIT,
+        "lokr_w1",
+    ),
     AdapterKind("HRA", "HRA", _LAYERS | {"r", "apply_GS"}, _INIT, "hra_u"),
     AdapterKind("MISS", "Miss", _LAYERS | {"r", "mini_r"}, _INIT, "miss_block"),
 )
@@ -486,13 +648,14 @@ class Adapter:
     """An adapter to train. The base's weights do not change.
 
     Args:
-        config: A config of peft, of a kind in ``KINDS``; a JSON file of one; or a directory with an adapter saved by peft,
-            whose values the run starts from.
-        frozen: Parameters whose names contain one of these texts are not trained, such as ``("lora_A",)`` for LoRA-FA
-            (arXiv 2308.03303).
+        config: A config of peft, of a kind in ``KINDS``; a JSON file of one; or a directory with an
+            adapter saved by peft, whose values the run starts from.
+        frozen: Parameters whose names contain one of these texts are not trained, such as
+            ``("lora_A",)`` for LoRA-FA (arXiv 2308.03303).
         seed: Seed of a new adapter's initial values.
         base: Path or hub id of the base, which an exported config names if ``config`` names none.
-        is_trained: Whether it will be trained. An adapter that is only read may have been trained with dropout.
+        is_trained: Whether it will be trained. An adapter that is only read may have been trained
+            with dropout.
     """
 
     config: Any
@@ -533,7 +696,9 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
         raise OptionError("adapter", name, f"one of {', '.join(KINDS)} as peft_type", remedy)
     plain, defaults = config.to_dict(), type(config)().to_dict()
     known = kind.decisive | kind.supported | _NEUTRAL | (set() if adapter.is_trained else _DROPOUT)
-    unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
+    unused_options = [
+        key for key, value in plain.items() if key not in known and value != defaults.get(key)
+    ]
     unused_options += kind.unused_options(config)
     if unused_options:
         option = unused_options[0]
@@ -543,8 +708,13 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     return ChosenConfig(adapter, kind, config, weights)
 
 
-def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, is_mixed: bool) -> OpenedAdapter:
-    """Insert peft's modules into a skeleton, in mixed or exact precision. Their parameters are on the meta device."""
+def inject(
+    skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, is_mixed: bool
+) -> OpenedAdapter:
+    """Insert peft's modules into a skeleton, in mixed or exact precision.
+
+    Their parameters are on the meta device.
+    """
     adapter, kind, config, weights = chosen
     dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
     try:
@@ -552,20 +722,28 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
     except OptionError as error:
         if weights is None:
             raise
-        found, remedy = f"{error.where}: {error.found}", "use the base that the adapter was made for"
-        raise CheckpointError(weights.with_name(CONFIG_FILE), found, error.expected, remedy) from error
+        found, remedy = (
+            f"{error.where}: {error.found}",
+            "use the base that the adapter was made for",
+        )
+        raise CheckpointError(
+            weights.with_name(CONFIG_FILE), found, error.expected, remedy
+        ) from error
     tensors = dict[str, torch.Tensor]()
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
         tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
     copies = {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}
     names = {name: kind.file_name(name) for name in tensors}
-    trained = frozenset(name for name in tensors if not any(part in name for part in adapter.frozen))
+    trained = frozenset(
+        name for name in tensors if not any(part in name for part in adapter.frozen)
+    )
     unmatched = [part for part in adapter.frozen if not any(part in name for name in tensors)]
     if not trained or unmatched:
         raise OptionError(
             "adapter.frozen",
-            f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} parameter's name contains",
+            f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} "
+            "parameter's name contains",
             f"parts of the names of some of them, such as {kind.part_of_names}",
             "leave it out to train all",
         )
@@ -574,7 +752,9 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
         remedy = "leave it out, or use LoRA of linear layers"
         raise OptionError("precision", f"mixed with {not_mixed}", "exact precision", remedy)
     if weights is None:
-        values = partial(_with_copies, kind.first_values(skeleton, config, adapter.seed, base), copies, base)
+        values = partial(
+            _with_copies, kind.first_values(skeleton, config, adapter.seed, base), copies, base
+        )
     else:
         values = partial(dict, read_values(weights, names, tensors))
     for name, tensor in tensors.items():
@@ -592,8 +772,13 @@ def inject(skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, i
     )
 
 
-def _with_copies(values: FirstValues, copies: Mapping[str, torch.dtype], base: OpenBase) -> Mapping[str, torch.Tensor]:
-    """Initial values of an adapter. Copies of whole modules, of these dtypes, start with the base's values."""
+def _with_copies(
+    values: FirstValues, copies: Mapping[str, torch.dtype], base: OpenBase
+) -> Mapping[str, torch.Tensor]:
+    """Initial values of an adapter.
+
+    Copies of whole modules, of these dtypes, start with the base's values.
+    """
     if not copies:
         return values()
     read = _base_values(base(), map(base_form, copies))
@@ -601,9 +786,16 @@ def _with_copies(values: FirstValues, copies: Mapping[str, torch.dtype], base: O
     return {**values(), **started}
 
 
-def read_values(path: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read an adapter's values from a file of peft, given the names there and the shapes and dtypes."""
-    entries, values = parse_header(path), {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+def read_values(
+    path: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Read an adapter's values from a file of peft, given the names there and the shapes and
+    dtypes.
+    """
+    entries, values = (
+        parse_header(path),
+        {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()},
+    )
     found = {name: f"shape {list(entry.shape)}" for name, entry in entries.items()}
     expected = {names[name]: f"shape {list(value.shape)}" for name, value in values.items()}
     wrong = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
@@ -621,9 +813,15 @@ def read_values(path: Path, names: Mapping[str, str], tensors: Mapping[str, torc
 
 
 def by_wrapped_names(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
-    """A mapping by the base's names, with the names that peft's wrapping gives these parameters as keys."""
+    """A mapping by the base's names, with the names that peft's wrapping gives these parameters as
+    keys.
+    """
     names = (name for name, _ in model.named_parameters())
-    return {name: values[plain] for name in names if SAVED not in name and (plain := base_form(name)) in values}
+    return {
+        name: values[plain]
+        for name in names
+        if SAVED not in name and (plain := base_form(name)) in values
+    }
 
 
 def _read_config(peft: Any, path: Path) -> Any:
@@ -634,9 +832,16 @@ def _read_config(peft: Any, path: Path) -> Any:
             warnings.simplefilter("always")  # those for the author of the config are dropped below
             config = peft.PeftConfig.from_peft_type(**values)
     except Exception as error:  # any: an invalid config leads to errors inside peft
-        found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {str(error)[:200]}"
-        raise CheckpointError(path, found, f"{CONFIG_FILE} as peft writes it", "save the adapter again with peft") from error
+        found = (
+            reason(error)
+            if isinstance(error, OSError)
+            else f"{type(error).__name__}: {str(error)[:200]}"
+        )
+        raise CheckpointError(
+            path, found, f"{CONFIG_FILE} as peft writes it", "save the adapter again with peft"
+        ) from error
     for warning in caught:
-        if (text := str(warning.message)).startswith("Unexpected keyword arguments"):  # of a newer peft, which it ignores
+        if (text := str(warning.message)).startswith("Unexpected keyword arguments"):
+            # of a newer peft, which it ignores
             warnings.warn(f"{path}: {text}", ZO2Warning, stacklevel=2)
     return config

@@ -1,7 +1,7 @@
 """Hugging Face models with an adapter of peft. Exports are the adapter, in peft's files.
 
-A prefix is trained keys and values of virtual tokens, which every layer's attention sees before those of the row. Other
-adapters are modules around layers.
+A prefix is trained keys and values of virtual tokens, which every layer's attention sees before
+those of the row. Other adapters are modules around layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from zo2core.errors import UnsupportedModelError
 
 
 def write_adapter(
-    directory: Path, config: Mapping[str, Any], values: dict[str, torch.Tensor], files: Files = NO_FILES
+    directory: Path,
+    config: Mapping[str, Any],
+    values: dict[str, torch.Tensor],
+    files: Files = NO_FILES,
 ) -> None:
     """Write an adapter."""
     with new_directory(directory) as partial:
@@ -68,19 +71,32 @@ class PeftBlockModel(HFBlockModel):
         """The adapter's parameters."""
         return frozenset(self.adapter.parameters)
 
-    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Files) -> None:
-        """Write the adapter's config and its tensors among these as peft does, the base's tokenizer, and further files."""
+    def write(
+        self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Files
+    ) -> None:
+        """Write the adapter's config and its tensors among these as peft does, the base's
+        tokenizer, and further files.
+        """
         names = self.adapter.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
-        write_adapter(directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files})
+        write_adapter(
+            directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files}
+        )
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
         config = self.adapter.config
-        title = self.adapter.kind.not_stacked(config) or ("modules_to_save" if config.modules_to_save else None)
+        title = self.adapter.kind.not_stacked(config) or (
+            "modules_to_save" if config.modules_to_save else None
+        )
         if title is not None:
-            found, expected = f"{title} with low-rank perturbations", "LoRA, whose matrices are linear layers"
-            raise UnsupportedModelError("adapter", found, expected, "leave --rank out, or use DensePerturbation()")
+            found, expected = (
+                f"{title} with low-rank perturbations",
+                "LoRA, whose matrices are linear layers",
+            )
+            raise UnsupportedModelError(
+                "adapter", found, expected, "leave --rank out, or use DensePerturbation()"
+            )
         super().require_stackable()
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
@@ -96,7 +112,8 @@ class PeftHeadModel(PeftBlockModel, HFHeadModel):
     """A Hugging Face model with another head than a causal language model's, and an adapter."""
 
 
-# Copies of all rows' keys and values while peft makes a cache, in units of the base's dtype: float32 counts as two.
+# Copies of all rows' keys and values while peft makes a cache, in units of the base's dtype:
+# float32 counts as two.
 _COPIES = 4
 
 
@@ -110,9 +127,10 @@ class LayerPrefix(NamedTuple):
 class PrefixBlockModel(PeftBlockModel):
     """A Hugging Face model with a prefix of peft.
 
-    Peft's model calls Hugging Face's forward with the prefix as a cache, and with a mask that starts with ones for the
-    prefix. Attention appends the row's keys to the cache. Therefore a batch holds each layer's keys and values as tensors,
-    and each call of a layer gets a new cache made from them.
+    Peft's model calls Hugging Face's forward with the prefix as a cache, and with a mask that
+    starts with ones for the prefix. Attention appends the row's keys to the cache. Therefore a
+    batch holds each layer's keys and values as tensors, and each call of a layer gets a new cache
+    made from them.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -133,13 +151,21 @@ class PrefixBlockModel(PeftBlockModel):
         return super()._prepared(batch)
 
     def embed(self, batch: Batch) -> Activations:
-        """Run HF's forward up to the first layer, and keep each layer's prefix. See the contract."""
+        """Run HF's forward up to the first layer, and keep each layer's prefix.
+
+        See the contract.
+        """
         activations = super().embed(batch)
-        calls = (_with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer()))
+        calls = (
+            _with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer())
+        )
         return activations._replace(calls=LayerCalls.of(calls))
 
     def prologue(self, **inputs: Any) -> Activations:
-        """Run HF's forward up to the first layer. A cache of the caller gets the prefix as its first entries."""
+        """Run HF's forward up to the first layer.
+
+        A cache of the caller gets the prefix as its first entries.
+        """
         cache = inputs.get("past_key_values")
         if cache is None:
             return super().prologue(**inputs)
@@ -149,7 +175,9 @@ class PrefixBlockModel(PeftBlockModel):
                 cache.update(layer.keys, layer.values, index)
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         if mask is not None:
-            inputs["attention_mask"] = torch.cat([mask.new_ones(rows, self.virtual_tokens), mask], dim=1)
+            inputs["attention_mask"] = torch.cat(
+                [mask.new_ones(rows, self.virtual_tokens), mask], dim=1
+            )
         if positions is not None:
             inputs["position_ids"] = positions + self.virtual_tokens
         with self._unwrapped():
@@ -157,11 +185,18 @@ class PrefixBlockModel(PeftBlockModel):
 
     def _arguments(self, index: int, activations: Activations) -> LayerCall:
         """The recorded arguments, with a new cache."""
-        return _with_cache(activations.calls.layer(index), index, len(self.by_token(activations.hidden)))
+        return _with_cache(
+            activations.calls.layer(index), index, len(self.by_token(activations.hidden))
+        )
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
-        """Bytes of the cache of all rows while it is made, and of each evaluation's prefix. See the base class."""
-        all_rows, prefix = (cache_bytes(self.config, count, self.virtual_tokens) for count in (rows, 1))
+        """Bytes of the cache of all rows while it is made, and of each evaluation's prefix.
+
+        See the base class.
+        """
+        all_rows, prefix = (
+            cache_bytes(self.config, count, self.virtual_tokens) for count in (rows, 1)
+        )
         return _COPIES * all_rows + streams * prefix
 
     def forward_bytes(self, batch: Batch) -> int:
@@ -181,7 +216,9 @@ class _OtherLayer:
 
     def __getattr__(self, name: str) -> Any:
         found = f"a read of another layer's keys ({name})"
-        raise _unfit("a layer's attention", found, "layers that each attend to their own keys, for a prefix")
+        raise _unfit(
+            "a layer's attention", found, "layers that each attend to their own keys, for a prefix"
+        )
 
 
 def _unfit(where: str, found: str, expected: str) -> UnsupportedModelError:
@@ -219,5 +256,7 @@ def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
 def _replaced(kind: type, change: Callable[[Any], Any], call: LayerCall) -> LayerCall:
     """A layer's arguments, with those of one type changed."""
     args, kwargs = call
-    changed = {key: change(value) if isinstance(value, kind) else value for key, value in kwargs.items()}
+    changed = {
+        key: change(value) if isinstance(value, kind) else value for key, value in kwargs.items()
+    }
     return tuple(change(value) if isinstance(value, kind) else value for value in args), changed

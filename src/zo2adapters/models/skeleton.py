@@ -1,6 +1,7 @@
 """Stubs that stand in for a decoder's layers while Hugging Face's own forward runs.
 
-The arguments that a model's forward passes to its layers besides the hidden state: masks, positions, caches.
+The arguments that a model's forward passes to its layers besides the hidden state: masks,
+positions, caches.
 
 Build a model from its config alone: parameters without memory, buffers with transformers' values.
 """
@@ -25,7 +26,10 @@ from zo2core.errors import UnsupportedModelError
 
 
 class CutError(UnsupportedModelError):
-    """Interrupts HF's forward at the last stub. Callers see it if they call the skeleton outside of a sweep."""
+    """Interrupts HF's forward at the last stub.
+
+    Callers see it if they call the skeleton outside of a sweep.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -55,7 +59,8 @@ class StandIn(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
+        # not a submodule: its parameters are not this model's
+        object.__setattr__(self, "layer", layer)
 
     def __getattr__(self, name: str) -> Any:
         # HF's loops may read a layer's attributes, such as its kind of attention.
@@ -68,7 +73,9 @@ class StandIn(nn.Module):
 class Stub(StandIn):
     """Replaces a layer: records its call, or returns the final hidden state."""
 
-    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int) -> None:
+    def __init__(
+        self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int
+    ) -> None:
         super().__init__(layer)
         self.recorder = recorder
         self.last = last
@@ -95,10 +102,14 @@ LayerCall: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional a
 
 
 class LayerCalls(NamedTuple):
-    """The calls of all layers. Most layers of most models get the very same objects, and share one entry."""
+    """The calls of all layers.
+
+    Most layers of most models get the very same objects, and share one entry.
+    """
 
     distinct: Sequence[LayerCall]
-    numbers: array[int]  # of each layer's call; an array, which those who take nested activations apart pass on as it is
+    # of each layer's call; an array, which those who take nested activations apart pass on as it is
+    numbers: array[int]
 
     @classmethod
     def of(cls, calls: Iterable[LayerCall]) -> LayerCalls:
@@ -120,7 +131,16 @@ class LayerCalls(NamedTuple):
         return map(self.layer, range(len(self.numbers)))
 
 
-_FACTORIES = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
+_FACTORIES = {
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.eye,
+    torch.arange,
+    torch.linspace,
+    torch.rand,
+    torch.randn,
+}
 _MIN_PARAMETERS = 1 << 12  # every model may have so many, whatever its checkpoint holds
 _MIN_NUMBERS = 1 << 27
 
@@ -137,7 +157,9 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, shapes: Iterable[Sequence[int]]) -> Bounds:
-        """The bounds for a checkpoint's tensors; models may have more, such as tied weights or position tables."""
+        """The bounds for a checkpoint's tensors; models may have more, such as tied weights or
+        position tables.
+        """
         sizes = [math.prod(shape) for shape in shapes]
         return cls(4 * len(sizes) + _MIN_PARAMETERS, max(2 * sum(sizes), _MIN_NUMBERS))
 
@@ -146,7 +168,9 @@ UNBOUNDED = Bounds()  # for trusted configs
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Uninitialised tensors are created on the meta device, computed ones (rotary tables and other buffers) as usual."""
+    """Uninitialised tensors are created on the meta device, computed ones (rotary tables and other
+    buffers) as usual.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__()
@@ -165,7 +189,11 @@ class _ParametersOnMeta(TorchFunctionMode):
 
     def _require_small(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Check the size of a result that may be larger than its inputs, on the meta device."""
-        sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        sizes = [
+            leaf.numel()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta
+        ]
         if func not in _FACTORIES and (len(sizes) < 2 or math.prod(sizes) <= self._bounds.numbers):
             return
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
@@ -173,13 +201,18 @@ class _ParametersOnMeta(TorchFunctionMode):
             result = func(*args, **{**kwargs, "device": "meta"} if func in _FACTORIES else kwargs)
         except Exception:  # any: the call itself raises it, too
             return
-        numbers = max((leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), default=0)
+        numbers = max(
+            (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)),
+            default=0,
+        )
         if numbers > self._bounds.numbers:
             raise OversizedError(f"a table of {numbers} numbers")
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert tensors that transformers keeps in another dtype when it loads a model, such as float32 norms."""
+    """Convert tensors that transformers keeps in another dtype when it loads a model, such as
+    float32 norms.
+    """
     plan = model._get_dtype_plan(dtype)
     if plan:
         pattern, by_group, _ = build_glob_alternation(list(plan))
@@ -195,20 +228,24 @@ class _InPlaceWrites(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.names = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
+        self.names = {
+            parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()
+        }
         self.written: list[tuple[str, str]] = []  # parameter and function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        if is_in_place and isinstance(first, torch.Tensor):  # views of a parameter share its storage
+        if is_in_place and isinstance(first, torch.Tensor):
+            # views of a parameter share its storage
             parameter = self.names.get(first.untyped_storage()._cdata)
             self.written += [] if parameter is None else [(parameter, name)]
         return func(*args, **(kwargs or {}))
 
 
 def _initialize_again(model: PreTrainedModel, where: str) -> None:
-    """Initialise as transformers does after it has loaded a model, to compute tables that no checkpoint holds.
+    """Initialise as transformers does after it has loaded a model, to compute tables that no
+    checkpoint holds.
 
     Loaded parameters are marked and must not be written; models that ignore the mark are refused.
     """
@@ -230,17 +267,27 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
 
 
 def build_skeleton(
-    config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM, *, bounds: Bounds = UNBOUNDED
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    head: Head = CAUSAL_LM,
+    *,
+    bounds: Bounds = UNBOUNDED,
 ) -> PreTrainedModel:
     """Build a model whose parameters take no memory."""
     where = f"model type {config.model_type}"
     with _ParametersOnMeta(bounds):
-        model: PreTrainedModel = head.class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
+        model: PreTrainedModel = head.class_of(config).from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
     model.train(mode=False)
     _initialize_again(model, where)
     _keep_dtypes(model, dtype)
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
-            where, found, remedy = f"{where}: {name}", "a buffer without values", "write an adapter for this architecture"
+            where, found, remedy = (
+                f"{where}: {name}",
+                "a buffer without values",
+                "write an adapter for this architecture",
+            )
             raise UnsupportedModelError(where, found, "buffers that follow from the config", remedy)
     return model

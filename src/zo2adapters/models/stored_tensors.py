@@ -1,13 +1,16 @@
-"""The tensors of a checkpoint: decoded where they are quantised, and matched with the model that its config describes.
+"""The tensors of a checkpoint: decoded where they are quantised, and matched with the model that
+its config describes.
 
-Transformers renames and joins tensors as it loads a model. Its own rules run on row numbers in place of rows, and their
-result says where each row of a parameter is stored. A parameter is read from there straight into its memory, and written
-back. Rules that compute with values, or move values within a row, are refused.
+Transformers renames and joins tensors as it loads a model. Its own rules run on row numbers in
+place of rows, and their result says where each row of a parameter is stored. A parameter is read
+from there straight into its memory, and written back. Rules that compute with values, or move
+values within a row, are refused.
 
-Quantised formats, as transformers writes them: bitsandbytes of 8 bits (``weight`` in int8, ``SCB`` beside it) and 4 bits
-(nf4: ``weight`` with ``weight.absmax``, ``weight.quant_map``, a JSON object in bytes, and nested ones where scales are
-quantised, too), fine-grained FP8 (``weight`` in e4m3, ``weight_scale_inv``), MXFP4 of gpt-oss's experts (``_blocks`` and
-``_scales``), GPTQ and AWQ of 4 bits, and compressed-tensors' packed integers of 4 bits and NVFP4. ``config.json`` is checked
+Quantised formats, as transformers writes them: bitsandbytes of 8 bits (``weight`` in int8, ``SCB``
+beside it) and 4 bits (nf4: ``weight`` with ``weight.absmax``, ``weight.quant_map``, a JSON object
+in bytes, and nested ones where scales are quantised, too), fine-grained FP8 (``weight`` in e4m3,
+``weight_scale_inv``), MXFP4 of gpt-oss's experts (``_blocks`` and ``_scales``), GPTQ and AWQ of 4
+bits, and compressed-tensors' packed integers of 4 bits and NVFP4. ``config.json`` is checked
 against the tensors.
 """
 
@@ -31,11 +34,23 @@ import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from zo2adapters.models.architecture import Architecture, parameter_names
 from zo2core import ParameterSpec, encodings
-from zo2core.checkpoint.shards import DTYPE_NAMES, DTYPES, Piece, TensorEntry, check_float, same_samples
+from zo2core.checkpoint.shards import (
+    DTYPE_NAMES,
+    DTYPES,
+    Piece,
+    TensorEntry,
+    check_float,
+    same_samples,
+)
 from zo2core.encodings import Encoding, MatrixStack
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.io.direct_file import byte_view
@@ -44,7 +59,8 @@ from zo2core.types import SavedForm, SavedPart
 
 _INTEGERS = {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}
 SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the part's role
-    "int8": {"codes": ".weight", "scales": ".SCB", "format": ".weight_format"},  # the last is 0: codes row by row
+    # the last is 0: codes row by row
+    "int8": {"codes": ".weight", "scales": ".SCB", "format": ".weight_format"},
     "fp8": {"codes": ".weight", "scales": ".weight_scale_inv"},
     "nf4": {
         "codes": ".weight",
@@ -58,21 +74,42 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
     "gptq": _INTEGERS,
     "gptq_v2": _INTEGERS,
     "awq": _INTEGERS,
-    "int4": {"codes": ".weight_packed", "scales": ".weight_scale", "zeros": ".weight_zero_point", "order": ".weight_g_idx"},
-    "nvfp4": {"codes": ".weight_packed", "scales": ".weight_scale", "global": ".weight_global_scale"},
+    "int4": {
+        "codes": ".weight_packed",
+        "scales": ".weight_scale",
+        "zeros": ".weight_zero_point",
+        "order": ".weight_g_idx",
+    },
+    "nvfp4": {
+        "codes": ".weight_packed",
+        "scales": ".weight_scale",
+        "global": ".weight_global_scale",
+    },
 }
-MATRIX = ".matrices."  # between the name of a tensor of three axes and the number of one of its matrices; of this package
-_UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")  # of compressed-tensors, beside what is decoded
-_MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}  # suffixes that encoded layers alone have
+# between the name of a tensor of three axes and the number of one of its matrices; of this package
+MATRIX = ".matrices."
+# of compressed-tensors, beside what is decoded
+_UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")
+# suffixes that encoded layers alone have
+_MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}
 _MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": SUFFIXES["nf4"]["state"]}
 _STACKS = encodings.MXFP4Stack, MatrixStack
 _MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
 _MAX_OFFSET = torch.finfo(torch.float32).max
 _MAX_STATE_BYTES = 4096
 
-_ROW_OPERATIONS = {  # operations that only move whole rows; old versions of transformers have no Split
+# operations that only move whole rows; old versions of transformers have no Split
+_ROW_OPERATIONS = {
     getattr(core_model_loading, name, None)
-    for name in ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Split", "Interleave", "Transpose")
+    for name in (
+        "MergeModulelist",
+        "SplitModulelist",
+        "Concatenate",
+        "Chunk",
+        "Split",
+        "Interleave",
+        "Transpose",
+    )
 }
 _MAX_ROWS = 1 << 26  # rows of one conversion; their int64 numbers take half a GiB
 
@@ -105,12 +142,15 @@ class Quantization:
         method = values.get("quant_method")
         kind = f" of type {values.get('bnb_4bit_quant_type')}" if method == "bitsandbytes" else ""
         kind += f" in blocks of {values.get('weight_block_size')}" if method == "fp8" else ""
-        kind += f" of {values['bits']} bits" if method in ("gptq", "awq") and "bits" in values else ""
+        kind += (
+            f" of {values['bits']} bits" if method in ("gptq", "awq") and "bits" in values else ""
+        )
         kind += f" in format {values.get('format')}" if method == "compressed-tensors" else ""
         raise UnsupportedModelError(
             where,
             f"quantization_config: {method}{kind}",
-            "bitsandbytes of 8 bits or of 4 bits as nf4, fp8 in blocks, mxfp4, GPTQ or AWQ of 4 bits everywhere, "
+            "bitsandbytes of 8 bits or of 4 bits as nf4, fp8 in blocks, mxfp4, GPTQ or AWQ of 4 "
+            "bits everywhere, "
             "or one scheme of compressed-tensors: packed integers of 4 bits or NVFP4",
             "use the unquantised checkpoint, or quantise it: zo2 convert --quantize int8|nf4|fp8",
         )
@@ -118,7 +158,9 @@ class Quantization:
     def split(
         self, entries: Mapping[str, TensorEntry], dtype: torch.dtype
     ) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-        """A checkpoint's tensors as if none were encoded, and the encoded ones, by the parameters' names."""
+        """A checkpoint's tensors as if none were encoded, and the encoded ones, by the parameters'
+        names.
+        """
         mark, own = _MARKS[self.method], "" if self.method == "mxfp4" else ".weight"
         layers = sorted(name.removesuffix(mark) for name in entries if name.endswith(mark))
         if not layers:
@@ -141,14 +183,23 @@ class Quantization:
         parts: list[TensorEntry] = []
         for part in encoding.parts(shape):
             entry = self._entry(entries, layer, part.role)
-            fits = entry.nbytes == part.nbytes if self.method in ("nf4", "nvfp4") else entry.shape == part.shape
+            fits = (
+                entry.nbytes == part.nbytes
+                if self.method in ("nf4", "nvfp4")
+                else entry.shape == part.shape
+            )
             if not fits or entry.dtype != DTYPE_NAMES[part.dtype]:
-                expected = f"{DTYPE_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer} in {encoding.name}"
+                expected = (
+                    f"{DTYPE_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer} in "
+                    f"{encoding.name}"
+                )
                 raise _malformed(entry, f"{entry.dtype} of shape {list(entry.shape)}", expected)
             parts.append(entry)
         return EncodedTensor(encoding, shape, tuple(parts))
 
-    def _encoding(self, entries: Mapping[str, TensorEntry], layer: str) -> tuple[Encoding, tuple[int, ...]]:
+    def _encoding(
+        self, entries: Mapping[str, TensorEntry], layer: str
+    ) -> tuple[Encoding, tuple[int, ...]]:
         """The encoding and the shape of a layer's matrix."""
         if self.method == "nf4":
             return _nf4(self._entry(entries, layer, "state"))
@@ -157,7 +208,9 @@ class Quantization:
             *stack, outputs, blocks, _ = codes.shape
             return encodings.MXFP4Stack(), (*stack, blocks * encodings.MXFP4_BLOCK, outputs)
         if self.method == "mxfp4" or len(codes.shape) != 2:
-            expected = f"{'stacks of matrices' if self.method == 'mxfp4' else 'a matrix'} in {self.method}"
+            expected = (
+                f"{'stacks of matrices' if self.method == 'mxfp4' else 'a matrix'} in {self.method}"
+            )
             raise _malformed(codes, f"shape {list(codes.shape)}", expected)
         if self.method == "fp8":
             stored = self._entry(entries, layer, "scales").dtype
@@ -167,15 +220,24 @@ class Quantization:
             return self._groups(entries, layer, *codes.shape)
         order = entries.get(f"{layer}{SUFFIXES['int8']['format']}")
         if order is not None and (order.nbytes != 1 or any(_read(order))):
-            remedy = "quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint"
+            remedy = (
+                "quantise the model again with a recent bitsandbytes, or use the unquantised "
+                "checkpoint"
+            )
             raise _malformed(order, "codes in another layout", "0, the layout row by row", remedy)
         return encodings.Int8Rows(), codes.shape
 
     def _groups(
         self, entries: Mapping[str, TensorEntry], layer: str, first: int, second: int
     ) -> tuple[encodings.FourBitGroups, tuple[int, int]]:
-        """The encoding and the shape of a matrix of 4 bits a weight, whose codes have this shape."""
-        shapes = {"awq": (8 * second, first), "int4": (first, 8 * second), "nvfp4": (first, 2 * second)}
+        """The encoding and the shape of a matrix of 4 bits a weight, whose codes have this
+        shape.
+        """
+        shapes = {
+            "awq": (8 * second, first),
+            "int4": (first, 8 * second),
+            "nvfp4": (first, 2 * second),
+        }
         rows, columns = shapes.get(self.method, (second, 8 * first))
         stated = entries.get(f"{layer}.weight_shape")
         if stated is not None and stated.nbytes == 16:
@@ -187,23 +249,42 @@ class Quantization:
         suffixes, is_ordered = SUFFIXES[self.method], False
         order = entries.get(f"{layer}{suffixes['order']}") if "order" in suffixes else None
         if order is not None:
-            groups = torch.frombuffer(bytearray(_read(order, 4 * columns, "I32")), dtype=torch.int32)
-            if len(groups) != columns or not 0 <= int(groups.min()) <= int(groups.max()) < -(-columns // group):
-                raise _malformed(order, f"{len(groups)} groups of columns, from {int(groups.min())} to {int(groups.max())}")
-            is_ordered = not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group)  # no neighbours
+            groups = torch.frombuffer(
+                bytearray(_read(order, 4 * columns, "I32")), dtype=torch.int32
+            )
+            if len(groups) != columns or not 0 <= int(groups.min()) <= int(groups.max()) < -(
+                -columns // group
+            ):
+                raise _malformed(
+                    order,
+                    f"{len(groups)} groups of columns, from {int(groups.min())} to "
+                    f"{int(groups.max())}",
+                )
+            # no neighbours
+            is_ordered = not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group)
         has_zeros = self.method not in ("int4", "nvfp4") or not self.is_symmetric
-        return encodings.FourBitGroups(self.method, group, scales, has_zeros, is_ordered), (rows, columns)
+        return encodings.FourBitGroups(self.method, group, scales, has_zeros, is_ordered), (
+            rows,
+            columns,
+        )
 
     def _entry(self, entries: Mapping[str, TensorEntry], layer: str, role: str) -> TensorEntry:
         name = f"{layer}{SUFFIXES[self.method][role]}"
         if name not in entries:
             expected = f"all tensors of a matrix in {self.method}, as config.json says"
-            raise _missing(self.where.parent, name, expected, "get all shards, and the config.json that belongs to them")
+            raise _missing(
+                self.where.parent,
+                name,
+                expected,
+                "get all shards, and the config.json that belongs to them",
+            )
         return entries[name]
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Method, block, group and symmetry, by the fields of ``Quantization``; None: it is another quantisation."""
+    """Method, block, group and symmetry, by the fields of ``Quantization``; None: it is another
+    quantisation.
+    """
     method, weights = values.get("quant_method"), dict[str, Any]()
     if method == "bitsandbytes":
         name = "int8" if values.get("load_in_8bit") else values.get("bnb_4bit_quant_type")
@@ -227,17 +308,26 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any] | None:
         is_plain = is_dense and not values.get("transform_config") and len(schemes) == 1
         if is_plain and values.get("quantization_status") in ("compressed", None):
             weights = schemes[0].get("weights") or {}
-        is_integer = weights.get("type") == "int" and weights.get("strategy") in ("group", "channel")
+        is_integer = weights.get("type") == "int" and weights.get("strategy") in (
+            "group",
+            "channel",
+        )
         if values.get("format") == "nvfp4-pack-quantized" and weights.get("num_bits") == 4:
             return {"method": "nvfp4", "group": 16}
         if values.get("format") == "pack-quantized" and weights.get("num_bits") == 4 and is_integer:
             group = _group(weights.get("group_size"))
-            return {"method": "int4", "group": group, "is_symmetric": bool(weights.get("symmetric", True))}
+            return {
+                "method": "int4",
+                "group": group,
+                "is_symmetric": bool(weights.get("symmetric", True)),
+            }
     return {"method": "mxfp4"} if method == "mxfp4" else None
 
 
 def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTensor]:
-    """Unite the matrices that this package wrote for a tensor of three axes; the others stay as they are."""
+    """Unite the matrices that this package wrote for a tensor of three axes; the others stay as
+    they are.
+    """
     found: dict[str, EncodedTensor] = {}
     stacks: dict[str, dict[int, EncodedTensor]] = {}
     for name, matrix in encoded.items():
@@ -250,7 +340,11 @@ def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTenso
         matrices = [by_number[number] for number in sorted(by_number)]
         entry, shapes = matrices[0].parts[0], sorted({matrix.shape for matrix in matrices})
         if len(shapes) > 1 or max(by_number) != len(matrices) - 1:
-            raise _malformed(entry, f"{len(matrices)} matrices of {name}, up to number {max(by_number)}, of shapes {shapes}")
+            raise _malformed(
+                entry,
+                f"{len(matrices)} matrices of {name}, up to number {max(by_number)}, of shapes "
+                f"{shapes}",
+            )
         stack_of = MatrixStack(tuple((matrix.encoding, matrix.shape[0]) for matrix in matrices))  # type: ignore[misc]
         parts = tuple(part for matrix in matrices for part in matrix.parts)
         found[name] = EncodedTensor(stack_of, (len(matrices), *shapes[0]), parts)
@@ -261,17 +355,35 @@ def encodings_of(
     parameters: Mapping[str, Sequence[Piece]], encoded: Mapping[str, EncodedTensor]
 ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, Encoding]]:
     """The pieces to read for all parameters, and the encodings of encoded ones."""
-    pieces, found = {name: tuple(of_parameter) for name, of_parameter in parameters.items()}, dict[str, Encoding]()
+    pieces, found = (
+        {name: tuple(of_parameter) for name, of_parameter in parameters.items()},
+        dict[str, Encoding](),
+    )
     for name, of_parameter in parameters.items():
-        matrices = [encoded[piece.entry.name] for piece in of_parameter if piece.entry.name in encoded]
+        matrices = [
+            encoded[piece.entry.name] for piece in of_parameter if piece.entry.name in encoded
+        ]
         if not matrices:
             continue
-        stack = tuple((one.encoding, one.shape[0]) for one in matrices if not isinstance(one.encoding, _STACKS))
+        stack = tuple(
+            (one.encoding, one.shape[0])
+            for one in matrices
+            if not isinstance(one.encoding, _STACKS)
+        )
         is_whole = all(piece == Piece.whole(piece.entry) for piece in of_parameter)
-        if not is_whole or len(matrices) < len(of_parameter) or (len(matrices) > 1 and len(stack) < len(matrices)):
-            expected = "quantised matrices that are each a parameter of the model, or all of a stack of experts"
+        if (
+            not is_whole
+            or len(matrices) < len(of_parameter)
+            or (len(matrices) > 1 and len(stack) < len(matrices))
+        ):
+            expected = (
+                "quantised matrices that are each a parameter of the model, or all of a stack of "
+                "experts"
+            )
             first = of_parameter[0].entry
-            raise _unsupported(first, f"a quantised part of {name}", expected, "use the unquantised checkpoint")
+            raise _unsupported(
+                first, f"a quantised part of {name}", expected, "use the unquantised checkpoint"
+            )
         found[name] = matrices[0].encoding if len(matrices) == 1 else MatrixStack(stack)
         pieces[name] = tuple(Piece.whole(part.as_bytes()) for one in matrices for part in one.parts)
     return pieces, found
@@ -281,15 +393,28 @@ def _nf4(entry: TensorEntry) -> tuple[encodings.NF4Blocks, tuple[int, ...]]:
     """Read encoding and shape from the JSON object beside a matrix."""
     try:
         state = json.loads(_read(entry))
-        shape, block, nested = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize")
+        shape, block, nested = (
+            tuple(state["shape"]),
+            state["blocksize"],
+            state.get("nested_blocksize"),
+        )
         offset = float(state["nested_offset"]) if nested is not None else 0.0
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise _malformed(entry, f"an invalid state ({type(error).__name__})") from error
     sizes = block, 2 if nested is None else nested
     if not (_are_sizes(shape) and _are_sizes(sizes) and max(sizes) <= _MAX_BLOCK):
         raise _malformed(entry, f"shape {shape}, blocks of {block} and {nested}")
     if state.get("quant_type") != "nf4" or block % 2 or not abs(offset) <= _MAX_OFFSET:
-        raise _malformed(entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}")
+        raise _malformed(
+            entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}"
+        )
     return encodings.NF4Blocks(block, nested, offset), shape
 
 
@@ -309,20 +434,34 @@ def _are_sizes(values: Sequence[object]) -> bool:
 
 
 def match_tensors(
-    directory: Path, entries: Mapping[str, TensorEntry], skeleton: PreTrainedModel, architecture: Architecture
+    directory: Path,
+    entries: Mapping[str, TensorEntry],
+    skeleton: PreTrainedModel,
+    architecture: Architecture,
 ) -> tuple[dict[str, tuple[Piece, ...]], SavedForm]:
-    """Find the pieces of each of ``named_parameters()``, and load persistent buffers, which are few and small.
+    """Find the pieces of each of ``named_parameters()``, and load persistent buffers, which are few
+    and small.
 
     Returns:
-        The pieces, and how the checkpoint stores buffers and parameters that have other names or parts in the model.
+        The pieces, and how the checkpoint stores buffers and parameters that have other names or
+        parts in the model.
     """
     pieces, prefix = parameter_pieces(entries, skeleton), skeleton.base_model_prefix
     state = skeleton.state_dict()
-    unexpected = [name for name in pieces if name not in state and not _is_ignored(name, skeleton, architecture)]
+    unexpected = [
+        name
+        for name in pieces
+        if name not in state and not _is_ignored(name, skeleton, architecture)
+    ]
     if unexpected:
-        found = f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first"
+        found = (
+            f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one "
+            "first"
+        )
         remedy = "use the config.json that belongs to these shards, or open them with their head"
-        raise _malformed(pieces[min(unexpected)][0].entry, found, "the parameters of the config's model", remedy)
+        raise _malformed(
+            pieces[min(unexpected)][0].entry, found, "the parameters of the config's model", remedy
+        )
     parameters: dict[str, tuple[Piece, ...]] = {}
     parts: dict[str, tuple[SavedPart, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
@@ -342,18 +481,25 @@ def match_tensors(
             raise _missing(directory, name, "every buffer that the model's checkpoints keep")
         first, *others = pieces[name]
         if others or first != Piece.whole(first.entry):
-            raise _unsupported(first.entry, f"a part of the buffer {name}", "buffers that are each a tensor of their own")
+            raise _unsupported(
+                first.entry,
+                f"a part of the buffer {name}",
+                "buffers that are each a tensor of their own",
+            )
         constants[first.entry.name] = value = read_tensor(first.entry)
         path, _, leaf = name.rpartition(".")
         skeleton.get_submodule(path)._buffers[leaf] = value.to(state[name].dtype)
     return parameters, SavedForm(parts, constants)
 
 
-def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
+def require_dtype(
+    parameters: Mapping[str, Sequence[Piece]], skeleton: PreTrainedModel, dtype: torch.dtype
+) -> None:
     """Refuse tensors of another dtype than the config's."""
     for name, pieces in parameters.items():
         entry = pieces[0].entry
-        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # transformers keeps some in another dtype
+        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):
+            # transformers keeps some in another dtype
             remedy = "pass a dtype, to which tensors are converted as they are read"
             raise _malformed(entry, f"dtype {entry.dtype}", f"{dtype}, as config.json says", remedy)
 
@@ -365,7 +511,10 @@ def read_tensor(entry: TensorEntry) -> torch.Tensor:
     return value
 
 
-_ALL = "get all shards; for a new head, load the model with transformers' class of this head, and save it"
+_ALL = (
+    "get all shards; for a new head, load the model with transformers' class of this head, and "
+    "save it"
+)
 
 
 def _missing(directory: Path, name: str, expected: str, remedy: str = _ALL) -> CheckpointError:
@@ -378,33 +527,53 @@ def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
     for entry, _, _ in pieces:
         if check_float(entry) != first.torch_dtype:
             expected = f"{first.dtype}, as in {first.name}: both are in {name}"
-            raise _malformed(entry, f"dtype {entry.dtype}", expected, "convert the checkpoint to one dtype")
+            raise _malformed(
+                entry, f"dtype {entry.dtype}", expected, "convert the checkpoint to one dtype"
+            )
 
 
 def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture) -> bool:
     """Whether a tensor is obsolete, as transformers or a declaration says."""
     patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    return name.endswith(architecture.ignored or ("\0",)) or any(re.search(pattern, name) for pattern in patterns)
+    return name.endswith(architecture.ignored or ("\0",)) or any(
+        re.search(pattern, name) for pattern in patterns
+    )
 
 
 def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
     """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
     for copy in copies[1:]:
-        for (first, *extent), (other, *other_extent) in zip_longest(copies[0], copy, fillvalue=(None, 0, 0)):
-            if first is None or other is None or extent != other_extent or not same_samples(first, other):
+        for (first, *extent), (other, *other_extent) in zip_longest(
+            copies[0], copy, fillvalue=(None, 0, 0)
+        ):
+            if (
+                first is None
+                or other is None
+                or extent != other_extent
+                or not same_samples(first, other)
+            ):
                 found, expected = (
                     f"other values than in {copies[0][0].entry.name}",
                     f"equal values: config.json ties both to {name}",
                 )
-                raise _malformed(copy[0].entry, found, expected, "set tie_word_embeddings to false in config.json")
+                raise _malformed(
+                    copy[0].entry,
+                    found,
+                    expected,
+                    "set tie_word_embeddings to false in config.json",
+                )
 
 
-def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
+def parameter_pieces(
+    entries: Mapping[str, TensorEntry], model: PreTrainedModel
+) -> dict[str, tuple[Piece, ...]]:
     """Apply transformers' rules to the names of a checkpoint's tensors."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     prefix, state = model.base_model_prefix, model.state_dict()
     pieces: dict[str, tuple[Piece, ...]] = {}
     joined: dict[str, list[tuple[str, TensorEntry]]] = {}  # target to pattern and tensor
@@ -423,7 +592,9 @@ def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel)
             raise _duplicate(entry, target, pieces[target][0].entry)
         pieces[target] = (Piece.whole(entry),)
     for target, sources in joined.items():
-        for name, converted_pieces in _converted(model, state, target, sources, deepcopy(by_pattern[sources[0][0]])).items():
+        for name, converted_pieces in _converted(
+            model, state, target, sources, deepcopy(by_pattern[sources[0][0]])
+        ).items():
             if name in pieces:
                 raise _duplicate(converted_pieces[0].entry, name, pieces[name][0].entry)
             pieces[name] = converted_pieces
@@ -437,7 +608,9 @@ def _converted(
     sources: Sequence[tuple[str, TensorEntry]],
     rule: WeightConverter,
 ) -> dict[str, tuple[Piece, ...]]:
-    """Run one rule on row numbers, and return the pieces of every tensor of the model that it makes."""
+    """Run one rule on row numbers, and return the pieces of every tensor of the model that it
+    makes.
+    """
     entries = [entry for _, entry in sources]
     for operation in rule.operations:
         if type(operation) not in _ROW_OPERATIONS:
@@ -445,18 +618,29 @@ def _converted(
             raise _unsupported(entries[0], found, "conversions that move whole rows")
     by_elements = any(len(entry.shape) < 2 for entry in entries)  # a vector is no row
     sizes = [1 if by_elements else entry.shape[-1] for entry in entries]
-    counts = [math.prod(entry.shape) // max(size, 1) for entry, size in zip(entries, sizes, strict=True)]
+    counts = [
+        math.prod(entry.shape) // max(size, 1) for entry, size in zip(entries, sizes, strict=True)
+    ]
     offsets = [0, *accumulate(counts)]
     if offsets[-1] > _MAX_ROWS:
-        raise _unsupported(entries[0], f"{offsets[-1]} rows for {target}", f"at most {_MAX_ROWS} in one conversion")
+        raise _unsupported(
+            entries[0], f"{offsets[-1]} rows for {target}", f"at most {_MAX_ROWS} in one conversion"
+        )
     for (pattern, entry), first, count in zip(sources, offsets, counts, strict=False):
         shape = entry.shape if by_elements else (*entry.shape[:-1], 1)
         rule.add_tensor(target, entry.name, pattern, torch.arange(first, first + count).view(shape))  # type: ignore[arg-type]
     try:
         converted: dict[str, Any] = rule.convert(target, model=model, config=model.config)
-    except Exception as error:  # any: tensors that do not fit together surface inside the operations
-        raise _misfit(entries[0], target, f"tensors that do not fit together ({type(error).__name__}: {error})") from error
-    tensors = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+    except Exception as error:
+        # any: tensors that do not fit together surface inside the operations
+        raise _misfit(
+            entries[0],
+            target,
+            f"tensors that do not fit together ({type(error).__name__}: {error})",
+        ) from error
+    tensors = {
+        name: value[0] if isinstance(value, list) else value for name, value in converted.items()
+    }
     numbers = torch.cat([value.reshape(-1) for value in tensors.values()])
     if not torch.equal(numbers.sort().values, torch.arange(offsets[-1])):
         raise _misfit(entries[0], target, "rows that no parameter takes")
@@ -466,12 +650,18 @@ def _converted(
         if tuple(value.shape) != (shape if by_elements else (*shape[:-1], 1)) or (
             not by_elements and any(size != shape[-1] for size in sizes)
         ):
-            raise _misfit(entries[0], name, f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}")
+            raise _misfit(
+                entries[0],
+                name,
+                f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}",
+            )
         result[name] = tuple(_pieces(value.reshape(-1), entries, offsets, sizes[0]))
     return result
 
 
-def _pieces(numbers: torch.Tensor, entries: Sequence[TensorEntry], offsets: Sequence[int], size: int) -> list[Piece]:
+def _pieces(
+    numbers: torch.Tensor, entries: Sequence[TensorEntry], offsets: Sequence[int], size: int
+) -> list[Piece]:
     """Join consecutive rows of one tensor into pieces."""
     begins_tensor = torch.isin(numbers, torch.tensor(offsets))
     begins_tensor[1:] |= numbers[1:] != numbers[:-1] + 1
@@ -491,27 +681,36 @@ def _duplicate(entry: TensorEntry, target: str, first: TensorEntry) -> Checkpoin
 
 
 def _misfit(entry: TensorEntry, name: str, found: str) -> CheckpointError:
-    return _malformed(entry, found, f"the tensors from which transformers makes {name}, as config.json says")
+    return _malformed(
+        entry, found, f"the tensors from which transformers makes {name}, as config.json says"
+    )
 
 
 _DESCRIPTION = "the description of a matrix in the format that config.json names"
 _OF_SHARDS = "use the config.json that belongs to these shards, or get all files again"
 
 
-def _malformed(entry: TensorEntry, found: str, expected: str = _DESCRIPTION, remedy: str = _OF_SHARDS) -> CheckpointError:
+def _malformed(
+    entry: TensorEntry, found: str, expected: str = _DESCRIPTION, remedy: str = _OF_SHARDS
+) -> CheckpointError:
     return CheckpointError(f"{entry.path}: {entry.name}", found, expected, remedy)
 
 
-_SAVE_AGAIN = "load the model with transformers, save it with save_original_format=False, and use that"
+_SAVE_AGAIN = (
+    "load the model with transformers, save it with save_original_format=False, and use that"
+)
 
 
-def _unsupported(entry: TensorEntry, found: str, expected: str, remedy: str = _SAVE_AGAIN) -> UnsupportedModelError:
+def _unsupported(
+    entry: TensorEntry, found: str, expected: str, remedy: str = _SAVE_AGAIN
+) -> UnsupportedModelError:
     return UnsupportedModelError(f"{entry.path}: {entry.name}", found, expected, remedy)
 
 
 @dataclass(eq=False)
 class OverlaidReader:
-    """Reads a checkpoint, of which some parameters have values of their own, made at the first read and kept in memory.
+    """Reads a checkpoint, of which some parameters have values of their own, made at the first read
+    and kept in memory.
 
     Args:
         base: Reads the other parameters.
@@ -535,8 +734,12 @@ class OverlaidReader:
         """Fingerprint of the base and, where they are not the base's, of all values."""
         if self.where is None:
             return self.base.fingerprint
-        values = save({name: value.contiguous() for name, value in sorted(self._flat_values().items())})
-        return hashlib.sha256(self.base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
+        values = save(
+            {name: value.contiguous() for name, value in sorted(self._flat_values().items())}
+        )
+        return hashlib.sha256(
+            self.base.fingerprint.encode() + hashlib.sha256(values).digest()
+        ).hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
         """None for values in memory. See the contract."""
@@ -544,11 +747,17 @@ class OverlaidReader:
 
     def itemsize(self, parameter: str) -> int:
         """Bytes of an element."""
-        return self.dtypes[parameter].itemsize if parameter in self.dtypes else self.base.itemsize(parameter)
+        return (
+            self.dtypes[parameter].itemsize
+            if parameter in self.dtypes
+            else self.base.itemsize(parameter)
+        )
 
     def origin(self, parameter: str) -> str:
         """The file of a parameter, or the name of the values' origin."""
-        return self.where if self.where and parameter in self.dtypes else self.base.origin(parameter)
+        return (
+            self.where if self.where and parameter in self.dtypes else self.base.origin(parameter)
+        )
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. See the contract."""

@@ -1,7 +1,7 @@
 """A task for a limited process: convert one pickled file of tensors to safetensors.
 
-``torch.load(weights_only=True)`` runs no code. It does not check the archive's checksums, nor that storages have the
-sizes that the pickle gives; both are checked here before a tensor is used.
+``torch.load(weights_only=True)`` runs no code. It does not check the archive's checksums, nor that
+storages have the sizes that the pickle gives; both are checked here before a tensor is used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-_ZIP = b"PK\x03\x04"  # first bytes of torch.save's files since PyTorch 1.6; older ones are bare pickles
-_STORAGE = re.compile(r"[^/]*/data/")  # names of entries that are storages, in the archive's one directory
-# Errors of zipfile for damaged archives: bad structure and checksums, unknown compression, encryption, truncation, ...
+# first bytes of torch.save's files since PyTorch 1.6; older ones are bare pickles
+_ZIP = b"PK\x03\x04"
+# names of entries that are storages, in the archive's one directory
+_STORAGE = re.compile(r"[^/]*/data/")
+# Errors of zipfile for damaged archives: bad structure and checksums, unknown compression,
+# encryption, truncation, ...
 _DAMAGED = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8}
@@ -44,7 +47,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except _RefusedError as error:
         return {"refused": error.refusal}
     try:
-        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+        os.close(
+            os.open(
+                target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+            )
+        )
         save_file(tensors, target, metadata={"format": "pt"})
     except (SafetensorError, OSError) as error:
         return {"unwritable": str(error)}
@@ -60,7 +67,9 @@ def _read(path: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, torc
         _check_storages(path, stored, state.values())
     storages: set[int] = set()
     # A tensor that the index assigns to another shard is a copy, and is left out.
-    assigned_here = {name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard}
+    assigned_here = {
+        name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard
+    }
     return {name: _unshared(tensor, storages) for name, tensor in assigned_here.items()}
 
 
@@ -68,16 +77,20 @@ def _load(path: Path, *, mmap: bool) -> Mapping[Any, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        # The error in the context is the reader's own; torch's text around it tells how to load the file unsafely.
+        # The error in the context is the reader's own; torch's text around it tells how to load the
+        # file unsafely.
         raise _RefusedError(
             path,
-            f"a pickle that does more than build tensors ({str(error.__context__ or error).splitlines()[0][:200]})",
+            "a pickle that does more than build tensors "
+            f"({str(error.__context__ or error).splitlines()[0][:200]})",
             "tensors by name",
-            "get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
+            "get the file again in case it is damaged; else ask its author for safetensors, and "
+            "do not load it",
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # any: damaged bytes lead torch's reader to KeyError, RuntimeError, AssertionError, ...
+    except Exception as error:
+        # any: damaged bytes lead torch's reader to KeyError, RuntimeError, AssertionError, ...
         text = " ".join(str(error).split())
         if "allocate memory" in text:
             raise MemoryError from error
@@ -91,7 +104,8 @@ def _load(path: Path, *, mmap: bool) -> Mapping[Any, Any]:
 def _stored_sizes(path: Path) -> list[int] | None:
     """The sizes of an archive's storages; None: the file is a bare pickle.
 
-    Archives with compressed entries or wrong checksums are refused, which ``torch.load(mmap=True)`` does not check.
+    Archives with compressed entries or wrong checksums are refused, which ``torch.load(mmap=True)``
+    does not check.
     """
     with path.open("rb") as file:
         if file.read(len(_ZIP)) != _ZIP:
@@ -100,19 +114,28 @@ def _stored_sizes(path: Path) -> list[int] | None:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise _RefusedError(path, "compressed entries", "uncompressed entries, as torch writes them")
+                raise _RefusedError(
+                    path, "compressed entries", "uncompressed entries, as torch writes them"
+                )
             damaged = archive.testzip()
     except _DAMAGED as error:
         found = f"a damaged file ({' '.join(str(error).split())[:200]})"
         raise _RefusedError(path, found, "a file that torch.save wrote") from error
     if damaged is not None:
-        raise _RefusedError(f"{path}: {damaged[:200]}", "a damaged file", "bytes with the archive's checksum")
+        raise _RefusedError(
+            f"{path}: {damaged[:200]}", "a damaged file", "bytes with the archive's checksum"
+        )
     return sorted(entry.file_size for entry in entries if _STORAGE.match(entry.filename))
 
 
 def _check_storages(path: Path, stored: list[int], tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse an archive whose storages have other sizes than the pickle says: torch would read beyond them."""
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    """Refuse an archive whose storages have other sizes than the pickle says: torch would read
+    beyond them.
+    """
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+    }
     named = sorted(storages.values())
     if [size for size in stored if size] != [size for size in named if size]:
         found = f"storages of other sizes ({sum(stored)} bytes in all)"
@@ -121,8 +144,13 @@ def _check_storages(path: Path, stored: list[int], tensors: Iterable[torch.Tenso
 
 def _check(where: str, name: object, value: object) -> None:
     if not isinstance(name, str) or name == "__metadata__":  # reserved by safetensors
-        # The text of other types could be endless: a tuple that holds a tuple twice, which holds another twice, ...
-        found = f"the key {str(name)[:80]!r}" if isinstance(name, str | int | float) else f"a {type(name).__name__} as key"
+        # The text of other types could be endless: a tuple that holds a tuple twice, which holds
+        # another twice, ...
+        found = (
+            f"the key {str(name)[:80]!r}"
+            if isinstance(name, str | int | float)
+            else f"a {type(name).__name__} as key"
+        )
         raise _RefusedError(where, found, "the name of a tensor")
     if not isinstance(value, torch.Tensor):
         remedy = "use a checkpoint of model weights alone, without a training state around them"
@@ -133,12 +161,20 @@ def _check(where: str, name: object, value: object) -> None:
         raise _RefusedError(where, found, "a dense tensor of real numbers, integers or booleans")
     nbytes = value.untyped_storage().nbytes()
     if value.nbytes > nbytes:  # by strides of 0, with which a small file could take any memory
-        raise _RefusedError(where, f"{value.nbytes} bytes", f"at most {nbytes}, the size of its storage")
+        raise _RefusedError(
+            where, f"{value.nbytes} bytes", f"at most {nbytes}, the size of its storage"
+        )
 
 
 def _unshared(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """The tensor itself if it is contiguous and alone in its storage, else a copy, since safetensors shares no memory."""
+    """The tensor itself if it is contiguous and alone in its storage, else a copy, since
+    safetensors shares no memory.
+    """
     storage = tensor.untyped_storage()
-    whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
+    whole = (
+        tensor.is_contiguous()
+        and storage.nbytes() == tensor.nbytes
+        and storage.data_ptr() not in storages
+    )
     storages.add(storage.data_ptr())
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)

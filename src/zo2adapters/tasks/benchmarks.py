@@ -1,4 +1,6 @@
-"""Benchmarks by name, the eleven tasks of MeZO and those of P-RGE: their prompts, and rows sampled as MeZO's are."""
+"""Benchmarks by name, the eleven tasks of MeZO and those of P-RGE: their prompts, and rows sampled
+as MeZO's are.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from zo2core.ranges import require_whole
 Row = Mapping[str, Any]
 Rows = list[dict[str, Any]]
 
-_HELD_OUT = ("validation", "val", "dev", "valid")  # names of the file of labelled rows that are not trained on
+# names of the file of labelled rows that are not trained on
+_HELD_OUT = ("validation", "val", "dev", "valid")
 _SEPARATOR = "\n\n"  # between demonstrations
 
 
 class Benchmark(NamedTuple):
     """A benchmark.
 
-    Prompts are those of MeZO's program (arXiv 2305.17333), or of P-RGE (arXiv 2409.15520, Table 7) where MeZO has none.
+    Prompts are those of MeZO's program (arXiv 2305.17333), or of P-RGE (arXiv 2409.15520, Table 7)
+    where MeZO has none.
     """
 
     name: str
@@ -47,15 +51,21 @@ def _label(row: Row, *names: str) -> int:
     value = value.value if isinstance(value, Cell) else value
     if isinstance(value, (bool, int)) and 0 <= int(value) < len(names):
         return int(value)
-    raise row_error(repr(value)[:40], f"one of {', '.join(names)}, or its number", "use rows with labels")
+    raise row_error(
+        repr(value)[:40], f"one of {', '.join(names)}, or its number", "use rows with labels"
+    )
 
 
 def _template(prompt: str, candidates: Sequence[str], *labels: str) -> Callable[[Row], Rows]:
-    """Questions whose prompt is a text with columns in it, and whose candidates stand for the labels, in order."""
+    """Questions whose prompt is a text with columns in it, and whose candidates stand for the
+    labels, in order.
+    """
     return lambda row: _question(prompt.format_map(row), candidates, _label(row, *labels))
 
 
-def _pair(instruction: str, first: str, second: str, candidates: Sequence[str], *labels: str) -> Callable[[Row], Rows]:
+def _pair(
+    instruction: str, first: str, second: str, candidates: Sequence[str], *labels: str
+) -> Callable[[Row], Rows]:
     """Questions about two sentences, each of a column."""
     prompt = f"{instruction} Yes or No?\nSentence 1: {{{first}}}\nSentence 2: {{{second}}}\n"
     return _template(prompt, candidates, *labels)
@@ -82,7 +92,9 @@ def _copa(row: Row) -> Rows:
 
 
 def _continued(sentence: str) -> str:
-    """A sentence as it continues after a conjunction: the first word is in lower case, unless it is I."""
+    """A sentence as it continues after a conjunction: the first word is in lower case, unless it is
+    I.
+    """
     first, space, rest = sentence.partition(" ")
     return f"{first if first == 'I' else first.lower()}{space}{rest}"
 
@@ -103,12 +115,17 @@ def _multirc(row: Row) -> Rows:
         converted
         for entry in passage["questions"]
         for answer in entry["answers"]
-        for converted in _multirc_question(passage["text"], entry["question"], answer["text"], answer)
+        for converted in _multirc_question(
+            passage["text"], entry["question"], answer["text"], answer
+        )
     ]
 
 
 def _multirc_question(paragraph: str, text: str, answer: str, labelled: Row) -> Rows:
-    prompt = f'{paragraph}\nQuestion: {text}\nI found this answer "{answer}". Is that correct? Yes or No?\n'
+    prompt = (
+        f'{paragraph}\nQuestion: {text}\nI found this answer "{answer}". Is that correct? Yes or '
+        "No?\n"
+    )
     return _question(prompt, _NO_YES, _label(labelled, "no", "yes"))
 
 
@@ -116,25 +133,33 @@ def _record(row: Row) -> Rows:
     """ReCoRD: which entity of a passage belongs in a sentence? Several names of it may be right."""
     if isinstance(row["passage"], str):
         return _record_question(row["passage"], row["query"], row["entities"], row["answers"])
-    text, spans = row["passage"]["text"], row["passage"]["entities"]  # a line of the benchmark's own files is a passage
+    # a line of the benchmark's own files is a passage
+    text, spans = row["passage"]["text"], row["passage"]["entities"]
     entities = list(dict.fromkeys(text[span["start"] : span["end"] + 1] for span in spans))
     return [
         converted
         for query in row["qas"]
-        for converted in _record_question(text, query["query"], entities, [answer["text"] for answer in query["answers"]])
+        for converted in _record_question(
+            text, query["query"], entities, [answer["text"] for answer in query["answers"]]
+        )
     ]
 
 
 def _record_question(passage: str, query: str, entities: list[str], answers: list[str]) -> Rows:
     right = [index for index, entity in enumerate(entities) if entity in answers]
     prompt = passage.replace("@highlight\n", "- ") + "\n-"
-    return _question(prompt, [f" {query.replace('@placeholder', entity)}" for entity in entities], right)
+    return _question(
+        prompt, [f" {query.replace('@placeholder', entity)}" for entity in entities], right
+    )
 
 
 def _squad(row: Row) -> Rows:
     """SQuAD: answer a question with words of a paragraph."""
     answers = row["answers"]["text"]
-    prompt = f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question'].strip()}\nAnswer:"
+    prompt = (
+        f"Title: {row['title']}\nContext: {row['context']}\nQuestion: "
+        f"{row['question'].strip()}\nAnswer:"
+    )
     return [{"prompt": prompt, "completion": f" {answers[0]}\n", "answers": answers}]
 
 
@@ -145,45 +170,73 @@ def _sst2(row: Row) -> Rows:
 
 
 def _winogrande(row: Row) -> Rows:
-    """WinoGrande: which of two nouns belongs in a sentence? The candidates are the noun and the rest of the sentence."""
+    """WinoGrande: which of two nouns belongs in a sentence?
+
+    The candidates are the noun and the rest of the sentence.
+    """
     before, _, after = row["sentence"].partition("_")
     answer = {"1": 0, "2": 1}[str(row["answer"])]
-    return _question(before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer)
+    return _question(
+        before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer
+    )
 
 
 def _wsc(row: Row) -> Rows:
     """Winograd schemas: does a pronoun refer to a noun?"""
     spans = row.get("target", row)  # an object in the benchmark's own files
     noun, pronoun = spans["span1_text"], spans["span2_text"].lower()
-    prompt = f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n'
+    prompt = (
+        f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? '
+        "Yes or No?\n"
+    )
     return _question(prompt, _NO_YES, _label(row, "no", "yes"))
 
 
 _CB = 'Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?\n'
 _RTE = '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'
-_WIC = 'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n{sentence1}\n{sentence2}\n'
+_WIC = (
+    'Does the word "{word}" have the same meaning in these two sentences? Yes, '
+    "No?\n{sentence1}\n{sentence2}\n"
+)
 _MRPC = "Do the following two sentences mean the same thing?", "sentence1", "sentence2"
 _QNLI = "Does this sentence answer the question?", "question", "sentence"
-_QQP = "Are these two questions asking the same thing? Yes or No?\nQuestion 1: {question1}\nQuestion 2: {question2}\n"
+_QQP = (
+    "Are these two questions asking the same thing? Yes or No?\nQuestion 1: {question1}\nQuestion "
+    "2: {question2}\n"
+)
 _WNLI = "Given the first sentence, is the second sentence true?", "sentence1", "sentence2"
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("boolq", "aps/super_glue:boolq", _boolq),
-        Benchmark("cb", "aps/super_glue:cb", _template(_CB, _YES_NO_MAYBE, "entailment", "contradiction", "neutral")),
+        Benchmark(
+            "cb",
+            "aps/super_glue:cb",
+            _template(_CB, _YES_NO_MAYBE, "entailment", "contradiction", "neutral"),
+        ),
         Benchmark("copa", "aps/super_glue:copa", _copa),
         Benchmark("drop", "ucinlp/drop", _drop),
-        Benchmark("mrpc", "nyu-mll/glue:mrpc", _pair(*_MRPC, _NO_YES, "not_equivalent", "equivalent")),
+        Benchmark(
+            "mrpc", "nyu-mll/glue:mrpc", _pair(*_MRPC, _NO_YES, "not_equivalent", "equivalent")
+        ),
         Benchmark("multirc", "aps/super_glue:multirc", _multirc),
-        Benchmark("qnli", "nyu-mll/glue:qnli", _pair(*_QNLI, _YES_NO, "entailment", "not_entailment")),
-        Benchmark("qqp", "nyu-mll/glue:qqp", _template(_QQP, _NO_YES, "not_duplicate", "duplicate")),
+        Benchmark(
+            "qnli", "nyu-mll/glue:qnli", _pair(*_QNLI, _YES_NO, "entailment", "not_entailment")
+        ),
+        Benchmark(
+            "qqp", "nyu-mll/glue:qqp", _template(_QQP, _NO_YES, "not_duplicate", "duplicate")
+        ),
         Benchmark("record", "aps/super_glue:record", _record),
-        Benchmark("rte", "aps/super_glue:rte", _template(_RTE, _YES_NO, "entailment", "not_entailment")),
+        Benchmark(
+            "rte", "aps/super_glue:rte", _template(_RTE, _YES_NO, "entailment", "not_entailment")
+        ),
         Benchmark("squad", "rajpurkar/squad", _squad),
         Benchmark("sst2", "nyu-mll/glue:sst2", _sst2),
         Benchmark("wic", "aps/super_glue:wic", _template(_WIC, _NO_YES, "no", "yes")),
         Benchmark("winogrande", "allenai/winogrande:winogrande_debiased", _winogrande),
-        Benchmark("wnli", "nyu-mll/glue:wnli", _pair(*_WNLI, _NO_YES, "not_entailment", "entailment")),
+        Benchmark(
+            "wnli", "nyu-mll/glue:wnli", _pair(*_WNLI, _NO_YES, "not_entailment", "entailment")
+        ),
         Benchmark("wsc", "aps/super_glue:wsc.fixed", _wsc),
     )
 }
@@ -192,14 +245,23 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 def benchmark_of(name: str) -> Benchmark:
     """Look up a benchmark by name."""
     if name not in BENCHMARKS:
-        raise OptionError("task", repr(name), f"one of {', '.join(BENCHMARKS)}", "pass one of these")
+        raise OptionError(
+            "task", repr(name), f"one of {', '.join(BENCHMARKS)}", "pass one of these"
+        )
     return BENCHMARKS[name]
 
 
 def benchmark_rows(
-    benchmark: Benchmark, directory: Path | None, *, train: int = 1000, dev: int = 500, test: int = 1000, seed: int
+    benchmark: Benchmark,
+    directory: Path | None,
+    *,
+    train: int = 1000,
+    dev: int = 500,
+    test: int = 1000,
+    seed: int,
 ) -> dict[str, Rows]:
-    """Read a benchmark and sample its parts: rows to train on, other rows of the training file, and those to test on.
+    """Read a benchmark and sample its parts: rows to train on, other rows of the training file, and
+    those to test on.
 
     The numbers are the most rows of each part; the defaults are MeZO's.
     """
@@ -210,11 +272,20 @@ def benchmark_rows(
     most = min(train, count - others)
     chosen = {"train": order[:most], "dev": order[most : most + others]}
     parts = {name: [training[index] for index in indices] for name, indices in chosen.items()}
-    return {**parts, "test": [held_out[index] for index in sorted(shuffled(len(held_out), f"test {seed}")[:test])]}
+    return {
+        **parts,
+        "test": [
+            held_out[index] for index in sorted(shuffled(len(held_out), f"test {seed}")[:test])
+        ],
+    }
 
 
-def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:
-    """Prefix the prompts of rows with the first training rows and their answers, for in-context learning."""
+def with_demonstrations(
+    rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int
+) -> Rows:
+    """Prefix the prompts of rows with the first training rows and their answers, for in-context
+    learning.
+    """
     require_whole("shots", shots, 1, len(train))
     demonstrations = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])
     return [{**row, "prompt": demonstrations + row["prompt"]} for row in rows]
@@ -235,18 +306,26 @@ def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str
                 questions += benchmark.questions(row)
             except (KeyError, TypeError, AttributeError, IndexError) as error:
                 found = f"a row that cannot be read ({type(error).__name__}: {error})"[:200]
-                expected = f"a row of {benchmark.name}, in the benchmark's own format or that of datasets"
-                raise row_error(found, expected, "download the file again, or pass another task") from error
+                expected = (
+                    f"a row of {benchmark.name}, in the benchmark's own format or that of datasets"
+                )
+                raise row_error(
+                    found, expected, "download the file again, or pass another task"
+                ) from error
     return questions
 
 
 def _file(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Path:
-    """The first file of one of these names in a directory; without a directory, the split of the first name on the hub."""
+    """The first file of one of these names in a directory; without a directory, the split of the
+    first name on the hub.
+    """
     if directory is None:
         return Path(f"{benchmark.hub}:{names[0]}")
     paths = [path for name in names if (path := directory / f"{name}.jsonl").exists()]
     if not paths:
-        expected = f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}"
+        expected = (
+            f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}"
+        )
         remedy = "check the directory, or leave it out to download the rows from the hub"
         raise DataError(directory, f"no {names[0]}.jsonl", expected, remedy)
     return paths[0]

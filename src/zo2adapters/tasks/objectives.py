@@ -1,9 +1,12 @@
-"""Objectives of prompts with candidates: log-likelihoods, cross entropy, accuracy, F1, and preference optimisation.
+"""Objectives of prompts with candidates: log-likelihoods, cross entropy, accuracy, F1, and
+preference optimisation.
 
-Candidates are compared by the mean log-probability of their tokens, in steps and evaluations, as in MeZO's program
-(arXiv 2305.17333): what training minimises is what is measured, and a candidate is not preferred for having few tokens.
+Candidates are compared by the mean log-probability of their tokens, in steps and evaluations, as in
+MeZO's program (arXiv 2305.17333): what training minimises is what is measured, and a candidate is
+not preferred for having few tokens.
 
-Every pair of prompt and candidate is a row; the batches whose activations fit into the engine's budget share a sweep.
+Every pair of prompt and candidate is a row; the batches whose activations fit into the engine's
+budget share a sweep.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ import torch
 from zo2adapters.models.batches import predictions
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.tasks.rows import ANSWER, PROMPT, REFERENCE, TokenizedRow, collate, file_batches, with_completion
+from zo2adapters.tasks.rows import (
+    ANSWER,
+    PROMPT,
+    REFERENCE,
+    TokenizedRow,
+    collate,
+    file_batches,
+    with_completion,
+)
 from zo2core import Batch, Engine, Forward
 from zo2core.errors import BatchError
 from zo2core.ranges import counted, require_number
@@ -36,7 +47,9 @@ def is_own_shard(engine: Engine, number: int) -> bool:
 
 
 def in_order(engine: Engine, values: Sequence[Value], rows: object) -> list[Value]:
-    """Gather what all workers have computed of their rows or groups of rows, in the order of these."""
+    """Gather what all workers have computed of their rows or groups of rows, in the order of
+    these.
+    """
     engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
     return engine.workers.in_order(values)
 
@@ -48,7 +61,9 @@ def sharded_forwards(
     forward: Forward,
     progress: Callable[[int], object] | None = None,
 ) -> tuple[list[list[float]], int]:
-    """Run groups of rows, of which each worker runs its part: the outputs of each group, and the number of sweeps."""
+    """Run groups of rows, of which each worker runs its part: the outputs of each group, and the
+    number of sweeps.
+    """
 
     def batches() -> Iterator[Batch]:
         for number, group in enumerate(groups):
@@ -65,23 +80,30 @@ def sharded_forwards(
 class Scored(NamedTuple):
     """How likely the candidates of each prompt are."""
 
-    log_likelihoods: tuple[tuple[float, ...], ...]  # [prompt][candidate], summed over the candidate's tokens, in nats
+    # [prompt][candidate], summed over the candidate's tokens, in nats
+    log_likelihoods: tuple[tuple[float, ...], ...]
     tokens: tuple[tuple[int, ...], ...]  # [prompt][candidate], number of the candidate's tokens
     sweeps: int  # number of passes over all blocks
 
     @property
     def means(self) -> list[list[float]]:
-        """Mean log-probability of the tokens of each candidate, by which candidates are compared: [prompt][candidate]."""
+        """Mean log-probability of the tokens of each candidate, by which candidates are compared:
+        [prompt][candidate].
+        """
         rows = zip(self.log_likelihoods, self.tokens, strict=True)
         return [[value / count for value, count in zip(*row, strict=True)] for row in rows]
 
     def choices(self) -> tuple[int, ...]:
-        """The index of each prompt's candidate with the largest mean, the first one if several are equal."""
+        """The index of each prompt's candidate with the largest mean, the first one if several are
+        equal.
+        """
         return tuple(max(range(len(means)), key=means.__getitem__) for means in self.means)
 
 
 class LogLikelihood:
-    """The model's forward, which returns each row's log-likelihood of its labelled tokens instead of a loss."""
+    """The model's forward, which returns each row's log-likelihood of its labelled tokens instead
+    of a loss.
+    """
 
     def __init__(self, model: HFBlockModel) -> None:
         self._model = model
@@ -142,7 +164,11 @@ def score(
     """
     rows: list[TokenizedRow] = []
     for number, (prompt, answers) in enumerate(zip(prompts, candidates, strict=True)):
-        sequences = (("prompts", prompt), ("candidates", answers), *(("candidates", answer) for answer in answers))
+        sequences = (
+            ("prompts", prompt),
+            ("candidates", answers),
+            *(("candidates", answer) for answer in answers),
+        )
         for name, tokens in sequences:
             if not tokens:
                 raise BatchError(f"{name}[{number}]", "nothing", "at least one token", "add tokens")
@@ -150,7 +176,9 @@ def score(
         if longest is not None and longest_row > longest:
             found = f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate"
             expected = f"at most {longest} together, the model's longest sequence"
-            raise BatchError(f"prompts[{number}]", found, expected, "shorten this prompt or its candidates")
+            raise BatchError(
+                f"prompts[{number}]", found, expected, "shorten this prompt or its candidates"
+            )
         rows += [with_completion(prompt, answer) for answer in answers]
     if not rows:
         raise BatchError("prompts", "none", "at least one prompt", "pass prompts to score")
@@ -174,7 +202,10 @@ class CandidateScores(NamedTuple):
 
 
 class ChoiceObjective(LogLikelihood, ABC):
-    """An objective of prompts with candidates, for batches of ``choice_batch``. See ``Objective``."""
+    """An objective of prompts with candidates, for batches of ``choice_batch``.
+
+    See ``Objective``.
+    """
 
     @abstractmethod
     def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
@@ -194,7 +225,9 @@ class ChoiceObjective(LogLikelihood, ABC):
         if not {PROMPT, ANSWER, "labels"} <= batch.keys():
             raise _refusal(f"the keys {', '.join(batch)}", f"also {PROMPT} and {ANSWER}")
         if {len(value) for value in batch.values()} != {len(batch[PROMPT])}:
-            raise _refusal(f"entries of {[len(value) for value in batch.values()]} rows", "equally many rows")
+            raise _refusal(
+                f"entries of {[len(value) for value in batch.values()]} rows", "equally many rows"
+            )
         right = [int(part.sum()) for part in torch.split(batch[ANSWER], _sizes(batch))]
         if min(right) < 1:
             raise _refusal("prompts without a right candidate", "at least one for each prompt")
@@ -207,24 +240,32 @@ class ChoiceObjective(LogLikelihood, ABC):
             else:
                 sizes.append(size)
         parts = {key: torch.split(value, sizes) for key, value in batch.items()}
-        return [{key: values[index] for key, values in parts.items()} for index in range(len(sizes))]
+        return [
+            {key: values[index] for key, values in parts.items()} for index in range(len(sizes))
+        ]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Compute the loss from the scores of all micro-batches. See the contract."""
         rated: list[CandidateScores] = []
         for scores, micro_batch in zip(outputs, micro_batches, strict=True):
             sizes = _sizes(micro_batch)
-            answers = [part.nonzero()[:, 0].tolist() for part in torch.split(micro_batch[ANSWER], sizes)]
+            answers = [
+                part.nonzero()[:, 0].tolist() for part in torch.split(micro_batch[ANSWER], sizes)
+            ]
             rated += map(CandidateScores, torch.split(scores.cpu(), sizes), answers)
         return self.value(rated)
 
 
 class ChoiceLoss(ChoiceObjective):
-    """Cross entropy of the right candidates among the scores of a prompt's candidates: MeZO's loss over label words."""
+    """Cross entropy of the right candidates among the scores of a prompt's candidates: MeZO's loss
+    over label words.
+    """
 
     def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """The mean over prompts."""
-        return torch.stack([scores.logsumexp(0) - _of(scores, answers) for scores, answers in rated]).mean()
+        return torch.stack(
+            [scores.logsumexp(0) - _of(scores, answers) for scores, answers in rated]
+        ).mean()
 
 
 class ChoiceError(ChoiceObjective):
@@ -249,15 +290,23 @@ class ChoiceF1Error(ChoiceObjective):
         self.positive = positive
 
     def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
-        """1 - 2 TP / (2 TP + FP + FN), or 0 if no prompt is positive and none is predicted to be."""
-        pairs = [(int(scores.argmax()) == self.positive, self.positive in answers) for scores, answers in rated]
+        """1 - 2 TP / (2 TP + FP + FN), or 0 if no prompt is positive and none is predicted to
+        be.
+        """
+        pairs = [
+            (int(scores.argmax()) == self.positive, self.positive in answers)
+            for scores, answers in rated
+        ]
         hits = sum(predicted_positive and is_positive for predicted_positive, is_positive in pairs)
         errors = sum(predicted_positive != is_positive for predicted_positive, is_positive in pairs)
-        return torch.tensor(errors / (2 * hits + errors) if hits + errors else 0.0, dtype=torch.float64)
+        return torch.tensor(
+            errors / (2 * hits + errors) if hits + errors else 0.0, dtype=torch.float64
+        )
 
 
 class PreferenceLoss(ChoiceObjective):
-    """Direct preference optimisation, DPO (arXiv 2305.18290, equation 7), for batches of ``preference_batch``.
+    """Direct preference optimisation, DPO (arXiv 2305.18290, equation 7), for batches of
+    ``preference_batch``.
 
     Args:
         model: The model that scores the completions.
@@ -287,13 +336,21 @@ class PreferenceLoss(ChoiceObjective):
         return super().split(batch, rows)
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Compute the loss from the scores of all micro-batches, relative to the reference model's. See the contract."""
+        """Compute the loss from the scores of all micro-batches, relative to the reference model's.
+
+        See the contract.
+        """
         pairs = zip(outputs, micro_batches, strict=True)
-        return super().loss([scores.cpu() - micro_batch[REFERENCE].cpu() for scores, micro_batch in pairs], micro_batches)
+        return super().loss(
+            [scores.cpu() - micro_batch[REFERENCE].cpu() for scores, micro_batch in pairs],
+            micro_batches,
+        )
 
     def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """The mean over prompts of -log sigmoid(beta x margin of the chosen completion)."""
-        margins = torch.stack([scores[answers[0]] - scores[1 - answers[0]] for scores, answers in rated])
+        margins = torch.stack(
+            [scores[answers[0]] - scores[1 - answers[0]] for scores, answers in rated]
+        )
         return -torch.nn.functional.logsigmoid(self.beta * margins).mean()
 
 

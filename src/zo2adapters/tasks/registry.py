@@ -1,4 +1,5 @@
-"""All tasks by name: the values of ``--objective``, the format of each task's rows, and the name of its class.
+"""All tasks by name: the values of ``--objective``, the format of each task's rows, and the name of
+its class.
 
 The classes are elsewhere, so that command lines are parsed without importing transformers.
 """
@@ -24,19 +25,25 @@ class TaskEntry(NamedTuple):
     rows: RowFormat
     kind: str  # its class in the module ``task``
     options: tuple[str, ...] = ()  # fields of TaskOptions that this task supports and most do not
-    other_rows: tuple[RowFormat, ...] = ()  # further formats that the task takes if it is given by name
+    # further formats that the task takes if it is given by name
+    other_rows: tuple[RowFormat, ...] = ()
     has_gradient: bool = True  # whether its objective can be differentiated
 
 
-_PREFERENCES = (RowFormat.PREFERENCES,)  # rows of preferences are candidates, too: the chosen one is right
+# rows of preferences are candidates, too: the chosen one is right
+_PREFERENCES = (RowFormat.PREFERENCES,)
 
 TASKS = (
     TaskEntry(MODEL_LOSS, RowFormat.TEXT, "Task", options=("pack", "per_row")),
     TaskEntry(MODEL_LOSS, RowFormat.LABELS, "Task"),
     TaskEntry("choice-loss", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES),
     TaskEntry(MODEL_LOSS, RowFormat.CANDIDATES, "ChoiceTask", options=("per_row",)),
-    TaskEntry("accuracy", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
-    TaskEntry("f1", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES, has_gradient=False),
+    TaskEntry(
+        "accuracy", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES, has_gradient=False
+    ),
+    TaskEntry(
+        "f1", RowFormat.CANDIDATES, "ChoiceTask", other_rows=_PREFERENCES, has_gradient=False
+    ),
     TaskEntry("dpo", RowFormat.PREFERENCES, "PreferenceTask", options=("beta",)),
     TaskEntry("exact-match", RowFormat.TEXT, "ExactMatch", has_gradient=False),
     TaskEntry(REWARD, RowFormat.TEXT, "RewardTask", options=("rewards",), has_gradient=False),
@@ -45,7 +52,9 @@ TASKS = (
 
 
 def names_model_loss(objective: str) -> bool:
-    """Whether an objective is the model's own loss for rows of text or with labels: ``auto`` or ``loss``."""
+    """Whether an objective is the model's own loss for rows of text or with labels: ``auto`` or
+    ``loss``.
+    """
     return objective in (AUTO, MODEL_LOSS)
 
 
@@ -60,12 +69,20 @@ def is_differentiable(objective: str, rows: RowFormat) -> bool:
 
 
 def find_task(objective: str, rows: RowFormat) -> TaskEntry:
-    """The task of this name for rows of this format; if there is none for them, the first task of this name."""
+    """The task of this name for rows of this format; if there is none for them, the first task of
+    this name.
+    """
     if objective == AUTO:
         return next(task for task in TASKS if task.rows is rows)
     name = objective if function_file(objective) is None else FUNCTION
     named = [task for task in TASKS if task.name == name]
     if not named:
-        names = ", ".join(dict.fromkeys([AUTO, *(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))]))
-        raise OptionError("objective", repr(objective), f"one of {names}, or {FUNCTION}", "pass one of these")
+        names = ", ".join(
+            dict.fromkeys(
+                [AUTO, *(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))]
+            )
+        )
+        raise OptionError(
+            "objective", repr(objective), f"one of {names}, or {FUNCTION}", "pass one of these"
+        )
     return next((task for task in named if task.rows is rows), named[0])

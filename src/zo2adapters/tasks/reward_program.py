@@ -1,6 +1,8 @@
-"""The program of a limited process that computes rewards: the ready ones, and functions in files of the user.
+"""The program of a limited process that computes rewards: the ready ones, and functions in files of
+the user.
 
-A reward is a function of the prompt, the completion and the row, which returns a number, of which larger is better.
+A reward is a function of the prompt, the completion and the row, which returns a number, of which
+larger is better.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ _loaded: dict[tuple[str, str], types.ModuleType] = {}  # modules of the user, by
 
 
 def exact_match(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
-    """1 if the completion is the row's completion or one of its answers, without spaces around; else 0."""
+    """1 if the completion is the row's completion or one of its answers, without spaces around;
+    else 0.
+    """
     right = _answers(row, "exact-match")
     return float(completion.strip() in [str(answer).strip() for answer in right])
 
 
 def arithmetic(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
-    """1 if the last number in the completion equals the last one in the row's answer or completion; else 0."""
+    """1 if the last number in the completion equals the last one in the row's answer or completion;
+    else 0.
+    """
     right = _NUMBER.findall(str(_answers(row, "arithmetic")[0]))
     found = _NUMBER.findall(completion)
     if not right:
@@ -41,7 +47,9 @@ def arithmetic(prompt: object, completion: str, row: Mapping[str, Any]) -> float
 
 def regular_expression(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
     """1 if the whole completion, without spaces around, matches the row's ``pattern``; else 0."""
-    return float(re.fullmatch(_column(row, "pattern", "regex"), completion.strip(), re.DOTALL) is not None)
+    return float(
+        re.fullmatch(_column(row, "pattern", "regex"), completion.strip(), re.DOTALL) is not None
+    )
 
 
 def json_schema(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
@@ -56,7 +64,9 @@ def json_schema(prompt: object, completion: str, row: Mapping[str, Any]) -> floa
 
 
 def length(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
-    """Minus the completion's characters, divided by 100: with a small weight it prefers short completions."""
+    """Minus the completion's characters, divided by 100: with a small weight it prefers short
+    completions.
+    """
     return -len(completion) / 100
 
 
@@ -81,7 +91,10 @@ def answer(request: dict[str, Any]) -> list[float | str]:
 
 
 def _function(*, name: str, file: str, source: str, start_seconds: float, **_: object) -> Reward:
-    """The user's function. The source is the text that the parent read, whose digest it has recorded."""
+    """The user's function.
+
+    The source is the text that the parent read, whose digest it has recorded.
+    """
     if (file, source) not in _loaded:
         module = types.ModuleType("zo2_reward")
         module.__file__ = file
@@ -95,7 +108,9 @@ def _function(*, name: str, file: str, source: str, start_seconds: float, **_: o
     return function
 
 
-def _called(reward: Reward, prompt: object, completion: str, row: Mapping[str, Any], *, seconds: float) -> float | str:
+def _called(
+    reward: Reward, prompt: object, completion: str, row: Mapping[str, Any], *, seconds: float
+) -> float | str:
     try:
         with _at_most(seconds):
             return _number(reward(prompt, completion, row))
@@ -109,7 +124,10 @@ def _called(reward: Reward, prompt: object, completion: str, row: Mapping[str, A
 
 
 def _number(value: Any) -> float | str:
-    """A reward as a number, or as a text that says what it is instead. Its methods are the user's program, too."""
+    """A reward as a number, or as a text that says what it is instead.
+
+    Its methods are the user's program, too.
+    """
     try:
         if isinstance(value, (str, bytes)):  # which float() would parse
             raise TypeError
@@ -120,7 +138,9 @@ def _number(value: Any) -> float | str:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Interrupt Python code after a time, and end the process if it goes on; the parent ends code in C."""
+    """Interrupt Python code after a time, and end the process if it goes on; the parent ends code
+    in C.
+    """
     is_told = False
 
     def interrupt(number: int, frame: object) -> None:

@@ -1,4 +1,6 @@
-"""Rewards: numbers that say how good completions are, computed in a child process with limited memory and time."""
+"""Rewards: numbers that say how good completions are, computed in a child process with limited
+memory and time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from zo2core.io.durable import open_regular
 
 _PROGRAM = Path(reward_program.__file__)
 _MOST_NAMES = 12  # that an error lists
-_LARGEST = 1e30  # absolute value of a reward: sums and squares of many have to be finite, in float32 also each of them
+# absolute value of a reward: sums and squares of many have to be finite, in float32 also each of
+# them
+_LARGEST = 1e30
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
 
@@ -40,10 +44,19 @@ class RewardName(NamedTuple):
             number = float(weight)
         except ValueError:
             number = math.nan
-        is_known = path.endswith(".py") and function.isidentifier() if path else name in reward_program.READY
+        is_known = (
+            path.endswith(".py") and function.isidentifier()
+            if path
+            else name in reward_program.READY
+        )
         if not is_known or not math.isfinite(number):
-            expected = f"one of {', '.join(reward_program.READY)}, or FILE.py:function, with =WEIGHT behind it or without"
-            raise OptionError("reward", repr(text), expected, "pass one of these, such as exact-match=0.5")
+            expected = (
+                f"one of {', '.join(reward_program.READY)}, or FILE.py:function, with =WEIGHT "
+                "behind it or without"
+            )
+            raise OptionError(
+                "reward", repr(text), expected, "pass one of these, such as exact-match=0.5"
+            )
         return cls(function, Path(path), number) if path else cls(name, None, number)
 
     def __str__(self) -> str:
@@ -61,11 +74,16 @@ class RewardOptions:
     """Rewards, and how the completions that they judge are generated."""
 
     reward: tuple[str, ...] = ()
-    """Learn from a number that says how good each completion is that the model writes, instead of from the rows' own
-    completions. exact-match, arithmetic, json-schema, regex and length are ready; FILE.py:function is a function of the
-    prompt, the completion and the row. Several are added; NAME=0.5 gives one a weight. Use it with --estimator es."""
+    """Learn from a number that says how good each completion is that the model writes, instead of
+    from the rows' own completions. exact-match, arithmetic, json-schema, regex and length are
+    ready; FILE.py:function is a function of the prompt, the completion and the row. Several are
+    added; NAME=0.5 gives one a weight. Use it with --estimator es.
+    """
     max_new_tokens: int = 32
-    """With --reward: most tokens of a completion. Each takes a pass over the blocks, for all rows together."""
+    """With --reward: most tokens of a completion.
+
+    Each takes a pass over the blocks, for all rows together.
+    """
     temperature: float = 0.0
     """With --reward: temperature at which completions are sampled; 0 takes the likeliest token."""
     top_p: float = 1.0
@@ -75,8 +93,10 @@ class RewardOptions:
     reward_memory: str = "1GiB"
     """With --reward: most memory that the process of the rewards may take."""
     max_drift: float | None = None
-    """With --reward: end the run if what the base wrote has become less likely than this, in nats a token, for the first
-    rows to train on. Every tenth step and every evaluation say how much less likely it is."""
+    """With --reward: end the run if what the base wrote has become less likely than this, in nats a
+    token, for the first rows to train on. Every tenth step and every evaluation say how much less
+    likely it is.
+    """
 
     @property
     def names(self) -> Sequence[RewardName]:
@@ -110,29 +130,49 @@ class Completion(NamedTuple):
 class Rewards:
     """The rewards of a run. The child process starts with the first completions."""
 
-    def __init__(self, names: Sequence[RewardName], *, seconds: float, memory: int, start_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        names: Sequence[RewardName],
+        *,
+        seconds: float,
+        memory: int,
+        start_seconds: float = 60.0,
+    ) -> None:
         if any(name.file is None and name.name == "json-schema" for name in names):
             optional_package("jsonschema", install="zo2core[rewards]")  # which the process imports
         self.names = names
         self._seconds, self._memory, self._start_seconds = seconds, memory, start_seconds
-        self._sources = [None if name.file is None else _source(name.file, name.name) for name in names]
+        self._sources = [
+            None if name.file is None else _source(name.file, name.name) for name in names
+        ]
         self._process = LimitedProcess(_PROGRAM)
 
     @property
     def provenance(self) -> list[list[Any]]:
         """Name, weight and the digest of the file of each reward, as JSON values."""
-        digests = [None if source is None else hashlib.sha256(source.encode()).hexdigest() for source in self._sources]
-        return [[name.name, name.weight, digest] for name, digest in zip(self.names, digests, strict=True)]
+        digests = [
+            None if source is None else hashlib.sha256(source.encode()).hexdigest()
+            for source in self._sources
+        ]
+        return [
+            [name.name, name.weight, digest]
+            for name, digest in zip(self.names, digests, strict=True)
+        ]
 
     def start(self) -> None:
-        """Run the files of functions in the child process, so that they are known to run before anything is generated."""
+        """Run the files of functions in the child process, so that they are known to run before
+        anything is generated.
+        """
         for index, name in enumerate(self.names):
             if name.file is None:
                 continue
             try:
                 self._ask(index, [])
             except LimitedProcessError as error:
-                expected = f"a file that Python runs in {self._start_seconds:g} s, with the function {name.name}"
+                expected = (
+                    f"a file that Python runs in {self._start_seconds:g} s, with the function "
+                    f"{name.name}"
+                )
                 remedy = "correct the file, or raise memory of --reward-options if it needs more"
                 raise OptionError("reward", f"{name.file}: {error}", expected, remedy) from error
 
@@ -140,7 +180,11 @@ class Rewards:
         """Compute the rewards of completions."""
         starts = range(0, len(completions), _CALLS)
         return [
-            [value for start in starts for value in self._values(index, completions[start:][:_CALLS], option)]
+            [
+                value
+                for start in starts
+                for value in self._values(index, completions[start:][:_CALLS], option)
+            ]
             for index in range(len(self.names))
         ]
 
@@ -148,7 +192,8 @@ class Rewards:
         """The weighted sum of the rewards of each completion."""
         weights = [name.weight for name in self.names]
         return [
-            math.fsum(w * value for w, value in zip(weights, column, strict=True)) for column in zip(*values, strict=True)
+            math.fsum(w * value for w, value in zip(weights, column, strict=True))
+            for column in zip(*values, strict=True)
         ]
 
     def close(self) -> None:
@@ -161,14 +206,22 @@ class Rewards:
             values = self._ask(index, completions)
         except LimitedProcessError as error:
             if len(completions) > 1:
-                return [value for completion in completions for value in self._values(index, [completion], option)]
+                return [
+                    value
+                    for completion in completions
+                    for value in self._values(index, [completion], option)
+                ]
             raise self._failure(index, completions[0], str(error), option) from error
         weight = self.names[index].weight
-        for completion, value in zip(completions, values, strict=False):  # up to the first one that is a text
+        for completion, value in zip(completions, values, strict=False):
+            # up to the first one that is a text
             why = (
-                value if isinstance(value, str) else f"{value:g}" + (f" with a weight of {weight:g}" if weight != 1 else "")
+                value
+                if isinstance(value, str)
+                else f"{value:g}" + (f" with a weight of {weight:g}" if weight != 1 else "")
             )
-            if isinstance(value, str) or not max(abs(value), abs(weight * value)) <= _LARGEST:  # also if it is NaN
+            if isinstance(value, str) or not max(abs(value), abs(weight * value)) <= _LARGEST:
+                # also if it is NaN
                 raise self._failure(index, completion, why, option)
         return list(values)
 
@@ -178,19 +231,33 @@ class Rewards:
             "name": name.name,
             "file": None if name.file is None else str(name.file),
             "source": self._sources[index],
-            "calls": [[completion.prompt, completion.text, completion.row] for completion in completions],
+            "calls": [
+                [completion.prompt, completion.text, completion.row] for completion in completions
+            ],
             "seconds": self._seconds,
             "start_seconds": self._start_seconds,
         }
         seconds = self._start_seconds + self._seconds * len(completions)
-        values: list[Any] = self._process.ask(request, seconds=seconds, memory=self._memory, wall_seconds=2 * seconds)
+        values: list[Any] = self._process.ask(
+            request, seconds=seconds, memory=self._memory, wall_seconds=2 * seconds
+        )
         return values
 
     def _failure(self, index: int, completion: Completion, why: str, option: str) -> DataError:
         found = f"{why}, for the completion {completion.text[:60]!r}"
-        expected = f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory"
-        remedy = "correct row or function and begin anew, or resume with more seconds or memory in --reward-options"
-        return DataError(f"reward {self.names[index]}, row on line {completion.line} of --{option}", found, expected, remedy)
+        expected = (
+            f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory"
+        )
+        remedy = (
+            "correct row or function and begin anew, or resume with more seconds or memory in "
+            "--reward-options"
+        )
+        return DataError(
+            f"reward {self.names[index]}, row on line {completion.line} of --{option}",
+            found,
+            expected,
+            remedy,
+        )
 
 
 def _source(path: Path, function: str) -> str:
@@ -200,14 +267,24 @@ def _source(path: Path, function: str) -> str:
             source = str(file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
-        raise OptionError("reward", f"{path}: {found}", "a readable file", "check the path") from error
+        raise OptionError(
+            "reward", f"{path}: {found}", "a readable file", "check the path"
+        ) from error
     try:
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError, RecursionError) as error:
-        found = f"{path}, line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else f"{path}: {error}"
+        found = (
+            f"{path}, line {error.lineno}: {error.msg}"
+            if isinstance(error, SyntaxError)
+            else f"{path}: {error}"
+        )
         raise OptionError("reward", found, "a file of Python", "correct the file") from error
-    names = sorted(symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported())
+    names = sorted(
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    )
     if function not in names and "import *" not in source:  # whose names only running it tells
-        found = f"{path} without {function}" + (f", but with {', '.join(names[:_MOST_NAMES])}" if names else "")
+        found = f"{path} without {function}" + (
+            f", but with {', '.join(names[:_MOST_NAMES])}" if names else ""
+        )
         raise OptionError("reward", found, "the name of a function in the file", "check the name")
     return source

@@ -1,4 +1,5 @@
-"""The formats of rows, and the options that say how a file's rows get one: columns, a template, labels, lengths.
+"""The formats of rows, and the options that say how a file's rows get one: columns, a template,
+labels, lengths.
 
 Columns that nobody has named are chosen by a survey of all rows.
 """
@@ -20,16 +21,21 @@ from typing import Any, Literal, NamedTuple
 from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
 from zo2core.errors import DataError, OptionError, without_effect
 
-_NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
-_KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt
-_LEARNED = {"completion", "candidates", "chosen", "answers"}  # keys of rows whose label is not what is learned
-_MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # keys of texts or messages
+# keys that a column can be named for
+_NAMED = ("text", "prompt", "completion", "label", "messages")
+# keys that go with a prompt
+_KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")
+# keys of rows whose label is not what is learned
+_LEARNED = {"completion", "candidates", "chosen", "answers"}
+# keys of texts or messages
+_MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _LISTED = 12  # columns that a message lists
 _MOST_LABELS = 20  # different texts of a column of labels
 _LEAST_REPEATS = 5  # rows for each label, on average
 _LONGEST_LABEL = 50  # characters
-_MOST_EMPTY = 0.5  # share of the rows in which a column of labels may be empty by mistake; such a row is refused
+# share of the rows in which a column of labels may be empty by mistake; such a row is refused
+_MOST_EMPTY = 0.5
 _PAIRS = (  # columns of prompts and completions in well-known data sets
     ("instruction", "output"),
     ("instruction", "response"),
@@ -41,18 +47,36 @@ _PAIRS = (  # columns of prompts and completions in well-known data sets
 )
 _CONTEXT = ("input", "context")  # texts that go with an instruction
 _ALPACA = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response "
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response "
     "that appropriately completes the request.\\n\\n"
 )
-_FORMATS = {  # by a key of a converted row: the columns that it is made from, and what it is, in words
-    "candidates": (("prompt", "candidates", "answer", "label"), "prompts with candidates, one of which is right"),
+# by a key of a converted row: the columns that it is made from, and what it is, in words
+_FORMATS = {
+    "candidates": (
+        ("prompt", "candidates", "answer", "label"),
+        "prompts with candidates, one of which is right",
+    ),
     "chosen": (("prompt", "chosen", "rejected"), "prompts with a chosen and a rejected completion"),
-    "messages": (("messages", "conversations"), "conversations, of which the assistant's answers are learned"),
+    "messages": (
+        ("messages", "conversations"),
+        "conversations, of which the assistant's answers are learned",
+    ),
     "completion": (("prompt", "completion"), "prompts with completions, which are learned"),
 }
 _PLAIN = (("text",), "texts, of which every token is learned")
 _LABELLED = ("text", "text_pair", "label")  # keys of a row for a classifier
-_KNOWN = {"text", "prompt", "completion", "messages", "candidates", "chosen", "rejected", "label", "answers"}
+_KNOWN = {
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "candidates",
+    "chosen",
+    "rejected",
+    "label",
+    "answers",
+}
 
 
 class RowFormat(Enum):
@@ -76,8 +100,10 @@ class RowOptions:
     """How the rows of a data file are read."""
 
     prompt_template: str | None = None
-    r"""Prompt of each row, with names of columns between braces, such as "Tweet: {text}\nSentiment:", where \n is a line
-    break. A space is put before the completion or label, unless one of the two has one."""
+    r"""Prompt of each row, with names of columns between braces, such as "Tweet:
+    {text}\nSentiment:", where \n is a line break. A space is put before the completion or label,
+    unless one of the two has one.
+    """
     text_column: str | None = None
     """Column that has the text, if it is not called text."""
     prompt_column: str | None = None
@@ -85,21 +111,29 @@ class RowOptions:
     completion_column: str | None = None
     """Column that has the completion, if it is not called completion."""
     label_column: str | None = None
-    """Column that has the label, if it is not called label. For a causal language model, a prompt with a label is a row with
-    candidates: all labels are compared."""
+    """Column that has the label, if it is not called label.
+
+    For a causal language model, a prompt with a label is a row with candidates: all labels are
+    compared.
+    """
     messages_column: str | None = None
     """Column that has the messages, if it is not called messages."""
     labels: tuple[str, ...] = ()
-    """Texts of the labels, such as terrible great; a row names its label by this text or by its index from 0. By default the
-    labels are those that occur in the training file."""
+    """Texts of the labels, such as terrible great; a row names its label by this text or by its
+    index from 0. By default the labels are those that occur in the training file.
+    """
     train_on: Literal["answers", "all"] = "answers"
     """Tokens of messages that are learned: those of the assistant's answers, or all."""
     too_long: Literal["auto", "cut", "drop", "refuse"] = "auto"
-    """What happens to rows longer than --sequence-length: cut removes their end, drop leaves them out, refuse stops. auto
-    cuts texts and completions, and refuses rows with candidates, preferences or answers, which cannot be cut."""
+    """What happens to rows longer than --sequence-length: cut removes their end, drop leaves them
+    out, refuse stops. auto cuts texts and completions, and refuses rows with candidates,
+    preferences or answers, which cannot be cut.
+    """
 
     rendered_at: str | None = None
-    """Date and time for chat templates that write them, such as 2026-01-31T12:00:00; by default those of the run's start."""
+    """Date and time for chat templates that write them, such as 2026-01-31T12:00:00; by default
+    those of the run's start.
+    """
 
     def require_valid(self, *, takes_labels: bool = False) -> None:
         """Check the template and the labels."""
@@ -107,24 +141,36 @@ class RowOptions:
             _require_template(self.prompt_template)
             if (column := self.prompt_column) is not None:
                 remedy = f"write {{{column}}} in the template, or leave one of the two out"
-                raise OptionError("prompt_column", f"{column} with --prompt-template", "one of the two", remedy)
+                raise OptionError(
+                    "prompt_column", f"{column} with --prompt-template", "one of the two", remedy
+                )
         if self.rendered_at is not None:
             try:
                 datetime.fromisoformat(self.rendered_at)
             except ValueError as error:
                 expected = "a date and time, such as 2026-01-31T12:00:00"
-                raise OptionError("rendered_at", repr(self.rendered_at[:80]), expected, "correct it") from error
+                raise OptionError(
+                    "rendered_at", repr(self.rendered_at[:80]), expected, "correct it"
+                ) from error
         found = " ".join(map(repr, self.labels))
         if self.labels and takes_labels:
-            raise without_effect("labels", f"{found} for a model that has labels in its config", "none")
-        if self.labels and (len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
-            raise OptionError("labels", found, "at least two different texts", "pass the text of each label once")
+            raise without_effect(
+                "labels", f"{found} for a model that has labels in its config", "none"
+            )
+        if self.labels and (
+            len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)
+        ):
+            raise OptionError(
+                "labels", found, "at least two different texts", "pass the text of each label once"
+            )
 
     def require_labelled(self, *, are_labelled: bool) -> None:
         """Refuse labels that no row has, given as an option."""
         if self.labels and not are_labelled:
             found = f"{' '.join(self.labels)} for rows without labels"
-            raise without_effect("labels", found, "rows with a prompt and a label, or --columns label=NAME")
+            raise without_effect(
+                "labels", found, "rows with a prompt and a label, or --columns label=NAME"
+            )
 
     @property
     def names_columns(self) -> bool:
@@ -133,7 +179,9 @@ class RowOptions:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """The columns from which a prompt is made: those of the template, or the column of prompts."""
+        """The columns from which a prompt is made: those of the template, or the column of
+        prompts.
+        """
         if self.prompt_template is None:
             return [self.prompt_column or "prompt"]
         columns = (column for _, column, _, _ in Formatter().parse(self.prompt_template))
@@ -156,7 +204,9 @@ class RowOptions:
             self._require_label(row.get(self.label_column or "label"))
         if not columns and template is None:
             return dict(row) if takes_labels else self._with_candidates(dict(row))
-        converted = {key: _column(row, column, f"--columns {key}") for key, column in columns.items()}
+        converted = {
+            key: _column(row, column, f"--columns {key}") for key, column in columns.items()
+        }
         made = "text" if takes_labels else "prompt"
         if template is not None:
             converted[made] = self._filled(template, row)
@@ -164,17 +214,33 @@ class RowOptions:
             converted |= {key: row[key] for key in ("text", "prompt", "messages") if key in row}
         kept = ("label", "text_pair") if takes_labels else _KEPT if "prompt" in converted else ()
         for key in kept:
-            is_other = key in columns.values()  # a column that is named for another key, such as labels called completion
-            if key in row and key not in converted and not is_other and not (key == "label" and "completion" in converted):
+            # a column that is named for another key, such as labels called completion
+            is_other = key in columns.values()
+            if (
+                key in row
+                and key not in converted
+                and not is_other
+                and not (key == "label" and "completion" in converted)
+            ):
                 converted[key] = row[key]
         if takes_labels:
             return converted
         if template is not None and isinstance(converted.get("completion"), str):
             converted["completion"] = _separated(converted["prompt"], converted["completion"])
-        if self.label_column is not None and "completion" not in converted and "prompt" not in converted:
-            found = f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}"
-            column = next((name for name in row if name != self.label_column and is_column(name)), "text")
-            remedy = f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
+        if (
+            self.label_column is not None
+            and "completion" not in converted
+            and "prompt" not in converted
+        ):
+            found = (
+                f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}"
+            )
+            column = next(
+                (name for name in row if name != self.label_column and is_column(name)), "text"
+            )
+            remedy = (
+                f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
+            )
             raise row_error(found, "a prompt before the label", remedy)
         return self._with_candidates(converted)
 
@@ -194,11 +260,25 @@ class RowOptions:
         if index is None and self._by_index and type(number) in (int, float) and number % 1 == 0:
             index = int(number)
         if index is None or not 0 <= index < len(self.labels):
-            listed, found = self.labels[:_LISTED], f"{json.dumps(label)[:40]} as '{self.label_column or 'label'}'"
-            remedy = _nearest(str(label), self.labels) or "correct the label, or name all labels with --labels"
-            raise row_error(found, f"one of {', '.join(map(repr, listed))}, or the number of one of them, from 0", remedy)
+            listed, found = (
+                self.labels[:_LISTED],
+                f"{json.dumps(label)[:40]} as '{self.label_column or 'label'}'",
+            )
+            remedy = (
+                _nearest(str(label), self.labels)
+                or "correct the label, or name all labels with --labels"
+            )
+            raise row_error(
+                found,
+                f"one of {', '.join(map(repr, listed))}, or the number of one of them, from 0",
+                remedy,
+            )
         prompt = row["prompt"]
-        texts = [_separated(prompt, text) for text in self.labels] if isinstance(prompt, str) else list(self.labels)
+        texts = (
+            [_separated(prompt, text) for text in self.labels]
+            if isinstance(prompt, str)
+            else list(self.labels)
+        )
         return {**row, "candidates": texts, "answer": index}
 
     @property
@@ -211,25 +291,45 @@ class RowOptions:
         return next((self.labels.index(text) for text in texts if text in self.labels), None)
 
     def labels_in(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The different labels of prompts, sorted; empty if the rows are not prompts with labels."""
-        prompt, completion, label = (getattr(self, f"{key}_column") or key for key in ("prompt", "completion", "label"))
-        other = _LEARNED - {"completion"} | (set() if self.label_column and not self.completion_column else {completion})
+        """The different labels of prompts, sorted; empty if the rows are not prompts with
+        labels.
+        """
+        prompt, completion, label = (
+            getattr(self, f"{key}_column") or key for key in ("prompt", "completion", "label")
+        )
+        other = _LEARNED - {"completion"} | (
+            set() if self.label_column and not self.completion_column else {completion}
+        )
         labels = set()
         for row in rows:
             if (self.prompt_template is None and prompt not in row) or row.keys() & other:
                 return ()
-            if isinstance(row.get(label), (str, int, float)) and str(row[label]).strip():  # rows without one are refused
+            if isinstance(row.get(label), (str, int, float)) and str(row[label]).strip():
+                # rows without one are refused
                 labels.add(label_text(row[label]))
-        return tuple(sorted(labels, key=lambda text: (0, int(text), text) if _is_number(text) else (1, 0, text)))
+        return tuple(
+            sorted(
+                labels, key=lambda text: (0, int(text), text) if _is_number(text) else (1, 0, text)
+            )
+        )
 
     def _filled(self, template: str, row: Mapping[str, Any]) -> str:
-        values = {column: _column(row, column, "--prompt-template") for column in self.prompt_columns}
+        values = {
+            column: _column(row, column, "--prompt-template") for column in self.prompt_columns
+        }
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
-                found, remedy = f"{json.dumps(value)[:40]} in the column {column!r}", "name another column in the template"
+                found, remedy = (
+                    f"{json.dumps(value)[:40]} in the column {column!r}",
+                    "name another column in the template",
+                )
                 raise row_error(found, "text or a number for --prompt-template", remedy)
-        parts = ((with_line_breaks(text), column) for text, column, _, _ in Formatter().parse(template))
-        return "".join(text if column is None else f"{text}{values[column]}" for text, column in parts)
+        parts = (
+            (with_line_breaks(text), column) for text, column, _, _ in Formatter().parse(template)
+        )
+        return "".join(
+            text if column is None else f"{text}{values[column]}" for text, column in parts
+        )
 
 
 def label_text(label: Any) -> str:
@@ -239,14 +339,25 @@ def label_text(label: Any) -> str:
 
 
 def _read(key: str, value: Any) -> Any:
-    """A row's value as its key has it: cells of CSV as texts or lists, and ShareGPT's messages with role and content."""
+    """A row's value as its key has it: cells of CSV as texts or lists, and ShareGPT's messages with
+    role and content.
+    """
     if isinstance(value, Cell) and key not in ("label", "answer"):
         held = value.value if key in ("candidates", "answers", *_MESSAGES) else value
-        are_messages = isinstance(held, list) and all(isinstance(item, dict) and {"role", "from"} & {*item} for item in held)
-        value = held if are_messages or (isinstance(held, list) and key not in _MESSAGES) else str(value)
+        are_messages = isinstance(held, list) and all(
+            isinstance(item, dict) and {"role", "from"} & {*item} for item in held
+        )
+        value = (
+            held
+            if are_messages or (isinstance(held, list) and key not in _MESSAGES)
+            else str(value)
+        )
     if key not in _MESSAGES or not isinstance(value, list):
         return value
-    return [_message(item) if isinstance(item, dict) and {"from", "value"} <= item.keys() else item for item in value]
+    return [
+        _message(item) if isinstance(item, dict) and {"from", "value"} <= item.keys() else item
+        for item in value
+    ]
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +378,12 @@ def _require_template(template: str) -> None:
         found += f" ({error})"
     if not is_plain:
         expected = "text with names of columns between braces, such as 'Tweet: {text} Sentiment:'"
-        raise OptionError("prompt_template", found, expected, "name at least one column; write {{ and }} for braces")
+        raise OptionError(
+            "prompt_template",
+            found,
+            expected,
+            "name at least one column; write {{ and }} for braces",
+        )
 
 
 def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
@@ -338,7 +454,11 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
 
 
 def _unused(
-    rows: Sequence[Mapping[str, Any]], options: RowOptions, first: Mapping[str, Any], *, takes_labels: bool
+    rows: Sequence[Mapping[str, Any]],
+    options: RowOptions,
+    first: Mapping[str, Any],
+    *,
+    takes_labels: bool,
 ) -> tuple[str, ...]:
     """The columns that are not trained on."""
     keys = _LABELLED if takes_labels else _format_of(first)[0]
@@ -366,12 +486,18 @@ def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOption
     return options
 
 
-def _with_prompt(options: RowOptions, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> RowOptions:
+def _with_prompt(
+    options: RowOptions, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
+) -> RowOptions:
     """The options with the column called text, or else that of the longest texts, as the prompt.
 
     It is in a template that ends with the name of the labels, if rows have labels.
     """
-    text = "text" if "text" in texts else max(texts, key=lambda name: sum(len(row[name]) for row in rows))
+    text = (
+        "text"
+        if "text" in texts
+        else max(texts, key=lambda name: sum(len(row[name]) for row in rows))
+    )
     label = options.label_column
     if label is None or not is_column(text) or not is_column(label):
         return replace(options, prompt_column=text)
@@ -380,13 +506,20 @@ def _with_prompt(options: RowOptions, rows: Sequence[Mapping[str, Any]], texts: 
 
 def _texts(rows: Sequence[Mapping[str, Any]], *, except_for: str | None) -> list[str]:
     """The columns that have a text in every row."""
-    return [name for name in rows[0] if name != except_for and all(isinstance(row.get(name), str) for row in rows)]
+    return [
+        name
+        for name in rows[0]
+        if name != except_for and all(isinstance(row.get(name), str) for row in rows)
+    ]
 
 
 def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
     """The options with the columns that the rows seem to have."""
     columns = list(rows[0])
-    if {"messages", "conversations", "chosen", "candidates"} & set(columns) or {"prompt", "label"} <= set(columns):
+    if {"messages", "conversations", "chosen", "candidates"} & set(columns) or {
+        "prompt",
+        "label",
+    } <= set(columns):
         return options
     if {"prompt", "completion"} <= set(columns):
         if _is_label(rows, "completion"):
@@ -405,33 +538,60 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
     if len(columns) > 1:
         example = f"prompt={columns[0]},completion={columns[1]}"
     expected = "columns of a prompt and of a completion or label, text, or messages"
-    raise DataError(path, f"the columns {found}", expected, f"name them, such as --columns {shlex.quote(example)}")
+    raise DataError(
+        path,
+        f"the columns {found}",
+        expected,
+        f"name them, such as --columns {shlex.quote(example)}",
+    )
 
 
-def _with_context(rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOptions) -> RowOptions:
-    """The options with the prompt, in sections as alpaca has them if rows have a system text or a context, too."""
-    texts = [name for name in _texts(rows, except_for=options.completion_column) if any(row[name].strip() for row in rows)]
+def _with_context(
+    rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOptions
+) -> RowOptions:
+    """The options with the prompt, in sections as alpaca has them if rows have a system text or a
+    context, too.
+    """
+    texts = [
+        name
+        for name in _texts(rows, except_for=options.completion_column)
+        if any(row[name].strip() for row in rows)
+    ]
     sections = [name for name in ("system", prompt, *_CONTEXT) if name == prompt or name in texts]
     if len(sections) == 1:
         return options if prompt == "prompt" else replace(options, prompt_column=prompt)
-    template = "".join(f"### {name.capitalize()}:\\n{{{name}}}\\n\\n" for name in sections) + "### Response:\\n"
+    template = (
+        "".join(f"### {name.capitalize()}:\\n{{{name}}}\\n\\n" for name in sections)
+        + "### Response:\\n"
+    )
     preamble = _ALPACA if sections == ["instruction", "input"] else ""
     return replace(options, prompt_template=preamble + template)
 
 
 def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
-    """The column of labels: the one called label, else the last one whose labels are words, else the last one."""
+    """The column of labels: the one called label, else the last one whose labels are words, else
+    the last one.
+    """
     named = [name for name in reversed(columns) if _is_label(rows, name)]
-    words = [name for name in named if not any(str(row.get(name, "")).lstrip("-").isdecimal() for row in rows)]
+    words = [
+        name
+        for name in named
+        if not any(str(row.get(name, "")).lstrip("-").isdecimal() for row in rows)
+    ]
     return "label" if "label" in named else next(iter([*words, *named]), None)
 
 
 def _is_label(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
-    """Whether a column has a few short values that occur again and again; by mistake it may be empty in a few rows."""
+    """Whether a column has a few short values that occur again and again; by mistake it may be
+    empty in a few rows.
+    """
     values = [row[column] for row in rows if str(row.get(column, "")).strip()]
     if len(values) < (1 - _MOST_EMPTY) * len(rows) and column != "label":
         return False
-    if not all(isinstance(value, (str, int, float)) and len(str(value)) <= _LONGEST_LABEL for value in values):
+    if not all(
+        isinstance(value, (str, int, float)) and len(str(value)) <= _LONGEST_LABEL
+        for value in values
+    ):
         return False
     if any(isinstance(value, float) and value % 1 for value in values):
         return False

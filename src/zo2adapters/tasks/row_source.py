@@ -1,4 +1,6 @@
-"""Read the rows of a data file: JSONL, JSON, CSV, Parquet, a directory of ``datasets``, or a dataset of the hub."""
+"""Read the rows of a data file: JSONL, JSON, CSV, Parquet, a directory of ``datasets``, or a
+dataset of the hub.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from zo2core.io.durable import open_regular
 
 RowDict = dict[str, Any]  # a row's values by column, as JSON values
 
-_HUB = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<configuration>[\w.-]+))?:(?P<split>\w+(?:\[[\w:%+-]*\])?)")
-_SAVED = ("dataset_info.json", "dataset_dict.json")  # the first is in a saved Dataset, the second in a DatasetDict
+_HUB = re.compile(
+    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<configuration>[\w.-]+))?:(?P<split>\w+(?:\[[\w:%+-]*\])?)"
+)
+# the first is in a saved Dataset, the second in a DatasetDict
+_SAVED = ("dataset_info.json", "dataset_dict.json")
 _INSTALL_DATASETS, _INSTALL_PARQUET = "zo2core[data]", "pyarrow"
 _JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON object on each line
 _UNREADABLE = {"expected": "a readable file", "remedy": "check the path"}
@@ -31,7 +36,9 @@ _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
 
 
 class Cell(str):
-    """The text of a cell of a CSV file, which stands for a number or a list where a row's format has no text."""
+    """The text of a cell of a CSV file, which stands for a number or a list where a row's format
+    has no text.
+    """
 
     __slots__ = ()
 
@@ -42,7 +49,11 @@ class Cell(str):
             value = json.loads(self)
         except (ValueError, RecursionError):
             return str(self)
-        return value if isinstance(value, (int, float, list)) and not isinstance(value, bool) else str(self)
+        return (
+            value
+            if isinstance(value, (int, float, list)) and not isinstance(value, bool)
+            else str(self)
+        )
 
 
 class _Dataset(NamedTuple):
@@ -59,14 +70,15 @@ class DataFile:
 
     Rows are without values that are null, or NaN, which pandas writes for an empty cell of numbers.
 
-    The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows, ``.csv`` has a header line,
-    ``.parquet`` is read with pyarrow, a directory with the package ``datasets``, and every other file is JSONL. A path that
-    does not exist and has a colon is a split: ``DIRECTORY:split``, or ``name:split`` or ``name:configuration:split`` of the
-    hub.
+    The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows,
+    ``.csv`` has a header line, ``.parquet`` is read with pyarrow, a directory with the package
+    ``datasets``, and every other file is JSONL. A path that does not exist and has a colon is a
+    split: ``DIRECTORY:split``, or ``name:split`` or ``name:configuration:split`` of the hub.
 
-    Note: why ``datasets`` reads no CSV and no JSON. It infers one type for a column of CSV, so that the label 0 of a column
-    with 0.5 becomes 0.0 and the text NA none, takes a cell too many for an index, copies each file into a cache, and tells
-    of a malformed row without its line. Importing it takes a second and 140 MB.
+    Note: why ``datasets`` reads no CSV and no JSON. It infers one type for a column of CSV, so that
+    the label 0 of a column with 0.5 becomes 0.0 and the text NA none, takes a cell too many for an
+    index, copies each file into a cache, and tells of a malformed row without its line. Importing
+    it takes a second and 140 MB.
 
     Args:
         path: The data file, the directory or the name.
@@ -85,13 +97,24 @@ class DataFile:
         number = 0
         with self._typed_failures():
             for number, values in self._values():
-                yield number, {key: value for key, value in values.items() if value is not None and not _is_nan(value)}
+                yield (
+                    number,
+                    {
+                        key: value
+                        for key, value in values.items()
+                        if value is not None and not _is_nan(value)
+                    },
+                )
         if not number:
-            expected = "a JSON object on each line" if _counts_lines(self.path) else "at least one row"
+            expected = (
+                "a JSON object on each line" if _counts_lines(self.path) else "at least one row"
+            )
             raise DataError(self.path, "no rows", expected, "write at least one row")
 
     def sha256(self) -> str:
-        """SHA-256 of a file's bytes, of the names and bytes of all files in a directory, or of the rows from the hub."""
+        """SHA-256 of a file's bytes, of the names and bytes of all files in a directory, or of the
+        rows from the hub.
+        """
         digest = hashlib.sha256()
         with self._typed_failures():
             if self._file is not None:
@@ -100,7 +123,9 @@ class DataFile:
             elif self._dataset is not None and self._dataset.is_local:
                 digest.update(f"{self._dataset.split}\n".encode())
                 directory = Path(self._dataset.name)
-                for member in sorted(member for member in directory.rglob("*") if not member.is_dir()):
+                for member in sorted(
+                    member for member in directory.rglob("*") if not member.is_dir()
+                ):
                     name = f"{member.relative_to(directory)} {file_sha256(member)}\n"
                     digest.update(name.encode(errors="surrogateescape"))
             else:
@@ -119,7 +144,9 @@ class DataFile:
         path, file = self.path, self._file
         if file is None:
             assert self._dataset is not None, "it is no file"
-            yield from _json_values(path, _dataset_rows(path, self._dataset), f"rows of text at {path}")
+            yield from _json_values(
+                path, _dataset_rows(path, self._dataset), f"rows of text at {path}"
+            )
             return
         is_list = _begins_list(file)
         file.seek(0)
@@ -169,11 +196,15 @@ def at_row(path: Path, number: int) -> Iterator[None]:
 
 
 def _bad_row(path: Path, number: int, found: str, expected: str, remedy: str) -> DataError:
-    return DataError(f"{path}, {'line' if _counts_lines(path) else 'row'} {number}", found, expected, remedy)
+    return DataError(
+        f"{path}, {'line' if _counts_lines(path) else 'row'} {number}", found, expected, remedy
+    )
 
 
 def saved_path(path: Path) -> str:
-    """How a run saves the path of a data file: absolute, unless it is the name of a dataset of the hub."""
+    """How a run saves the path of a data file: absolute, unless it is the name of a dataset of the
+    hub.
+    """
     dataset = _dataset(path)
     return str(path) if dataset is not None and not dataset.is_local else str(path.resolve())
 
@@ -195,7 +226,11 @@ def _dataset(path: Path) -> _Dataset | None:
     if Path(directory).is_dir():
         return _Dataset(directory, split=split)
     hub = _HUB.fullmatch(text)
-    return None if hub is None else _Dataset(hub["name"], hub["configuration"], hub["split"], is_local=False)
+    return (
+        None
+        if hub is None
+        else _Dataset(hub["name"], hub["configuration"], hub["split"], is_local=False)
+    )
 
 
 def _counts_lines(path: Path) -> bool:
@@ -214,12 +249,14 @@ def _begins_list(file: BufferedReader) -> bool:
 
 def _parsed(text: bytes) -> Any:
     parsed = json.loads(text.decode("utf-8-sig").strip())
-    json.dumps(parsed, ensure_ascii=False).encode()  # fails on half a surrogate pair, which no tokenizer takes
+    # fails on half a surrogate pair, which no tokenizer takes
+    json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
 
 
 def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
-    is_unnamed = path.suffix.lower() not in _JSONL  # until a row shows that the file is one of JSONL
+    # until a row shows that the file is one of JSONL
+    is_unnamed = path.suffix.lower() not in _JSONL
     # Bytes are split at line feeds alone; str.splitlines would split inside a string with U+2028.
     for line, raw in enumerate(file, 1):
         if not raw.strip(_BLANK):
@@ -229,16 +266,21 @@ def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
             found = json.dumps(row)[:40]
         except (ValueError, RecursionError) as error:
             row, cause = None, error
-            found = f"text that is not JSON in UTF-8 ({error})".replace("line 1 ", "")  # json counts lines within this one
+            # json counts lines within this one
+            found = f"text that is not JSON in UTF-8 ({error})".replace("line 1 ", "")
         if isinstance(row, dict):
             is_unnamed = False
             yield line, row
         elif is_unnamed:
             found = f"a file of another format, with the ending {path.suffix}"
             remedy = "save it as CSV in UTF-8 with commas between the cells, and name it .csv"
-            raise DataError(path, found, "a data file that ends with .csv, .json, .jsonl or .parquet", remedy) from cause
+            raise DataError(
+                path, found, "a data file that ends with .csv, .json, .jsonl or .parquet", remedy
+            ) from cause
         else:
-            raise _bad_row(path, line, found, "a JSON object", "write one JSON object per line, in UTF-8") from cause
+            raise _bad_row(
+                path, line, found, "a JSON object", "write one JSON object per line, in UTF-8"
+            ) from cause
 
 
 def _list_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
@@ -246,10 +288,14 @@ def _list_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
         rows = _parsed(file.read())
     except (ValueError, RecursionError) as error:
         remedy = "correct the file, or write one JSON object per line and name it .jsonl"
-        raise DataError(path, f"text that is not JSON in UTF-8 ({error})", "a list of JSON objects", remedy) from error
+        raise DataError(
+            path, f"text that is not JSON in UTF-8 ({error})", "a list of JSON objects", remedy
+        ) from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise _bad_row(path, number, json.dumps(row)[:40], "a JSON object", "write a list of JSON objects")
+            raise _bad_row(
+                path, number, json.dumps(row)[:40], "a JSON object", "write a list of JSON objects"
+            )
         yield number, row
 
 
@@ -260,16 +306,33 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     try:
         header = next(reader, [])
         if len(header) == 1 and {*";\t"} & {*header[0]}:
-            remedy = f"save the file with commas instead of {'semicolons' if ';' in header[0] else 'tabs'} between the cells"
-            raise _bad_row(path, 0, f"one column, {header[0][:80]!r}", "commas as the separator of columns", remedy)
+            remedy = (
+                "save the file with commas instead of "
+                f"{'semicolons' if ';' in header[0] else 'tabs'} between the cells"
+            )
+            raise _bad_row(
+                path,
+                0,
+                f"one column, {header[0][:80]!r}",
+                "commas as the separator of columns",
+                remedy,
+            )
         if any(header):  # pandas writes its index without a name, and reads it with this one
             header = [name or f"Unnamed: {column}" for column, name in enumerate(header)]
         if len(set(header)) < len(header) or not any(header):
             found = f"the header {', '.join(map(repr, header))}"
-            raise _bad_row(path, 0, found, "a first line with different names of columns", "name each column once")
+            raise _bad_row(
+                path,
+                0,
+                found,
+                "a first line with different names of columns",
+                "name each column once",
+            )
         for number, cells in enumerate((cells for cells in reader if cells), 1):
             if len(cells) != len(header):
-                expected = f"{len(header)}, one for each of the columns {', '.join(map(repr, header))}"
+                expected = (
+                    f"{len(header)}, one for each of the columns {', '.join(map(repr, header))}"
+                )
                 remedy = "put cells that contain commas or line breaks between quotes"
                 raise _bad_row(path, number, f"{len(cells)} cells", expected, remedy)
             yield number, dict(zip(header, map(Cell, cells), strict=True))
@@ -280,7 +343,9 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
         text.detach()
 
 
-def _json_values(path: Path, rows: Iterable[RowDict], expected: str) -> Iterator[tuple[int, RowDict]]:
+def _json_values(
+    path: Path, rows: Iterable[RowDict], expected: str
+) -> Iterator[tuple[int, RowDict]]:
     """Rows that a package reads, with JSON values; what JSON lacks, such as times, becomes text."""
     try:
         for number, row in enumerate(rows, 1):
@@ -290,13 +355,18 @@ def _json_values(path: Path, rows: Iterable[RowDict], expected: str) -> Iterator
                 parsed = json.loads(text)
             except (ValueError, RecursionError, TypeError) as error:
                 found = f"a value that is not text ({error})"
-                raise _bad_row(path, number, found, "texts and numbers", "correct the row") from error
+                raise _bad_row(
+                    path, number, found, "texts and numbers", "correct the row"
+                ) from error
             yield number, parsed
     except ZO2Error:
         raise
-    except Exception as error:  # of pyarrow, whose errors have no common class, the network, the hub, or decoded images
+    except Exception as error:
+        # of pyarrow, whose errors have no common class, the network, the hub, or decoded images
         found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
-        raise DataError(path, found, expected, "check the name, the file and the network") from error
+        raise DataError(
+            path, found, expected, "check the name, the file and the network"
+        ) from error
 
 
 def _parquet_rows(parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
@@ -307,7 +377,10 @@ def _parquet_rows(parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
 def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
     directory = Path(dataset.name)
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
-        found, expected = "no regular file, but a directory that datasets has not saved", " or ".join(_SAVED)
+        found, expected = (
+            "no regular file, but a directory that datasets has not saved",
+            " or ".join(_SAVED),
+        )
         remedy = "pass a file of it, or save the rows with save_to_disk"
         raise DataError(path, found, f"a data file, or a directory with {expected}", remedy)
     package = optional_package("datasets", install=_INSTALL_DATASETS)
@@ -319,8 +392,11 @@ def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
     if isinstance(loaded, dict):
         loaded = _split_of(path, dataset, loaded)
     elif dataset.is_local and dataset.split is not None:
-        raise DataError(path, "a directory of one split", "no split", f"pass {dataset.name} without the split")
-    names = {column: getattr(feature, "names", None) for column, feature in loaded.features.items()}  # of a ClassLabel
+        raise DataError(
+            path, "a directory of one split", "no split", f"pass {dataset.name} without the split"
+        )
+    # of a ClassLabel
+    names = {column: getattr(feature, "names", None) for column, feature in loaded.features.items()}
     for row in loaded.with_format(None):
         yield {column: _class_name(names.get(column), value) for column, value in row.items()}
 
@@ -329,11 +405,20 @@ def _split_of(path: Path, dataset: _Dataset, splits: dict[str, Any]) -> Any:
     if dataset.split is None and len(splits) == 1:
         return next(iter(splits.values()))
     if dataset.split not in splits:
-        found, names = "no split" if dataset.split is None else f"the split {dataset.split!r}", [*splits, "train"]
-        raise DataError(path, found, f"one of the splits {', '.join(splits)}", f"pass {dataset.name}:{names[0]}")
+        found, names = (
+            "no split" if dataset.split is None else f"the split {dataset.split!r}",
+            [*splits, "train"],
+        )
+        raise DataError(
+            path, found, f"one of the splits {', '.join(splits)}", f"pass {dataset.name}:{names[0]}"
+        )
     return splits[dataset.split]
 
 
 def _class_name(names: list[str] | None, value: Any) -> Any:
     """The name of a class whose number ``datasets`` stores."""
-    return names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else value
+    return (
+        names[value]
+        if names is not None and isinstance(value, int) and 0 <= value < len(names)
+        else value
+    )

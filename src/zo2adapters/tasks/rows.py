@@ -1,6 +1,7 @@
 """The rows of data files as tokens, four bytes each where there are many, and batches of them.
 
-The order of training is one of endless shuffled epochs; sequences are padded, also those of prompts with candidates.
+The order of training is one of endless shuffled epochs; sequences are padded, also those of prompts
+with candidates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from zo2core.errors import BatchError, DataError, OptionError
 from zo2core.ranges import counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
-PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
+# keys of a batch that the model's forward does not take
+PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"
 Row = TypeVar("Row")
 Prompts: TypeAlias = Sequence[Sequence[int]]  # token ids of each prompt
 Candidates: TypeAlias = Sequence[Prompts]  # token ids of the candidates of each prompt
@@ -54,20 +56,29 @@ class TokenizedRow(_Text):
 
     prompt_length: int  # number of leading tokens without loss
     line: int  # line of the file, or number of the row, from 1
-    later_prompts: tuple[tuple[int, int], ...] = ()  # start and end of further tokens without loss, within the row
+    # start and end of further tokens without loss, within the row
+    later_prompts: tuple[tuple[int, int], ...] = ()
     source: str = ""  # the row of the file as JSON, for runs that need it
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """The sequences of the row: tokens of each, and for how many of these the loss needs logits."""
-        without_loss = max(self.prompt_length, 1) + sum(end - start for start, end in self.later_prompts)
+        """The sequences of the row: tokens of each, and for how many of these the loss needs
+        logits.
+        """
+        without_loss = max(self.prompt_length, 1) + sum(
+            end - start for start, end in self.later_prompts
+        )
         return [(len(self.input_ids), len(self.input_ids) - without_loss)]
 
     @property
     def content(self) -> bytes:
         """What a digest of rows covers."""
         later = repr(self.later_prompts).encode() if self.later_prompts else b""
-        return b"%d %d\n" % (len(self.input_ids), self.prompt_length) + self.input_ids.tobytes() + later
+        return (
+            b"%d %d\n" % (len(self.input_ids), self.prompt_length)
+            + self.input_ids.tobytes()
+            + later
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,9 @@ class LabelledRow(_Text):
     @property
     def content(self) -> bytes:
         """What a digest of rows covers."""
-        return json.dumps([self.input_ids.tolist(), self.token_type_ids.tolist(), self.label]).encode()
+        return json.dumps(
+            [self.input_ids.tolist(), self.token_type_ids.tolist(), self.label]
+        ).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +122,9 @@ class Choice:
     @property
     def sequences(self) -> list[tuple[int, int]]:
         """Tokens of each sequence, and for how many of these the loss needs logits."""
-        return [(len(self.prompt) + len(candidate), len(candidate)) for candidate in self.candidates]
+        return [
+            (len(self.prompt) + len(candidate), len(candidate)) for candidate in self.candidates
+        ]
 
     @property
     def content(self) -> bytes:
@@ -148,7 +163,8 @@ class Rows(Sequence[Any]):
     dropped: int = 0  # number of longer rows that were left out
     new_tokens: int = 0  # most tokens of an answer that is generated to each row
     columns: tuple[str, ...] = ()  # of the file's first row
-    options: RowOptions = field(default_factory=RowOptions)  # how the file was read, with the labels that it has
+    # how the file was read, with the labels that it has
+    options: RowOptions = field(default_factory=RowOptions)
     sha256: str = ""  # of the file's content; empty if it was not computed. See ``DataFile``
 
     def __len__(self) -> int:
@@ -179,9 +195,13 @@ class Rows(Sequence[Any]):
         return self.format is RowFormat.CANDIDATES and "candidates" not in self.columns
 
     def digest(self) -> str:
-        """SHA-256 over the tokens of all rows, the lengths of their prompts, their labels and answers."""
+        """SHA-256 over the tokens of all rows, the lengths of their prompts, their labels and
+        answers.
+        """
         if self.format is RowFormat.ANSWERS:
-            return hashlib.sha256(json.dumps([[row.prompt, row.answers] for row in self.rows]).encode()).hexdigest()
+            return hashlib.sha256(
+                json.dumps([[row.prompt, row.answers] for row in self.rows]).encode()
+            ).hexdigest()
         digest = hashlib.sha256()
         for row in self.rows:
             digest.update(row.content)
@@ -192,27 +212,40 @@ class Rows(Sequence[Any]):
         count = len(self)
         if count < 2:
             raise OptionError("eval_split", "1 row", "at least 2", "leave it out, or add rows")
-        chosen = set(shuffled(count, "evaluation 0")[: min(max(round(count * share), 1), count - 1)])
-        parts = [tuple(row for index, row in enumerate(self) if (index in chosen) is held_out) for held_out in (False, True)]
+        chosen = set(
+            shuffled(count, "evaluation 0")[: min(max(round(count * share), 1), count - 1)]
+        )
+        parts = [
+            tuple(row for index, row in enumerate(self) if (index in chosen) is held_out)
+            for held_out in (False, True)
+        ]
         return replace(self, rows=parts[0]), replace(self, rows=parts[1])
 
 
 def shuffled(count: int, seed: int | str) -> list[int]:
     """All indices below a count, in an order that depends on the seed alone."""
     generator = Random(seed)  # noqa: S311 - the order of rows is not a secret
-    # Sorted by draws, because Python promises the sequence of random() across its versions, not that of shuffle(), and a
-    # resumed run may use another version.
+    # Sorted by draws, because Python promises the sequence of random() across its versions, not
+    # that of shuffle(), and a resumed run may use another version.
     return sorted(range(count), key=lambda _: generator.random())
 
 
-def training_batches(rows: Sequence[Row], *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[Row]]:
-    """Iterate over epochs without end; the order of rows in an epoch depends on the seed and the epoch only."""
+def training_batches(
+    rows: Sequence[Row], *, batch_size: int, seed: int, first_step: int = 0
+) -> Iterator[list[Row]]:
+    """Iterate over epochs without end; the order of rows in an epoch depends on the seed and the
+    epoch only.
+    """
     require_whole("batch_size", batch_size, 1)
     require_whole("first_step", first_step, 0)
     epoch, skipped = divmod(first_step * batch_size, len(rows))
     # The seed is hashed because Random takes the absolute value of an integer.
-    seeds = (int(hashlib.sha256(f"{seed} {number}".encode()).hexdigest(), 16) for number in count(epoch))
-    indices = islice(chain.from_iterable(shuffled(len(rows), seed) for seed in seeds), skipped, None)
+    seeds = (
+        int(hashlib.sha256(f"{seed} {number}".encode()).hexdigest(), 16) for number in count(epoch)
+    )
+    indices = islice(
+        chain.from_iterable(shuffled(len(rows), seed) for seed in seeds), skipped, None
+    )
     return ([rows[index] for index in islice(indices, batch_size)] for _ in count())
 
 
@@ -222,7 +255,9 @@ def file_batches(rows: Sequence[Row], batch_size: int) -> list[Sequence[Row]]:
     return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
 
-def collate(rows: Sequence[TokenizedRow | LabelledRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+def collate(
+    rows: Sequence[TokenizedRow | LabelledRow], *, pad_token_id: int
+) -> dict[str, torch.Tensor]:
     """Pad rows on the right into one batch."""
     input_ids = _padded([row.input_ids for row in rows], pad_token_id)
     position = torch.arange(input_ids.shape[1])
@@ -247,13 +282,19 @@ def _padded(rows: Sequence[array[int]], padding: int) -> torch.Tensor:
     return pad_sequence(tensors, batch_first=True, padding_value=padding)
 
 
-def with_completion(prompt: Sequence[int], completion: Sequence[int], line: int = 0) -> TokenizedRow:
+def with_completion(
+    prompt: Sequence[int], completion: Sequence[int], line: int = 0
+) -> TokenizedRow:
     """A row that learns a completion."""
     return TokenizedRow(array("i", [*prompt, *completion]), len(prompt), line)
 
 
 def choice_batch(
-    prompts: Prompts, candidates: Candidates, answers: Sequence[int | Sequence[int]], *, pad_token_id: int = 0
+    prompts: Prompts,
+    candidates: Candidates,
+    answers: Sequence[int | Sequence[int]],
+    *,
+    pad_token_id: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Make a batch for objectives of candidates; each pair of prompt and candidate is a row.
 
@@ -264,25 +305,36 @@ def choice_batch(
         pad_token_id: Token id at padded positions.
 
     Returns:
-        ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), int64, with labels for the candidates' tokens
-        alone; ``prompt``, the index of a row's prompt, and ``is_answer``, 1 where its candidate is right, each (rows,),
-        int64.
+        ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), int64, with labels
+        for the candidates' tokens alone; ``prompt``, the index of a row's prompt, and
+        ``is_answer``, 1 where its candidate is right, each (rows,), int64.
 
     Raises:
-        BatchError: if there is no prompt, or a prompt or candidate is empty, or a prompt has fewer than two candidates or
-            none that is right.
+        BatchError: if there is no prompt, or a prompt or candidate is empty, or a prompt has fewer
+            than two candidates or none that is right.
     """
     rows: list[TokenizedRow] = []
     prompt_of: list[int] = []
     is_answer: list[int] = []
     if not prompts:
         raise BatchError("prompts", "none", "at least one prompt", "pass prompts")
-    for number, (prompt, options, answer) in enumerate(zip(prompts, candidates, answers, strict=True)):
+    for number, (prompt, options, answer) in enumerate(
+        zip(prompts, candidates, answers, strict=True)
+    ):
         right = [answer] if isinstance(answer, int) else list(answer)
-        if not prompt or len(options) < 2 or not all(options) or not right or not set(right) <= set(range(len(options))):
+        if (
+            not prompt
+            or len(options) < 2
+            or not all(options)
+            or not right
+            or not set(right) <= set(range(len(options)))
+        ):
             sizes = [len(candidate) for candidate in options]
             found = f"{len(prompt)} tokens, candidates of {sizes} tokens, answer {answer}"
-            expected = "a prompt and at least two candidates, all with tokens, and the index of a right candidate"
+            expected = (
+                "a prompt and at least two candidates, all with tokens, and the index of a right "
+                "candidate"
+            )
             raise BatchError(f"prompts[{number}]", found, expected, "add what is missing")
         rows += [with_completion(prompt, candidate) for candidate in options]
         prompt_of += [number] * len(options)
@@ -292,22 +344,28 @@ def choice_batch(
 
 
 def preference_batch(
-    prompts: Prompts, candidates: Candidates, references: Sequence[Sequence[float]], *, pad_token_id: int = 0
+    prompts: Prompts,
+    candidates: Candidates,
+    references: Sequence[Sequence[float]],
+    *,
+    pad_token_id: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Make a batch for ``PreferenceLoss``.
 
     Args:
         prompts: Token ids of each prompt, at least one.
-        candidates: The chosen and the rejected completion of each prompt, as token ids, at least one.
-        references: Log-likelihoods of these two under the reference model, from ``score``, for each prompt.
+        candidates: The chosen and the rejected completion of each prompt, as token ids, at least
+            one.
+        references: Log-likelihoods of these two under the reference model, from ``score``, for each
+            prompt.
         pad_token_id: Token id at padded positions.
 
     Returns:
         The batch of ``choice_batch``, and ``reference``, (rows,), float64.
 
     Raises:
-        BatchError: if there is no prompt, or a prompt or completion is empty, or a prompt does not have two completions and
-            two references.
+        BatchError: if there is no prompt, or a prompt or completion is empty, or a prompt does not
+            have two completions and two references.
     """
     for number, (completions, likelihoods) in enumerate(zip(candidates, references, strict=True)):
         if len(completions) != 2 or len(likelihoods) != 2:
@@ -318,7 +376,8 @@ def preference_batch(
     return {**batch, REFERENCE: torch.tensor(references, dtype=torch.float64).view(-1)}
 
 
-TOO_LONG = "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"  # remedy
+# remedy
+TOO_LONG = "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
 MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an evaluation of a run
 
 
@@ -326,25 +385,32 @@ MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an eval
 class RowReader:
     """Reads data files as rows of tokens. The first row of a file says which format its rows have.
 
-    Rows of text follow the conventions of TRL's SFTTrainer: ``text``, with loss on every token; or ``messages``, with loss
-    on the assistant's answers or on every token; or ``prompt`` and ``completion``, two strings or two lists of messages,
-    with loss on the completion. Other keys are ignored. The tokenizer's EOS is appended to strings that do not end with it;
-    the chat template ends conversations.
+    Rows of text follow the conventions of TRL's SFTTrainer: ``text``, with loss on every token; or
+    ``messages``, with loss on the assistant's answers or on every token; or ``prompt`` and
+    ``completion``, two strings or two lists of messages, with loss on the completion. Other keys
+    are ignored. The tokenizer's EOS is appended to strings that do not end with it; the chat
+    template ends conversations.
     """
 
     tokenizer: PreTrainedTokenizerBase
     sequence_length: int  # most tokens of a row, with an answer that is generated
     options: RowOptions = field(default_factory=RowOptions)
-    labelled_for: PretrainedConfig | None = None  # of the model that classifies the rows; None: a causal language model
-    new_tokens: int | None = None  # most tokens of answers that are generated; None: rows with answers are texts
+    # of the model that classifies the rows; None: a causal language model
+    labelled_for: PretrainedConfig | None = None
+    # most tokens of answers that are generated; None: rows with answers are texts
+    new_tokens: int | None = None
     keeps_sources: bool = False  # whether rows of text are kept as JSON as well
     vocabulary: int | None = None  # rows of the model's embedding; None: unknown
     digests: bool = False  # whether the digests of files are computed, for the record of a run
 
-    def read_files(self, data: Path, evaluation: Path | None, eval_split: float | None) -> tuple[Rows, Rows | None]:
-        """Read the rows to train on, and those to evaluate on: of a file, or a share of the training rows.
+    def read_files(
+        self, data: Path, evaluation: Path | None, eval_split: float | None
+    ) -> tuple[Rows, Rows | None]:
+        """Read the rows to train on, and those to evaluate on: of a file, or a share of the
+        training rows.
 
-        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
+        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and
+        half the sequence length.
         """
         rows = self.read(data)
         if eval_split is not None:
@@ -373,13 +439,21 @@ class RowReader:
                         self._require_learnable(tokenized, length)
                         rows.append(tokenized)
             digest = file.sha256() if self.digests else ""
-        long, dropped = sum(length > self._most(kind) for length in lengths), len(lengths) - len(rows)
+        long, dropped = (
+            sum(length > self._most(kind) for length in lengths),
+            len(lengths) - len(rows),
+        )
         if not rows:
-            found = f"{counted(dropped, 'row')}, all of more than {counted(self.sequence_length, 'token')}"
+            found = (
+                f"{counted(dropped, 'row')}, all of more than "
+                f"{counted(self.sequence_length, 'token')}"
+            )
             remedy = "raise `sequence_length`, or pass --too-long cut"
             raise DataError(path, found, "a row that is short enough, with --too-long drop", remedy)
         new_tokens = self.sequence_length - self._most(kind)
-        return Rows(tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest)
+        return Rows(
+            tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest
+        )
 
     def _format_of(self, row: Mapping[str, Any]) -> RowFormat:
         """The format of a file, by its first row."""
@@ -390,8 +464,12 @@ class RowReader:
             return kind
         if self.new_tokens is None:
             return RowFormat.TEXT
-        together = f": prompt and answer together have at most `sequence_length`, {self.sequence_length}"
-        require_whole("max_new_tokens", self.new_tokens, 1, self.sequence_length - 1, otherwise=together)
+        together = (
+            f": prompt and answer together have at most `sequence_length`, {self.sequence_length}"
+        )
+        require_whole(
+            "max_new_tokens", self.new_tokens, 1, self.sequence_length - 1, otherwise=together
+        )
         return kind
 
     def _most(self, kind: RowFormat) -> int:
@@ -408,23 +486,39 @@ class RowReader:
         generates = kind is RowFormat.ANSWERS
         uncut = "" if is_cut else ", with candidates, preferences or answers, which cannot be cut"
         asked = "" if choice == "auto" else f" with --too-long {choice}"
-        expected = f"at most {self._most(kind)}{asked}{', so that `max_new_tokens` fit, too' if generates else ''}"
-        remedy = f"{TOO_LONG}{', or lower `max_new_tokens`' if generates else ''}; or pass --too-long "
+        expected = (
+            "at most "
+            f"{self._most(kind)}{asked}{', so that `max_new_tokens` fit, too' if generates else ''}"
+        )
+        remedy = (
+            f"{TOO_LONG}{', or lower `max_new_tokens`' if generates else ''}; or pass --too-long "
+        )
         raise row_error(
-            f"a row of {counted(tokens, 'token')}{uncut}", expected, remedy + ("cut or drop" if is_cut else "drop")
+            f"a row of {counted(tokens, 'token')}{uncut}",
+            expected,
+            remedy + ("cut or drop" if is_cut else "drop"),
         )
 
     def _require_learnable(self, row: AnyRow, tokens: int) -> None:
-        """Refuse a text without a token to predict, and a token that the model's embedding does not have."""
+        """Refuse a text without a token to predict, and a token that the model's embedding does not
+        have.
+        """
         if isinstance(row, TokenizedRow):
             _require_prediction(tokens, row.prompt_length, self.sequence_length)
         if self.vocabulary is not None and (largest := max(map(max, row.parts))) >= self.vocabulary:
-            found = f"the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}"
+            found = (
+                f"the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with the id {largest}"
+            )
             expected = f"ids below {self.vocabulary}, the rows of the model's embedding"
-            remedy = "use the tokenizer that belongs to the model, or enlarge the embedding with resize_token_embeddings"
+            remedy = (
+                "use the tokenizer that belongs to the model, or enlarge the embedding with "
+                "resize_token_embeddings"
+            )
             raise row_error(found, expected, remedy)
 
-    def _tokenized(self, kind: RowFormat, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[AnyRow, int]:
+    def _tokenized(
+        self, kind: RowFormat, row: dict[str, Any], source: Mapping[str, Any], line: int
+    ) -> tuple[AnyRow, int]:
         """A row as tokens, shortened where that is possible, and its length."""
         if kind is RowFormat.TEXT:
             return self._text(row, source, line)
@@ -434,8 +528,13 @@ class RowReader:
             return self._question(row)
         return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
 
-    def _text(self, row: dict[str, Any], source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
-        kept, most = json.dumps({**source, **row}) if self.keeps_sources else "", self.sequence_length
+    def _text(
+        self, row: dict[str, Any], source: Mapping[str, Any], line: int
+    ) -> tuple[TokenizedRow, int]:
+        kept, most = (
+            json.dumps({**source, **row}) if self.keeps_sources else "",
+            self.sequence_length,
+        )
         if self.keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
             row["completion"] = self.tokenizer.eos_token or " "
         ids, prompt, later = self._sequence(row)
@@ -449,8 +548,15 @@ class RowReader:
         _require(is_valid, _keys(row), "a text 'text', perhaps 'text_pair'", "add or correct them")
         label = _label(row.get("label"), self.labelled_for)
         whole = self.tokenizer(*texts, verbose=False)["input_ids"]
-        _require(bool(whole), "a text of no tokens", "at least 1 token", "lengthen the text, or remove the row")
-        kept = self.tokenizer(*texts, verbose=False, truncation=True, max_length=self.sequence_length)
+        _require(
+            bool(whole),
+            "a text of no tokens",
+            "at least 1 token",
+            "lengthen the text, or remove the row",
+        )
+        kept = self.tokenizer(
+            *texts, verbose=False, truncation=True, max_length=self.sequence_length
+        )
         types = array("i", kept.get("token_type_ids", []))
         return LabelledRow(array("i", kept["input_ids"]), types, label), len(whole)
 
@@ -464,8 +570,13 @@ class RowReader:
         right: Any = answer.value if isinstance(answer, Cell) else answer
         right = [candidates.index(answer)] if answer in candidates else right
         right = right if isinstance(right, list) else [right]
-        is_valid = bool(right) and all(type(index) is int and 0 <= index < len(candidates) for index in right)
-        found, expected = f"{json.dumps(answer)[:40]} as 'answer'", "one of the candidates, or its index from 0"
+        is_valid = bool(right) and all(
+            type(index) is int and 0 <= index < len(candidates) for index in right
+        )
+        found, expected = (
+            f"{json.dumps(answer)[:40]} as 'answer'",
+            "one of the candidates, or its index from 0",
+        )
         _require(is_valid, found, expected, "write the right candidate")
         return _with_tokens(tokenized_choice(prompt, candidates, right, self.tokenizer))
 
@@ -475,20 +586,32 @@ class RowReader:
         found = _keys(row) if type(None) in kinds else json.dumps(row)[:60]
         expected = "'prompt', 'chosen' and 'rejected', all texts or all lists of messages"
         _require(kinds in ({str}, {list}), found, expected, "correct the row")
-        both = [self._sequence({"prompt": row["prompt"], "completion": row[key]})[:2] for key in keys[1:]]
+        both = [
+            self._sequence({"prompt": row["prompt"], "completion": row[key]})[:2]
+            for key in keys[1:]
+        ]
         return _with_tokens(_choice_of(both, [0]))
 
     def _question(self, row: Mapping[str, Any]) -> tuple[Question, int]:
         prompt, answers = row.get("prompt"), row.get("answers")
         is_valid = isinstance(prompt, str) and _are_texts(answers, 1)
-        _require(is_valid, _keys(row), "a text 'prompt' and a list of texts 'answers'", "add the missing keys")
+        _require(
+            is_valid,
+            _keys(row),
+            "a text 'prompt' and a list of texts 'answers'",
+            "add the missing keys",
+        )
         assert isinstance(answers, list)
         ids = tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
-        _require(bool(ids), "a prompt of 0 tokens", "at least 1", "write a prompt, or remove the row")
+        _require(
+            bool(ids), "a prompt of 0 tokens", "at least 1", "write a prompt, or remove the row"
+        )
         return Question(ids, tuple(answers)), len(ids)
 
     def _sequence(self, row: dict[str, Any]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
-        """Token ids, the number of those before the first that is learned, and later ranges that are not learned."""
+        """Token ids, the number of those before the first that is learned, and later ranges that
+        are not learned.
+        """
         match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
             case ["text"]:
                 return _text_ids(_string(row, "text"), self.tokenizer), 0, ()
@@ -509,33 +632,55 @@ class RowReader:
                 if not present and row:
                     remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
                 found = _keys(present or row) if present or row else "the keys (none)"
-                raise row_error(found, "'text', or 'prompt' and 'completion', or 'messages'", remedy)
+                raise row_error(
+                    found, "'text', or 'prompt' and 'completion', or 'messages'", remedy
+                )
         return whole, _prompt_length(prompt, whole), ()
 
-    def _answers(self, messages: list[dict[str, Any]]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
-        """A conversation of which the assistant's answers are learned: what ``_sequence`` returns."""
+    def _answers(
+        self, messages: list[dict[str, Any]]
+    ) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+        """A conversation of which the assistant's answers are learned: what ``_sequence``
+        returns.
+        """
         whole = self._chat_ids(messages)
         answers: list[tuple[int, int]] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = _prompt_length(self._chat_ids(messages[:index], reply_follows=True) if index else [], whole)
+            start = _prompt_length(
+                self._chat_ids(messages[:index], reply_follows=True) if index else [], whole
+            )
             is_last = index == len(messages) - 1
-            end = len(whole) if is_last else _prompt_length(self._chat_ids(messages[: index + 1]), whole)
+            end = (
+                len(whole)
+                if is_last
+                else _prompt_length(self._chat_ids(messages[: index + 1]), whole)
+            )
             if start >= end:
                 found = "a chat template that changes an answer once more messages follow"
-                remedy = "pass --train-on all, or write a row with 'prompt' and 'completion' for each answer"
-                raise row_error(found, "answers that stay the same in a longer conversation", remedy)
+                remedy = (
+                    "pass --train-on all, or write a row with 'prompt' and 'completion' for each "
+                    "answer"
+                )
+                raise row_error(
+                    found, "answers that stay the same in a longer conversation", remedy
+                )
             answers.append((start, end))
         expected = "at least one message of the assistant, whose tokens are learned"
         found = "messages without an answer, that is without the role 'assistant'"
         _require(bool(answers), found, expected, "add the answer, or pass --train-on all")
         bounds = [*answers, (len(whole), len(whole))]
-        later = tuple((end, start) for (_, end), (start, _) in itertools.pairwise(bounds) if end < start)
+        later = tuple(
+            (end, start) for (_, end), (start, _) in itertools.pairwise(bounds) if end < start
+        )
         return whole, answers[0][0], later
 
     def _chat_ids(self, messages: list[Any], *, reply_follows: bool = False) -> list[int]:
-        found, expected = "messages, with a tokenizer that has no chat template", "a tokenizer with a chat template"
+        found, expected = (
+            "messages, with a tokenizer that has no chat template",
+            "a tokenizer with a chat template",
+        )
         remedy = "use a chat model's tokenizer, or write rows of strings"
         _require(bool(self.tokenizer.chat_template), found, expected, remedy)
         at = self.options.rendered_at
@@ -545,7 +690,9 @@ class RowReader:
 
 
 def with_labels(options: RowOptions, path: Path) -> RowOptions:
-    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels."""
+    """The options with the labels that a file has, if its rows are prompts with labels and the
+    options name no labels.
+    """
     with DataFile(path) as file:
         return _with_labels(options, file)
 
@@ -560,28 +707,44 @@ def _with_labels(options: RowOptions, file: DataFile) -> RowOptions:
 
 
 def tokenized_choice(
-    prompt: str, candidates: Sequence[str], answers: Iterable[int], tokenizer: PreTrainedTokenizerBase
+    prompt: str,
+    candidates: Sequence[str],
+    answers: Iterable[int],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Choice:
     """Tokenise a question. Each candidate is appended to its prompt as it is, without an EOS.
 
     A token that spans the end of the prompt and the start of a candidate counts as candidate.
     """
     alone = _text_ids(prompt, tokenizer, append_eos=False)
-    wholes = [_text_ids(prompt + candidate, tokenizer, append_eos=False) for candidate in candidates]
+    wholes = [
+        _text_ids(prompt + candidate, tokenizer, append_eos=False) for candidate in candidates
+    ]
     return _choice_of([(whole, _prompt_length(alone, whole)) for whole in wholes], answers)
 
 
 def _choice_of(sequences: Sequence[tuple[list[int], int]], answers: Iterable[int]) -> Choice:
-    """Sequences, each with the length of its prompt, as completions of the prompt that they share."""
+    """Sequences, each with the length of its prompt, as completions of the prompt that they
+    share.
+    """
     shared = min(length for _, length in sequences)
-    return Choice(tuple(sequences[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in sequences), tuple(answers))
+    return Choice(
+        tuple(sequences[0][0][:shared]),
+        tuple(tuple(ids[shared:]) for ids, _ in sequences),
+        tuple(answers),
+    )
 
 
 def _with_tokens(choice: Choice) -> tuple[Choice, int]:
     """A choice whose texts all have tokens, and the tokens of its longest sequence."""
     lengths = ", ".join(str(len(candidate)) for candidate in choice.candidates)
     found = f"a common prompt of {len(choice.prompt)} tokens, completions of {lengths} tokens"
-    _require(all(choice.parts), found, "at least 1 token of each", "lengthen the texts, or remove the row")
+    _require(
+        all(choice.parts),
+        found,
+        "at least 1 token of each",
+        "lengthen the texts, or remove the row",
+    )
     return choice, max(tokens for tokens, _ in choice.sequences)
 
 
@@ -591,25 +754,38 @@ def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  
 
 
 def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
-    """Refuse a row without a token to predict: one after the prompt, not the row's first, and within the length."""
+    """Refuse a row without a token to predict: one after the prompt, not the row's first, and
+    within the length.
+    """
     found = f"a text of {'1 token' if tokens else 'no tokens'}"
     expected = "at least 2 tokens, of which the first predicts the second"
     _require(tokens > 1 or prompt > 0, found, expected, "lengthen the text, or remove the row")
     found = f"a prompt of {counted(prompt, 'token')}"
-    expected, remedy = "at least one token after the prompt", "write a completion, or remove the row"
+    expected, remedy = (
+        "at least one token after the prompt",
+        "write a completion, or remove the row",
+    )
     _require(tokens > prompt, f"{found}, and no token of a completion", expected, remedy)
     found = f"{found}, which leaves no token of the row's {sequence_length} for the completion"
-    _require(prompt < sequence_length, found, f"a prompt of at most {sequence_length - 1} tokens", TOO_LONG)
+    _require(
+        prompt < sequence_length,
+        found,
+        f"a prompt of at most {sequence_length - 1} tokens",
+        TOO_LONG,
+    )
 
 
 def _prompt_length(prompt: list[int], whole: list[int]) -> int:
-    # The prompt ends where the two tokenisations differ. That is usually its own length, but a token that spans its end and
-    # the completion's start ("is " + "blue") counts as completion, so that the whole completion is learned.
+    # The prompt ends where the two tokenisations differ. That is usually its own length, but a
+    # token that spans its end and the completion's start ("is " + "blue") counts as completion, so
+    # that the whole completion is learned.
     differs = [alone != joined for alone, joined in zip(prompt, whole, strict=False)]
     return [*differs, True].index(True)
 
 
-def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> list[int]:
+def _text_ids(
+    text: str, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True
+) -> list[int]:
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     eos = tokenizer.eos_token_id
     return [*ids, eos] if append_eos and eos is not None and ids[-1:] != [eos] else ids
@@ -620,25 +796,55 @@ def _keys(row: Iterable[str]) -> str:
 
 
 def _are_texts(value: Any, least: int) -> bool:
-    return isinstance(value, list) and len(value) >= least and all(isinstance(text, str) for text in value)
+    return (
+        isinstance(value, list)
+        and len(value) >= least
+        and all(isinstance(text, str) for text in value)
+    )
 
 
 def _string(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
     value = row[key]
-    _require(isinstance(value, str), f"{json.dumps(value)[:40]} as {key!r}", "a string", f"write {key!r} as a string")
-    _require(value != "" or may_be_empty, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
+    _require(
+        isinstance(value, str),
+        f"{json.dumps(value)[:40]} as {key!r}",
+        "a string",
+        f"write {key!r} as a string",
+    )
+    _require(
+        value != "" or may_be_empty,
+        f"an empty {key!r}",
+        "text to learn from",
+        "fill it in or remove the row",
+    )
     return str(value)
 
 
 def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    for extra in ("tools", "chat_template_kwargs"):  # a template may print these, and the text would differ without them
-        _require(not row.get(extra), repr(extra), "messages alone", f"remove {extra!r} from the row")
+    for extra in ("tools", "chat_template_kwargs"):
+        # a template may print these, and the text would differ without them
+        _require(
+            not row.get(extra), repr(extra), "messages alone", f"remove {extra!r} from the row"
+        )
     value = row[key]
-    messages = [fields if isinstance(fields, dict) else {} for fields in value] if isinstance(value, list) else [{}]
-    typed = all(isinstance(fields.get(name), str) for fields in messages for name in ("role", "content"))
+    messages = (
+        [fields if isinstance(fields, dict) else {} for fields in value]
+        if isinstance(value, list)
+        else [{}]
+    )
+    typed = all(
+        isinstance(fields.get(name), str) for fields in messages for name in ("role", "content")
+    )
     expected = "a list of objects with two strings, 'role' and 'content'"
-    _require(typed, f"{json.dumps(value)[:40]} as {key!r}", expected, f"write {key!r} as such a list")
-    _require(any(fields["content"] for fields in messages), f"an empty {key!r}", "some content", "fill in or remove it")
+    _require(
+        typed, f"{json.dumps(value)[:40]} as {key!r}", expected, f"write {key!r} as such a list"
+    )
+    _require(
+        any(fields["content"] for fields in messages),
+        f"an empty {key!r}",
+        "some content",
+        "fill in or remove it",
+    )
     return messages
 
 
@@ -658,7 +864,9 @@ def rates_once(config: PretrainedConfig) -> bool:
 
 
 def padding_of(config: PretrainedConfig) -> int:
-    """The config's padding token, by which a decoder that classifies finds the last token of a row."""
+    """The config's padding token, by which a decoder that classifies finds the last token of
+    a row.
+    """
     pad, vocabulary = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
     if pad is None or not 0 <= pad < vocabulary:
         expected = f"a token from 0 to {vocabulary - 1}, by which the model finds the end of a row"
@@ -681,5 +889,7 @@ def _label(value: Any, config: PretrainedConfig) -> Label:
     numbers, is_one = held if isinstance(held, list) else [held], rates_once(config)
     are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
     is_valid = are_numbers and len(numbers) == count and isinstance(held, list) is not is_one
-    _require(is_valid, found, "a number" if is_one else f"a list of {count} numbers", "correct the label")
+    _require(
+        is_valid, found, "a number" if is_one else f"a list of {count} numbers", "correct the label"
+    )
     return float(held) if is_one else tuple(map(float, numbers))

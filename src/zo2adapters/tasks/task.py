@@ -1,4 +1,6 @@
-"""Tasks: how a run trains on rows of one format, and what is measured of a model on rows, with standard errors."""
+"""Tasks: how a run trains on rows of one format, and what is measured of a model on rows, with
+standard errors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.tasks import objectives
 from zo2adapters.tasks.generation import Generation, Sampling, generate, sampling_of
-from zo2adapters.tasks.objectives import CandidateScores, Scored, in_order, is_own_shard, sharded_forwards
+from zo2adapters.tasks.objectives import (
+    CandidateScores,
+    Scored,
+    in_order,
+    is_own_shard,
+    sharded_forwards,
+)
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, TASKS, find_task
 from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
 from zo2adapters.tasks.row_options import RowFormat
@@ -46,7 +54,8 @@ from zo2core.errors import DivergenceError, OptionError
 from zo2core.io.durable import open_regular
 from zo2core.ranges import counted, parse_size, require_whole
 
-OpenBase: TypeAlias = Callable[[], AbstractContextManager[Engine]]  # opens the model that training began with
+# opens the model that training began with
+OpenBase: TypeAlias = Callable[[], AbstractContextManager[Engine]]
 
 _KEPT_ROWS = 16  # rows whose continuations by the base are kept, to measure the drift
 _DRIFT_EVERY = 10  # steps between two measurements
@@ -58,7 +67,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 class TaskOptions:
     """The options of a run, or of an evaluation, that concern its task."""
 
-    objective: str = MODEL_LOSS  # name of the task or FILE.py:function; "auto" until the registry has chosen a task
+    # name of the task or FILE.py:function; "auto" until the registry has chosen a task
+    objective: str = MODEL_LOSS
     pad: int  # token id at padded positions
     batch_size: int  # number of rows in a batch
     micro_batch_size: int | None = None  # sequences that run at a time; None runs all of a batch
@@ -69,7 +79,8 @@ class TaskOptions:
     rewards: RewardOptions | None = None  # rewards of what the model writes; None: there are none
     tokenizer: Any = None  # the model's, for rewards of texts and rows with answers
     seed: int = 0  # of the run
-    progress: Callable[[int], object] = lambda rows: None  # of evaluations, with numbers of the units of ``units_of``
+    # of evaluations, with numbers of the units of ``units_of``
+    progress: Callable[[int], object] = lambda rows: None
 
 
 class Measure(NamedTuple):
@@ -87,12 +98,18 @@ class Evaluated(NamedTuple):
 
     measures: Sequence[Measure]
     size: str  # how many rows were evaluated, and in how many sweeps
-    finite: Sequence[float]  # losses or log-likelihoods, which are finite unless something went wrong
+    # losses or log-likelihoods, which are finite unless something went wrong
+    finite: Sequence[float]
 
     @property
     def results(self) -> dict[str, float]:
-        """The values by the names that a run records. A perplexity follows from the loss, and is not recorded."""
-        values = {measure.name.lower().replace(" ", "_"): measure.value for measure in self.measures}
+        """The values by the names that a run records.
+
+        A perplexity follows from the loss, and is not recorded.
+        """
+        values = {
+            measure.name.lower().replace(" ", "_"): measure.value for measure in self.measures
+        }
         return {name: value for name, value in values.items() if name != "perplexity"}
 
 
@@ -104,8 +121,14 @@ def units_of(rows: Rows) -> tuple[int, str]:
 
 
 def measured(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
-    """Evaluate the current weights on rows of any format but preferences, which need the weights of the base."""
-    measure = {RowFormat.LABELS: _labels, RowFormat.ANSWERS: _answers, RowFormat.CANDIDATES: _choices}
+    """Evaluate the current weights on rows of any format but preferences, which need the weights of
+    the base.
+    """
+    measure = {
+        RowFormat.LABELS: _labels,
+        RowFormat.ANSWERS: _answers,
+        RowFormat.CANDIDATES: _choices,
+    }
     return measure.get(rows.format, _texts)(engine, model, rows, options)
 
 
@@ -118,7 +141,9 @@ def standard_error(sums: Sequence[float], weights: Sequence[float]) -> float | N
     if count < 2 or not all(map(math.isfinite, sums)):
         return None
     mean = math.fsum(sums) / total
-    squares = math.fsum((value - mean * weight) ** 2 for value, weight in zip(sums, weights, strict=True))
+    squares = math.fsum(
+        (value - mean * weight) ** 2 for value, weight in zip(sums, weights, strict=True)
+    )
     return math.sqrt(squares * count / (count - 1)) / total
 
 
@@ -128,7 +153,9 @@ def normalized(text: str) -> str:
 
 
 def f1_of_words(text: str, right: str) -> float:
-    """The F1 of the words that two texts share, from 0 to 1; for a right text of "no answer" it is 0 or 1."""
+    """The F1 of the words that two texts share, from 0 to 1; for a right text of "no answer" it is
+    0 or 1.
+    """
     words, right_words = normalized(text).split(), normalized(right).split()
     if right in ("CANNOTANSWER", "no answer"):
         return float(words == right_words)
@@ -138,7 +165,12 @@ def f1_of_words(text: str, right: str) -> float:
 
 def _mean(name: str, values: Sequence[float]) -> Measure:
     """The mean of a value of each row, a share."""
-    return Measure(name, math.fsum(values) / len(values), standard_error(values, [1.0] * len(values)), is_share=True)
+    return Measure(
+        name,
+        math.fsum(values) / len(values),
+        standard_error(values, [1.0] * len(values)),
+        is_share=True,
+    )
 
 
 def _texts(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
@@ -151,19 +183,31 @@ def _texts(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions
             yield pack(batch) if options.pack else batch
 
     result = engine.evaluate(batches())
-    sums = [loss * tokens for loss, tokens in zip(result.losses, result.tokens_of_batches, strict=True) if tokens]
+    sums = [
+        loss * tokens
+        for loss, tokens in zip(result.losses, result.tokens_of_batches, strict=True)
+        if tokens
+    ]
     error = standard_error(sums, [tokens for tokens in result.tokens_of_batches if tokens])
     perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
-    size = f"{counted(result.tokens, 'token')}, {counted(len(rows), 'row')}, {counted(result.sweeps, 'sweep')}"
+    size = (
+        f"{counted(result.tokens, 'token')}, {counted(len(rows), 'row')}, "
+        f"{counted(result.sweeps, 'sweep')}"
+    )
     measures = [Measure("loss", result.loss, error, digits=6), Measure("perplexity", perplexity)]
     return Evaluated(measures, size, [result.loss])
 
 
 def _labels(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
     """The model's own loss, which takes no micro-batches, and, for rows with a class, accuracy."""
-    groups, pad = file_batches(rows, options.micro_batch_size or options.batch_size), padding_of(model.config)
+    groups, pad = (
+        file_batches(rows, options.micro_batch_size or options.batch_size),
+        padding_of(model.config),
+    )
     forward = CalledForward(model, _loss_and_right)
-    values, _ = sharded_forwards(engine, groups, lambda group: collate(group, pad_token_id=pad), forward, options.progress)
+    values, _ = sharded_forwards(
+        engine, groups, lambda group: collate(group, pad_token_id=pad), forward, options.progress
+    )
     losses, right = zip(*values, strict=True)
     loss = math.fsum(losses) / len(rows)
     measures = [Measure("loss", loss, standard_error(losses, list(map(len, groups))), digits=6)]
@@ -174,50 +218,95 @@ def _labels(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOption
 
 
 def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """A batch's loss times its number of rows, and its number of rows whose likeliest class is right: (2,), float64."""
+    """A batch's loss times its number of rows, and its number of rows whose likeliest class is
+    right: (2,), float64.
+    """
     output, labels = model(**batch), batch["labels"]
-    right = (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
+    right = (
+        (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
+    )
     return torch.stack([output.loss.double() * len(labels), right.double()])
 
 
 def _choices(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
     """Accuracy of the likeliest candidates."""
     scored = _scored(engine, model, rows, options, options.batch_size)
-    size = f"{counted(len(rows), 'row')}, {counted(units_of(rows)[0], 'candidate')}, {counted(scored.sweeps, 'sweep')}"
-    return Evaluated([_accuracy(scored, rows)], size, [value for values in scored.log_likelihoods for value in values])
+    size = (
+        f"{counted(len(rows), 'row')}, {counted(units_of(rows)[0], 'candidate')}, "
+        f"{counted(scored.sweeps, 'sweep')}"
+    )
+    return Evaluated(
+        [_accuracy(scored, rows)],
+        size,
+        [value for values in scored.log_likelihoods for value in values],
+    )
 
 
 def _scored(
-    engine: Engine, model: HFBlockModel, rows: Sequence[Choice], options: TaskOptions, batch_size: int | None = None
+    engine: Engine,
+    model: HFBlockModel,
+    rows: Sequence[Choice],
+    options: TaskOptions,
+    batch_size: int | None = None,
 ) -> Scored:
-    """The candidates' log-likelihoods by the current weights, by default in batches of a step's sequences."""
-    size = batch_size or options.micro_batch_size or options.batch_size * max(len(row.candidates) for row in rows)
+    """The candidates' log-likelihoods by the current weights, by default in batches of a step's
+    sequences.
+    """
+    size = (
+        batch_size
+        or options.micro_batch_size
+        or options.batch_size * max(len(row.candidates) for row in rows)
+    )
     given: Any = {"batch_size": size, "pad_token_id": options.pad, "progress": options.progress}
-    return objectives.score(engine, model, [row.prompt for row in rows], [row.candidates for row in rows], **given)
+    return objectives.score(
+        engine, model, [row.prompt for row in rows], [row.candidates for row in rows], **given
+    )
 
 
 def _accuracy(scored: Scored, rows: Sequence[Choice]) -> Measure:
-    return _mean("accuracy", [float(index in row.answers) for index, row in zip(scored.choices(), rows, strict=True)])
+    return _mean(
+        "accuracy",
+        [float(index in row.answers) for index, row in zip(scored.choices(), rows, strict=True)],
+    )
 
 
 def _answers(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
-    """F1 over words and exact match, as in SQuAD, of answers that are generated greedily up to the end of the line."""
+    """F1 over words and exact match, as in SQuAD, of answers that are generated greedily up to the
+    end of the line.
+    """
     tokenizer, own = options.tokenizer, list[list[float]]()
-    ends = {*end_token_ids(model, tokenizer), *tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]}
-    given: Any = {"max_new_tokens": rows.new_tokens, "eos_token_ids": ends, "pad_token_id": options.pad}
+    ends = {
+        *end_token_ids(model, tokenizer),
+        *tokenizer("\n", add_special_tokens=False)["input_ids"][-1:],
+    }
+    given: Any = {
+        "max_new_tokens": rows.new_tokens,
+        "eos_token_ids": ends,
+        "pad_token_id": options.pad,
+    }
     for number, group in enumerate(file_batches(rows, options.batch_size)):
         if is_own_shard(engine, number):
-            answers = zip(*generate(engine, model, [row.prompt for row in group], **given), strict=True)
-            judged = [_judged(row, answer, tokenizer) for row, answer in zip(group, answers, strict=True)]
+            answers = zip(
+                *generate(engine, model, [row.prompt for row in group], **given), strict=True
+            )
+            judged = [
+                _judged(row, answer, tokenizer) for row, answer in zip(group, answers, strict=True)
+            ]
             own.append([value for values in judged for value in values])
         options.progress(len(group))
     values = [value for group in in_order(engine, own, rows.rows) for value in group]
-    return Evaluated([_mean("F1", values[::2]), _mean("exact match", values[1::2])], counted(len(rows), "row"), [])
+    return Evaluated(
+        [_mean("F1", values[::2]), _mean("exact match", values[1::2])],
+        counted(len(rows), "row"),
+        [],
+    )
 
 
 def _judged(row: Question, answer: Sequence[int | None], tokenizer: Any) -> tuple[float, float]:
     """Of a generated answer, the best F1 with a right one, and 1 if it is a right one."""
-    raw = str(tokenizer.decode([token for token in answer if token is not None], skip_special_tokens=True))
+    raw = str(
+        tokenizer.decode([token for token in answer if token is not None], skip_special_tokens=True)
+    )
     text = raw.strip().partition("\n")[0].strip()
     f1 = max(f1_of_words(text, right) for right in row.answers)
     return f1, float(any(normalized(text) == normalized(right) for right in row.answers))
@@ -228,7 +317,9 @@ class Task:
 
     forward: Forward | None = None  # what steps minimise; None: the model's own loss
     provenance: Mapping[str, Any] = MappingProxyType({})
-    """Values that the steps depend on and the options do not determine, as JSON values for the journal's header."""
+    """Values that the steps depend on and the options do not determine, as JSON values for the
+    journal's header.
+    """
 
     measured: Mapping[str, float] = MappingProxyType({})
     """What the last step has measured beside its losses, by name."""
@@ -238,7 +329,8 @@ class Task:
         self._pad = padding_of(model.config) if rows.format is RowFormat.LABELS else options.pad
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
-        """Compute what the task needs from the base model, before the first step of a new or resumed run.
+        """Compute what the task needs from the base model, before the first step of a new or
+        resumed run.
 
         The default needs nothing, and calls neither argument.
         """
@@ -261,7 +353,9 @@ class Task:
 
 
 class FunctionTask(Task):
-    """A task for rows of text with a function of model and batch as objective, which runs block by block."""
+    """A task for rows of text with a function of model and batch as objective, which runs block by
+    block.
+    """
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
@@ -270,7 +364,9 @@ class FunctionTask(Task):
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the mean of the function over batches, and the model's own loss."""
         assert self.forward is not None
-        values, _ = sharded_forwards(engine, file_batches(rows, self._options.batch_size), self.batch, self.forward)
+        values, _ = sharded_forwards(
+            engine, file_batches(rows, self._options.batch_size), self.batch, self.forward
+        )
         loss = math.fsum(value for [value] in values) / len(values)
         return {"loss": loss, "model_loss": super().evaluate(engine, rows)["loss"]}
 
@@ -278,14 +374,16 @@ class FunctionTask(Task):
 class ChoiceTask(Task):
     """A task for rows with candidates.
 
-    The objective is the loss over the candidates, 1 - accuracy, 1 - F1 of the second candidate, or the model's own loss on
-    the right candidate alone, one sequence a row.
+    The objective is the loss over the candidates, 1 - accuracy, 1 - F1 of the second candidate, or
+    the model's own loss on the right candidate alone, one sequence a row.
     """
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
         kinds: dict[str, Any] = {"accuracy": objectives.ChoiceError, "f1": objectives.ChoiceF1Error}
-        self._objective: objectives.ChoiceObjective = kinds.get(options.objective, objectives.ChoiceLoss)(model)
+        self._objective: objectives.ChoiceObjective = kinds.get(
+            options.objective, objectives.ChoiceLoss
+        )(model)
         self._learns_answer = options.objective == MODEL_LOSS
         if self._learns_answer:
             self.provenance = {"objective": MODEL_LOSS}  # which does not say it for other rows
@@ -293,27 +391,46 @@ class ChoiceTask(Task):
             self.forward = self._objective
         if options.objective == "f1" and len({len(row.candidates) for row in rows}) > 1:
             found = f"{options.objective} for rows with different numbers of candidates"
-            raise OptionError("objective", found, "the same candidates in each row", "pass another objective, or other rows")
+            raise OptionError(
+                "objective",
+                found,
+                "the same candidates in each row",
+                "pass another objective, or other rows",
+            )
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
         """Make a batch with a sequence for each candidate, or for the right ones."""
         pad = self._options.pad
         if self._learns_answer:
-            return collate([with_completion(row.prompt, row.candidates[row.answer]) for row in rows], pad_token_id=pad)
+            return collate(
+                [with_completion(row.prompt, row.candidates[row.answer]) for row in rows],
+                pad_token_id=pad,
+            )
         prompts, candidates = [row.prompt for row in rows], [row.candidates for row in rows]
         return choice_batch(prompts, candidates, [row.answers for row in rows], pad_token_id=pad)
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
-        """Compute the objective and accuracy. For the model's own loss, the objective is another one, with its own name."""
+        """Compute the objective and accuracy.
+
+        For the model's own loss, the objective is another one, with its own name.
+        """
         scored = _scored(engine, self._model, rows, self._options)
         pairs = zip(scored.means, rows, strict=True)
-        rated = [CandidateScores(torch.tensor(means, dtype=torch.float64), row.answers) for means, row in pairs]
+        rated = [
+            CandidateScores(torch.tensor(means, dtype=torch.float64), row.answers)
+            for means, row in pairs
+        ]
         name = "choice_loss" if self._learns_answer else "loss"
-        return {name: float(self._objective.value(rated)), "accuracy": _accuracy(scored, rows).value}
+        return {
+            name: float(self._objective.value(rated)),
+            "accuracy": _accuracy(scored, rows).value,
+        }
 
 
 class PreferenceTask(Task):
-    """A task for rows with a chosen and a rejected completion: DPO, with the base as reference model."""
+    """A task for rows with a chosen and a rejected completion: DPO, with the base as reference
+    model.
+    """
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
@@ -323,7 +440,10 @@ class PreferenceTask(Task):
         self.provenance = {"objective": options.objective, "beta": self._objective.beta}
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
-        """Compute the log-likelihoods of these rows under the base, the reference model of DPO. See ``Task``."""
+        """Compute the log-likelihoods of these rows under the base, the reference model of DPO.
+
+        See ``Task``.
+        """
         rows = list(dict.fromkeys(rows_to_come()))
         if rows:
             with open_base() as base:
@@ -331,15 +451,23 @@ class PreferenceTask(Task):
                 self._references = dict(zip(rows, likelihoods, strict=True))
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
-        """Make a batch with two sequences for each row, and their log-likelihoods under the reference model."""
+        """Make a batch with two sequences for each row, and their log-likelihoods under the
+        reference model.
+        """
         prompts, completions = [row.prompt for row in rows], [row.candidates for row in rows]
         references = [self._references[row] for row in rows]
         return preference_batch(prompts, completions, references, pad_token_id=self._options.pad)
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
-        """Compute DPO's loss, and the share of rows whose chosen completion gained more likelihood than the rejected one."""
-        likelihoods = torch.tensor(_scored(engine, self._model, rows, self._options).log_likelihoods, dtype=torch.float64)
-        gains = likelihoods - torch.tensor([self._references[row] for row in rows], dtype=torch.float64)
+        """Compute DPO's loss, and the share of rows whose chosen completion gained more likelihood
+        than the rejected one.
+        """
+        likelihoods = torch.tensor(
+            _scored(engine, self._model, rows, self._options).log_likelihoods, dtype=torch.float64
+        )
+        gains = likelihoods - torch.tensor(
+            [self._references[row] for row in rows], dtype=torch.float64
+        )
         right = sum(bool(gain[0] > gain[1]) for gain in gains)
         loss = self._objective.value([CandidateScores(gain, (0,)) for gain in gains])
         return {"loss": float(loss), "accuracy": right / len(gains)}
@@ -352,13 +480,20 @@ Continued: TypeAlias = tuple[TokenizedRow, Sequence[int]]
 class GeneratedTask(Task):
     """A task for rows with prompts. See ``Task``."""
 
-    def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions, *, ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: HFBlockModel, rows: Rows, options: TaskOptions, *, ends: Sequence[int] = ()
+    ) -> None:
         super().__init__(model, rows, options)
         self._ends = ends
         if not all(row.prompt_length for row in rows):
             option = "objective" if options.rewards is None else "reward"
             remedy = f"pass other rows, or leave `{option}` out"
-            raise OptionError(option, "rows without a prompt", "rows with a prompt, after which text is generated", remedy)
+            raise OptionError(
+                option,
+                "rows without a prompt",
+                "rows with a prompt, after which text is generated",
+                remedy,
+            )
 
     @abstractmethod
     def _new_tokens(self, row: TokenizedRow) -> int:
@@ -369,7 +504,9 @@ class GeneratedTask(Task):
         """The loss of each row."""
 
     def _sampling(self, step: int) -> Sampling | None:
-        """How the tokens of a step are sampled; None takes the likeliest token, as evaluations do."""
+        """How the tokens of a step are sampled; None takes the likeliest token, as
+        evaluations do.
+        """
         return None
 
     def step(self, engine: Engine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
@@ -377,7 +514,9 @@ class GeneratedTask(Task):
         continued = self._continued(engine, rows, engine.ask(), self._sampling(engine.version))
         losses = self._losses([of_row for of_evaluation in continued for of_row in of_evaluation])
         starts = range(0, len(losses), len(rows))
-        return engine.tell([math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts])
+        return engine.tell(
+            [math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts]
+        )
 
     def _evaluated(self, engine: Engine, rows: Rows) -> list[Continued]:
         """Continue this worker's part of the rows with the present weights."""
@@ -385,13 +524,24 @@ class GeneratedTask(Task):
         return self._continued(engine, own, [None], None)[0]
 
     def _continued(
-        self, engine: Engine, rows: Sequence[TokenizedRow], at: Sequence[Evaluation | None], sampling: Sampling | None
+        self,
+        engine: Engine,
+        rows: Sequence[TokenizedRow],
+        at: Sequence[Evaluation | None],
+        sampling: Sampling | None,
     ) -> list[list[Continued]]:
         """Continue the prompts of rows at each evaluation."""
         continued: list[list[Continued]] = [[] for _ in at]
         for group in self._groups(rows) if rows and at else ():
-            given: Any = {"sampling": sampling, "evaluations": at, "allowed": engine.activation_bytes}
-            given |= {"max_new_tokens": max(map(self._new_tokens, group)), "pad_token_id": self._options.pad}
+            given: Any = {
+                "sampling": sampling,
+                "evaluations": at,
+                "allowed": engine.activation_bytes,
+            }
+            given |= {
+                "max_new_tokens": max(map(self._new_tokens, group)),
+                "pad_token_id": self._options.pad,
+            }
             generation = Generation(engine, self._model, eos_token_ids=self._ends, **given)
             made = generation.continuations([row.input_ids[: row.prompt_length] for row in group])
             for so_far, tokens in zip(continued, made, strict=True):
@@ -399,12 +549,16 @@ class GeneratedTask(Task):
         return continued
 
     def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
-        """Yield rows in order, in groups whose longest prompt and longest continuation together fit the model's length."""
+        """Yield rows in order, in groups whose longest prompt and longest continuation together fit
+        the model's length.
+        """
         limit = self._model.longest_row or math.inf
         group: list[TokenizedRow] = []
         for row in rows:
             extended = [*group, row]
-            longest = max(member.prompt_length for member in extended) + max(map(self._new_tokens, extended))
+            longest = max(member.prompt_length for member in extended) + max(
+                map(self._new_tokens, extended)
+            )
             if group and longest > limit:
                 yield group
                 extended = [row]
@@ -413,11 +567,15 @@ class GeneratedTask(Task):
 
 
 class ExactMatch(GeneratedTask):
-    """A task for prompts and completions: the share of prompts that the model does not continue with their completion."""
+    """A task for prompts and completions: the share of prompts that the model does not continue
+    with their completion.
+    """
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the share of rows that match, and ``loss``, 1 minus that share."""
-        mismatches = int(sum(in_order(engine, self._losses(self._evaluated(engine, rows)), rows.rows)))
+        mismatches = int(
+            sum(in_order(engine, self._losses(self._evaluated(engine, rows)), rows.rows))
+        )
         return {"loss": mismatches / len(rows), "exact_match": 1 - mismatches / len(rows)}
 
     def _new_tokens(self, row: TokenizedRow) -> int:
@@ -440,10 +598,13 @@ class _Kept(NamedTuple):
 
 
 class RewardTask(GeneratedTask):
-    """A task for rows with prompts, whose loss is minus the mean reward of what the model writes. See ``Task``.
+    """A task for rows with prompts, whose loss is minus the mean reward of what the model writes.
 
-    *Drift* says how far the model has moved from its base: by how many nats a token what the base wrote has become less
-    likely, for the first rows to train on. It estimates the divergence of the model from the base.
+    See ``Task``.
+
+    *Drift* says how far the model has moved from its base: by how many nats a token what the base
+    wrote has become less likely, for the first rows to train on. It estimates the divergence of the
+    model from the base.
     """
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
@@ -457,7 +618,9 @@ class RewardTask(GeneratedTask):
         self._sampling(0)  # refuses numbers out of range
         memory = parse_size(settings.reward_memory, option="reward_memory")
         self._rewards = Rewards(settings.names, seconds=settings.reward_seconds, memory=memory)
-        sampled: dict[str, Any] = {name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_p")}
+        sampled: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("max_new_tokens", "temperature", "top_p")
+        }
         if further := [token for token in self._ends if token != self._tokenizer.eos_token_id]:
             sampled["further end tokens"] = further
         self.provenance = {"rewards": self._rewards.provenance, "generation": sampled}
@@ -468,22 +631,38 @@ class RewardTask(GeneratedTask):
         longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
         if limit is not None:
             most, new = limit - longest.prompt_length, self._settings.max_new_tokens
-            prompt = f"the prompt of {counted(limit - most, 'token')} in the row on line {longest.line} of --{option}"
-            require_whole("max_new_tokens", new, 1, most, otherwise=f", with which {prompt} reaches the model's limit")
+            prompt = (
+                f"the prompt of {counted(limit - most, 'token')} in the row on line "
+                f"{longest.line} of --{option}"
+            )
+            require_whole(
+                "max_new_tokens",
+                new,
+                1,
+                most,
+                otherwise=f", with which {prompt} reaches the model's limit",
+            )
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
-        """Let the base continue a few prompts, whose likelihood says later how far the model has moved. See the contract."""
+        """Let the base continue a few prompts, whose likelihood says later how far the model has
+        moved. See the contract.
+        """
         self._rewards.start()
         with open_base() as base:
             continued = self._continued(base, self._rows[:_KEPT_ROWS], [None], None)[0]
-            kept = [with_completion(row.input_ids[: row.prompt_length], tokens, row.line) for row, tokens in continued]
+            kept = [
+                with_completion(row.input_ids[: row.prompt_length], tokens, row.line)
+                for row, tokens in continued
+            ]
             tokens = sum(len(row.input_ids) - row.prompt_length for row in kept)
             self._kept = _Kept(kept, self._log_likelihood(base, kept), tokens)
 
     def drift(self, engine: Engine) -> float:
         """By how many nats a token the base's continuations have become less likely."""
         assert self._kept is not None, "the task is prepared"
-        return (self._kept.log_likelihood - self._log_likelihood(engine, self._kept.rows)) / self._kept.tokens
+        return (
+            self._kept.log_likelihood - self._log_likelihood(engine, self._kept.rows)
+        ) / self._kept.tokens
 
     def _log_likelihood(self, engine: Engine, rows: Sequence[TokenizedRow]) -> float:
         """Of what follows the prompts of all rows, in nats; every worker computes it."""
@@ -498,9 +677,16 @@ class RewardTask(GeneratedTask):
         if most is not None and drift.get("drift", 0.0) > most:
             found = f"a drift of {drift['drift']:.3g} nats a token from the base"
             expected = f"at most {most:g}, the max_drift of the run's --reward-options"
-            remedy = "export an earlier step with --at, or branch from one with a lower `lr`; the step was not taken"
+            remedy = (
+                "export an earlier step with --at, or branch from one with a lower `lr`; the step "
+                "was not taken"
+            )
             raise DivergenceError(
-                f"step {engine.version}", found, expected, remedy, best_step=max(engine.version - _DRIFT_EVERY, 0)
+                f"step {engine.version}",
+                found,
+                expected,
+                remedy,
+                best_step=max(engine.version - _DRIFT_EVERY, 0),
             )
         result = super().step(engine, rows, batch)
         self.measured = {**self.measured, **drift}  # of the completions of this worker
@@ -511,7 +697,9 @@ class RewardTask(GeneratedTask):
         self._rewards.close()
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
-        """Compute the mean reward of greedy completions, of each reward if there are several, their length and the drift."""
+        """Compute the mean reward of greedy completions, of each reward if there are several, their
+        length and the drift.
+        """
         self._require_room(rows, "evaluation")
         continued = self._evaluated(engine, rows)
 
@@ -543,9 +731,16 @@ class RewardTask(GeneratedTask):
         self.measured = {}
         if continued:
             tokens = sum(len(tokens) for _, tokens in continued)
-            measured: dict[str, float] = {"reward": math.fsum(totals) / count, "best_reward": max(totals)}
+            measured: dict[str, float] = {
+                "reward": math.fsum(totals) / count,
+                "best_reward": max(totals),
+            }
             measured |= {name: math.fsum(values) / count for name, values in self._named(each)}
-            self.measured = {**measured, "completion_tokens": tokens / count, "generated_tokens": tokens}
+            self.measured = {
+                **measured,
+                "completion_tokens": tokens / count,
+                "generated_tokens": tokens,
+            }
         return [-total for total in totals]
 
     def _completions(self, continued: Sequence[Continued]) -> list[Completion]:
@@ -557,7 +752,10 @@ class RewardTask(GeneratedTask):
         return completions
 
 
-KINDS = {kind.__name__: kind for kind in (Task, ChoiceTask, PreferenceTask, ExactMatch, RewardTask, FunctionTask)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (Task, ChoiceTask, PreferenceTask, ExactMatch, RewardTask, FunctionTask)
+}
 
 
 def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
@@ -565,15 +763,34 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
     entry = find_task(options.objective, rows.format)
     for option in ("pack", "beta", "per_row", "rewards"):
         if getattr(options, option) not in (None, False) and option not in entry.options:
-            expected = f"the objective {' or '.join(task.name for task in TASKS if option in task.options)}"
+            expected = (
+                "the objective "
+                f"{' or '.join(task.name for task in TASKS if option in task.options)}"
+            )
             raise OptionError(option, f"the objective {entry.name}", expected, "leave it out")
     if options.differentiates and not entry.has_gradient:
-        names = [task.name for task in TASKS if task.has_gradient and rows.format in (task.rows, *task.other_rows)]
-        remedy = "pass another objective, or leave --method out: zeroth-order steps need no gradient"
-        raise OptionError("objective", f"{entry.name}, which has no gradient", f"{' or '.join(names)} with --method", remedy)
+        names = [
+            task.name
+            for task in TASKS
+            if task.has_gradient and rows.format in (task.rows, *task.other_rows)
+        ]
+        remedy = (
+            "pass another objective, or leave --method out: zeroth-order steps need no gradient"
+        )
+        raise OptionError(
+            "objective",
+            f"{entry.name}, which has no gradient",
+            f"{' or '.join(names)} with --method",
+            remedy,
+        )
     if rows.format not in (entry.rows, *entry.other_rows):
         found = f"{options.objective} for rows with {rows.format.value}"
-        raise OptionError("objective", found, f"rows with {entry.rows.value}", "pass another objective, or other rows")
+        raise OptionError(
+            "objective",
+            found,
+            f"rows with {entry.rows.value}",
+            "pass another objective, or other rows",
+        )
     name = entry.name if options.objective == AUTO else options.objective
     return KINDS[entry.kind](model, rows, replace(options, objective=name))
 
@@ -583,17 +800,23 @@ def make_evaluation(
 ) -> Callable[[Engine], dict[str, float]]:
     """Make a function that evaluates the current weights of a runner on a run's rows.
 
-    A run that trains on texts or completions may also be evaluated on rows with candidates, by the loss over the candidates
-    and accuracy, or on rows with answers, by F1 and exact match of the answers that it generates.
+    A run that trains on texts or completions may also be evaluated on rows with candidates, by the
+    loss over the candidates and accuracy, or on rows with answers, by F1 and exact match of the
+    answers that it generates.
     """
     if evaluation.format is not rows.format:
         is_text = rows.format is RowFormat.TEXT
         if not is_text or evaluation.format is RowFormat.PREFERENCES:
-            found = f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}"
-            others = ", or with prompt and candidates, or with prompt and answers" if is_text else ""
+            found = (
+                f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}"
+            )
+            others = (
+                ", or with prompt and candidates, or with prompt and answers" if is_text else ""
+            )
             expected = f"rows with the fields of the training rows{others}"
             raise OptionError("evaluation", found, expected, "pass a file with such rows")
-        entry = find_task(MODEL_LOSS, evaluation.format)  # whose evaluation names the loss over the candidates apart
+        # whose evaluation names the loss over the candidates apart
+        entry = find_task(MODEL_LOSS, evaluation.format)
         task = KINDS[entry.kind](model, evaluation, replace(options, objective=MODEL_LOSS))
     return lambda engine: task.evaluate(engine, evaluation)
 
@@ -601,8 +824,8 @@ def make_evaluation(
 def user_function(name: str) -> Any:
     """Import a function by ``FILE.py:function``.
 
-    The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``, which no digest of the
-    source covers.
+    The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``,
+    which no digest of the source covers.
     """
     path, _, function = name.rpartition(":")
     try:
@@ -625,7 +848,13 @@ def user_function(name: str) -> Any:
         value = objective(model, batch)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return value
-        kind = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise OptionError("objective", f"{kind} from {function}", "a 0-d tensor", "return the loss of the batch")
+        kind = (
+            f"shape {list(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        raise OptionError(
+            "objective", f"{kind} from {function}", "a 0-d tensor", "return the loss of the batch"
+        )
 
     return one_number

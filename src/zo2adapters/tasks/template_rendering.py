@@ -12,7 +12,8 @@ from transformers.utils import chat_template_utils
 def answer(request: dict[str, Any]) -> str:
     """Render one conversation as ``tokenizer.apply_chat_template`` does."""
     messages = [
-        {key: value for key, value in message.items() if value is not None} for message in json.loads(request["messages"])
+        {key: value for key, value in message.items() if value is not None}
+        for message in json.loads(request["messages"])
     ]
     told = request["rendered_at"]
 
@@ -30,5 +31,7 @@ def answer(request: dict[str, Any]) -> str:
     )
     ((text,), _) = rendered
     if len(text) > request["longest"]:
-        raise ValueError(f"a text of {len(text)} characters, but at most {request['longest']} are allowed")
+        raise ValueError(
+            f"a text of {len(text)} characters, but at most {request['longest']} are allowed"
+        )
     return str(text)

@@ -1,8 +1,9 @@
-"""A model directory's tokenizer, and its chat template, rendered under limits of time and memory or written for ollama.
+"""A model directory's tokenizer, and its chat template, rendered under limits of time and memory or
+written for ollama.
 
-Note: why a process renders. A template comes with a model and is a program: nested loops may never end, and
-``'x' * 10**10`` exhausts memory. Jinja's sandbox protects files and functions, not time and memory, so a limited child
-process renders with transformers' own code.
+Note: why a process renders. A template comes with a model and is a program: nested loops may never
+end, and ``'x' * 10**10`` exhausts memory. Jinja's sandbox protects files and functions, not time
+and memory, so a limited child process renders with transformers' own code.
 """
 
 from __future__ import annotations
@@ -30,9 +31,21 @@ SECONDS = 5.0  # CPU seconds for one conversation; templates take milliseconds
 _MEMORY = 1 << 28  # bytes that the child may allocate after its start
 _LONGEST = 1 << 20  # characters of a rendered text, in addition to those for the messages
 _LONGEST_PER_CHARACTER = 16  # additional characters for each character of the messages
-_SYSTEM, _PROMPT, _RESPONSE, _NEXT = "\ue001", "\ue002", "\ue003", "\ue004"  # stand for texts; no template has them
+# stand for texts; no template has them
+_SYSTEM, _PROMPT, _RESPONSE, _NEXT = "\ue001", "\ue002", "\ue003", "\ue004"
 # Beginnings of the names of the files that hold a tokenizer.
-_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "spm", "tekken", "bpe", "dict", "prophetnet")
+_TOKENIZER_FILES = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "spiece",
+    "sentencepiece",
+    "spm",
+    "tekken",
+    "bpe",
+    "dict",
+    "prophetnet",
+)
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -40,7 +53,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not is_gguf(directory):
         companion_files(directory)  # refuses links that lead out of the directory
         names = {path.name for path in directory.iterdir()}
-        if not any(name.startswith(_TOKENIZER_FILES) for name in names):  # transformers' own errors mislead
+        if not any(name.startswith(_TOKENIZER_FILES) for name in names):
+            # transformers' own errors mislead
             raise _unusable(directory, "none of its files has one")
         for path in directory.iterdir():
             if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
@@ -53,9 +67,12 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         )
     except (KeyboardInterrupt, SystemExit, ZO2Error):
         raise
-    # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an Exception.
+    # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an
+    # Exception.
     except BaseException as error:
-        raise _unusable(directory, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+        raise _unusable(
+            directory, (str(error).splitlines() or [type(error).__name__])[0][:200]
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise _unusable(directory, f"a {type(tokenizer).__name__}")
     return tokenizer
@@ -63,7 +80,12 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def _unusable(directory: Path, why: str) -> DataError:
     remedy = "copy the tokenizer files of the base model into it"
-    return DataError(directory, f"no usable tokenizer ({why})", "tokenizer files in the model's directory", remedy)
+    return DataError(
+        directory,
+        f"no usable tokenizer ({why})",
+        "tokenizer files in the model's directory",
+        remedy,
+    )
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:
@@ -74,11 +96,22 @@ def vocabulary_of(config: PretrainedConfig) -> int | None:
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token id for padding: the tokenizer's padding token, else its EOS, else 0."""
-    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0)
+    return next(
+        (
+            token
+            for token in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+            if isinstance(token, int)
+        ),
+        0,
+    )
 
 
 def render_chat(
-    messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False, rendered_at: str | None = None
+    messages: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    reply_follows: bool = False,
+    rendered_at: str | None = None,
 ) -> str:
     """Render messages as ``tokenizer.apply_chat_template`` does."""
     try:
@@ -86,14 +119,19 @@ def render_chat(
         request = {
             "messages": plain,
             "template": tokenizer.get_chat_template(),
-            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+            "special_tokens": {
+                name: str(token) for name, token in tokenizer.special_tokens_map.items()
+            },
             "reply_follows": reply_follows,
             "rendered_at": rendered_at,
             "longest": _LONGEST + _LONGEST_PER_CHARACTER * len(plain),
         }
         return str(_renderer().ask(request, seconds=SECONDS, memory=_MEMORY))
     except (LimitedProcessError, ValueError, RecursionError) as error:
-        found, expected = f"messages that the chat template refuses ({error})", "messages that it can render"
+        found, expected = (
+            f"messages that the chat template refuses ({error})",
+            "messages that it can render",
+        )
         raise row_error(found, expected, "check their roles, and the template") from error
 
 
@@ -104,23 +142,31 @@ def is_dated(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @cache
 def _renderer() -> LimitedProcess:
-    """The child process that renders for this process. It is kept, because starting it takes a second or two."""
+    """The child process that renders for this process.
+
+    It is kept, because starting it takes a second or two.
+    """
     process = LimitedProcess(Path(__file__).with_name("template_rendering.py"))
     atexit.register(process.close)
     return process
 
 
 def template_of_rows(rows: RowOptions) -> str | None:
-    """The template of a run's prompts for ollama; None if a prompt is not one column between fixed texts."""
+    """The template of a run's prompts for ollama; None if a prompt is not one column between fixed
+    texts.
+    """
     if rows.prompt_template is None or len(rows.prompt_columns) != 1:
         return None
     parts = list(Formatter().parse(with_line_breaks(rows.prompt_template)))
     text = "".join(text + ("" if column is None else _PROMPT) for text, column, _, _ in parts)
-    return None if text.count(_PROMPT) != 1 or "{{" in text else text.replace(_PROMPT, "{{ .Prompt }}")
+    return (
+        None if text.count(_PROMPT) != 1 or "{{" in text else text.replace(_PROMPT, "{{ .Prompt }}")
+    )
 
 
 def template_of_chats(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The template of a chat model's turns for ollama; None for chats that are no fixed texts between the messages.
+    """The template of a chat model's turns for ollama; None for chats that are no fixed texts
+    between the messages.
 
     Its parts are those of rendered chats, and two other chats have to be rendered alike.
     """
@@ -129,8 +175,12 @@ def template_of_chats(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
     def rendered(*texts: str, system: str | None = None) -> str:
         roles = ("user", "assistant") * len(texts)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        messages = messages if system is None else [{"role": "system", "content": system}, *messages]
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
+        ]
+        messages = (
+            messages if system is None else [{"role": "system", "content": system}, *messages]
+        )
         text = render_chat(messages, tokenizer, reply_follows=True)
         return text.removeprefix(tokenizer.bos_token or "")  # which ollama puts there itself
 
@@ -140,14 +190,26 @@ def template_of_chats(tokenizer: PreTrainedTokenizerBase) -> str | None:
         answered = chat.partition(_RESPONSE)[2].partition(_NEXT)[0].removesuffix(before)
         turns = [f"{before}{user}{asked}{reply}{answered}" for user, reply in ("ab", "cd")]
         same = [rendered("a", "b", "c", "d", "e") == f"{''.join(turns)}{before}e{asked}"]
-        system = rendered(_PROMPT, system=_SYSTEM).partition(_PROMPT)[0] if _takes_system(rendered) else ""
+        system = (
+            rendered(_PROMPT, system=_SYSTEM).partition(_PROMPT)[0]
+            if _takes_system(rendered)
+            else ""
+        )
         led, _, after = system.partition(_SYSTEM)
-        same.append(not system or rendered("a", "b", "c", system="s") == f"{led}s{after}a{asked}b{answered}{before}c{asked}")
+        same.append(
+            not system
+            or rendered("a", "b", "c", system="s")
+            == f"{led}s{after}a{asked}b{answered}{before}c{asked}"
+        )
     except DataError:
         return None
     if not all(same) or "{{" in f"{system}{before}{asked}{answered}":
         return None
-    begin = f"{{{{ if .System }}}}{led}{{{{ .System }}}}{after}{{{{ else }}}}{before}{{{{ end }}}}" if system else before
+    begin = (
+        f"{{{{ if .System }}}}{led}{{{{ .System }}}}{after}{{{{ else }}}}{before}{{{{ end }}}}"
+        if system
+        else before
+    )
     return f"{begin}{{{{ .Prompt }}}}{asked}{{{{ .Response }}}}{answered}"
 
 

@@ -1,4 +1,6 @@
-"""The methods of a run, zeroth-order and first-order steps: their engine, memory, snapshots, warnings and messages."""
+"""The methods of a run, zeroth-order and first-order steps: their engine, memory, snapshots,
+warnings and messages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from zo2adapters.models.checkpoint import resolve_directory
-from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
+from zo2adapters.models.footprint import (
+    activation_bytes,
+    expected_held_bytes,
+    forward_bytes,
+    least_activation_bytes,
+)
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
@@ -68,7 +75,8 @@ class SnapshotPolicy:
 
     def __init__(self, every: int | None, clock: Callable[[], float]) -> None:
         self.every = every
-        self.least = 1  # steps between two snapshots, if ``every`` is None: what the disk may be written
+        # steps between two snapshots, if ``every`` is None: what the disk may be written
+        self.least = 1
         self._clock = clock
         self._cost: float | None = None  # seconds that the last snapshot took
         self._taken = clock()
@@ -77,7 +85,9 @@ class SnapshotPolicy:
         """Whether a snapshot is due after this number of steps."""
         if self.every is not None:
             return step % self.every == 0
-        return step % self.least == 0 and (self._cost is None or self._clock() - self._taken >= interval(self._cost))
+        return step % self.least == 0 and (
+            self._cost is None or self._clock() - self._taken >= interval(self._cost)
+        )
 
     def take(self, write: Callable[[], None]) -> None:
         """Write a snapshot, and measure its cost."""
@@ -88,9 +98,11 @@ class SnapshotPolicy:
 
 
 def interval(cost: float) -> float:
-    """Seconds between two snapshots, each of which takes so many: a resumed run repeats no more than that.
+    """Seconds between two snapshots, each of which takes so many: a resumed run repeats no more
+    than that.
 
-    Fewer seconds would write more to the disk: without this limit small snapshots were taken at almost every step.
+    Fewer seconds would write more to the disk: without this limit small snapshots were taken at
+    almost every step.
     """
     return max(RESUME_SECONDS, cost / LARGEST_SHARE)
 
@@ -109,11 +121,18 @@ class RunMethod(ABC):
     forwards: int  # cost of a step, in forward passes of its batch
     learning_rates: Sequence[float]  # candidates of ``zo2 tune`` if the user gives none
     few_learning_rates: Sequence[float]  # candidates of a run that is too short to try all of these
-    spills: bool  # whether activations without room wait elsewhere: on the disk, or of a device in host memory
-    commit_every: int | None = None  # steps between two commits of blocks that change on disk; None: none do
+    # whether activations without room wait elsewhere: on the disk, or of a device in host memory
+    spills: bool
+    # steps between two commits of blocks that change on disk; None: none do
+    commit_every: int | None = None
     write_back: WriteBackPolicy | None = None  # of zeroth-order steps
 
-    def __init__(self, options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        options: TrainOptions,
+        shared: SharedBase | None = None,
+        workers: Workers | None = None,
+    ) -> None:
         self.options, self.shared, self.workers = options, shared, workers
 
     @abstractmethod
@@ -132,10 +151,20 @@ class RunMethod(ABC):
     def policy(self, activations: int, least: int | None = None) -> MemoryPolicy:
         """The memory that the run may use; a shared base has the limits of its runs."""
         storage, least = self.options.storage, least if self.spills else None
-        given: Any = {} if self.shared is not None else {"host": storage.memory, "device": storage.device_memory}
+        given: Any = (
+            {}
+            if self.shared is not None
+            else {"host": storage.memory, "device": storage.device_memory}
+        )
         return MemoryPolicy(**given, activations=activations, least_activations=least)
 
-    def engine(self, model: HFBlockModel, memory: StepMemory, provenance: Mapping[str, Any], execution: Execution) -> Engine:
+    def engine(
+        self,
+        model: HFBlockModel,
+        memory: StepMemory,
+        provenance: Mapping[str, Any],
+        execution: Execution,
+    ) -> Engine:
         """The run's engine, at the step from which the run continues.
 
         Args:
@@ -144,42 +173,82 @@ class RunMethod(ABC):
             provenance: What the run's result depends on, as JSON values.
             execution: How this process executes the run.
         """
-        kept = {"journal": self.options.output / JOURNAL, "run": self.options.output if self.has_gradient else None}
+        kept = {
+            "journal": self.options.output / JOURNAL,
+            "run": self.options.output if self.has_gradient else None,
+        }
         writes = {"write_back": self.write_back, "commit_every": self.commit_every}
-        given: Any = {**kept, **writes, "provenance": provenance, "trace": worker_trace(execution.trace, self.workers)}
+        given: Any = {
+            **kept,
+            **writes,
+            "provenance": provenance,
+            "trace": worker_trace(execution.trace, self.workers),
+        }
         return self.open(model, *memory, method=self.steps(), **given)
 
-    def open(self, model: HFBlockModel, activations: int, least: int | None = None, **given: Any) -> Engine:
-        """Open an engine on the run's device and within its limits; other engines of the model must be closed."""
+    def open(
+        self, model: HFBlockModel, activations: int, least: int | None = None, **given: Any
+    ) -> Engine:
+        """Open an engine on the run's device and within its limits; other engines of the model must
+        be closed.
+        """
         given = {"workers": self.workers, **given}
-        rows, device = self.options.batching.micro_batch_size, local_device(self.options.storage.device, given["workers"])
-        given |= {"micro_batch_size": rows, "device": device, "memory": self.policy(activations, least)}
+        rows, device = (
+            self.options.batching.micro_batch_size,
+            local_device(self.options.storage.device, given["workers"]),
+        )
+        given |= {
+            "micro_batch_size": rows,
+            "device": device,
+            "memory": self.policy(activations, least),
+        }
         return Engine(model, shared=self.shared, **given)
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
-        """What the plan of a run that has taken no steps depends on, with so many rows in a batch."""
+        """What the plan of a run that has taken no steps depends on, with so many rows in a
+        batch.
+        """
         write_back = self.write_back if self.options.storage.device == "cpu" else None
         asked = EngineOptions(
-            memory=self.policy(*memory), run=self.options.output, commit_every=self.commit_every, write_back=write_back
+            memory=self.policy(*memory),
+            run=self.options.output,
+            commit_every=self.commit_every,
+            write_back=write_back,
         )
         return request_of(model, self.steps(), asked)
 
     @abstractmethod
     def first_step(self, journal: Journal) -> int:
-        """The earliest step from which the run may continue. Later steps of the journal are repeated."""
+        """The earliest step from which the run may continue.
 
-    def storage(self, model: HFBlockModel, host: HostPlan, device: DevicePlan | None, every: int | None) -> str:
-        """A line that says where the weights are kept and what the run writes; ``every``: see ``writes``."""
+        Later steps of the journal are repeated.
+        """
+
+    def storage(
+        self, model: HFBlockModel, host: HostPlan, device: DevicePlan | None, every: int | None
+    ) -> str:
+        """A line that says where the weights are kept and what the run writes; ``every``: see
+        ``writes``.
+        """
         limits = self.options.storage
-        streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
+        streaming = (
+            ""
+            if host.buckets is None
+            else f"; blocks are streamed from disk, {host.buckets} at a time"
+        )
         memory = f"Memory: {_used(host, limits.memory)}{streaming}."
         if device is not None:
-            memory += f" Memory of {limits.device}: {_used(device, limits.device_memory)}; {device.kept} blocks stay on it."
+            memory += (
+                f" Memory of {limits.device}: {_used(device, limits.device_memory)}; "
+                f"{device.kept} blocks stay on it."
+            )
         return f"{memory} Disk writes: {self.writes(every, model, host)}."
 
     @abstractmethod
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
-        """What the run writes, in words; ``every`` are the steps after which a zeroth-order run writes a block back."""
+        """What the run writes, in words; ``every`` are the steps after which a zeroth-order run
+        writes a block back.
+        """
 
     @abstractmethod
     def after_step(self, engine: Engine, report: StepResult) -> list[str]:
@@ -192,7 +261,8 @@ class RunMethod(ABC):
     def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
         weights = weights_at(engine.journal, step, self.options.output)
-        return self.open(model, min(activations, engine.activation_bytes), workers=None, **weights)  # the first worker alone
+        # the first worker alone
+        return self.open(model, min(activations, engine.activation_bytes), workers=None, **weights)
 
     def before_recording(self, engine: Engine, results: Results) -> None:
         """Prepare for writing an evaluation of the current step to the journal."""
@@ -209,7 +279,8 @@ class RunMethod(ABC):
     def how_to_continue(self, engine: Engine) -> str:
         """Commands that continue an interrupted run, and that export its model."""
         return (
-            f"stopped after {counted(engine.version, 'step')}; to continue the run, or to export the model at this step:\n"
+            f"stopped after {counted(engine.version, 'step')}; to continue the run, or to export "
+            "the model at this step:\n"
             f"  {self.options.resume_command}\n"
             f"  zo2 export --run {self.options.output} --output DIR"
         )
@@ -217,7 +288,10 @@ class RunMethod(ABC):
 
 def _used(planned: HostPlan | DevicePlan, limit: str) -> str:
     """Bytes of a plan, of what is free or of what the options allow."""
-    return f"{shown_bytes(planned.nbytes)} of {shown_bytes(planned.budget)} {'free' if limit == 'auto' else 'allowed'}"
+    return (
+        f"{shown_bytes(planned.nbytes)} of {shown_bytes(planned.budget)} "
+        f"{'free' if limit == 'auto' else 'allowed'}"
+    )
 
 
 def _per_1000_steps(nbytes: float) -> str:
@@ -230,7 +304,8 @@ LEAST_FALL = 0.1  # share of the loss by which all steps together should lower i
 JUDGED_AFTER = 20  # steps after which the step size is judged
 _FEWEST_STEPS = 100  # shorter runs are not expected to learn, and are not judged
 _NEGLIGIBLE = 1e7  # bytes a step, which wear no disk out
-_GENERATION_SHARE = 0.5  # of the free memory that generation may take if it needs more; the other rows then wait
+# of the free memory that generation may take if it needs more; the other rows then wait
+_GENERATION_SHARE = 0.5
 
 
 class ZerothOrderRun(RunMethod):
@@ -240,7 +315,12 @@ class ZerothOrderRun(RunMethod):
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
     few_learning_rates = (1e-6, 1e-5, 1e-4, 1e-3)
 
-    def __init__(self, options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        options: TrainOptions,
+        shared: SharedBase | None = None,
+        workers: Workers | None = None,
+    ) -> None:
         super().__init__(options, shared, workers)
         self.estimator = options.estimator()  # refuses what cannot be combined
         self.forwards, storage = options.optimization.evaluations, options.storage
@@ -257,44 +337,85 @@ class ZerothOrderRun(RunMethod):
         """See the contract."""
         optimization = self.options.optimization
         noise, perturbation = optimization.generator(), optimization.perturbation
-        return ZerothOrder(self.estimator, noise=noise, perturbation=perturbation, seed=self.options.seed)
+        return ZerothOrder(
+            self.estimator, noise=noise, perturbation=perturbation, seed=self.options.seed
+        )
 
     def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
-        """Activations of all forwards of a step, or keys and values of what is generated. See the contract."""
+        """Activations of all forwards of a step, or keys and values of what is generated.
+
+        See the contract.
+        """
         options, optimization = self.options, self.options.optimization
-        rows, tokens, micro_rows = longest.rows, round(longest.tokens), options.batching.micro_batch_size
-        streams, stacked, loss_rows = optimization.evaluations, optimization.stacked, optimization.loss_rows(rows)
+        rows, tokens, micro_rows = (
+            longest.rows,
+            round(longest.tokens),
+            options.batching.micro_batch_size,
+        )
+        streams, stacked, loss_rows = (
+            optimization.evaluations,
+            optimization.stacked,
+            optimization.loss_rows(rows),
+        )
         running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
         adapter = 0
         if isinstance(model, PeftBlockModel):
-            adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
-        given: Any = {"streams": streams, "micro_rows": micro_rows, "loss_chunk": model.loss_chunk, "stacked": stacked}
+            adapter = model.adapter_bytes(
+                running, -(-streams // stacked) * -(-rows * stacked // running)
+            )
+        given: Any = {
+            "streams": streams,
+            "micro_rows": micro_rows,
+            "loss_chunk": model.loss_chunk,
+            "stacked": stacked,
+        }
         apart = loss_rows if optimization.per_row else None
         nbytes = adapter + activation_bytes(model.config, rows, tokens, loss_rows=apart, **given)
-        least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+        least = adapter + least_activation_bytes(
+            model.config, running, tokens, loss_chunk=model.loss_chunk
+        )
         if (new_tokens := options.rewards.new_tokens) is not None:
-            shape = {"evaluations": streams, "rows": rows, "prompt_tokens": tokens, "new_tokens": new_tokens}
-            needed, fewest = (plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0))
+            shape = {
+                "evaluations": streams,
+                "rows": rows,
+                "prompt_tokens": tokens,
+                "new_tokens": new_tokens,
+            }
+            needed, fewest = (
+                plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0)
+            )
             nbytes = adapter + min(needed, max(fewest, round(_GENERATION_SHARE * free_memory())))
             least = max(least, nbytes)  # keys and values stay on a device
         if optimization.rank is None:
             return StepMemory(nbytes, least)
-        columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
-            sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
+        # bytes of one column of the factors of a segment's matrices, which are in memory twice
+        columns = max(
+            sum(
+                spec.shape[0] * spec.dtype.itemsize
+                for spec in layout.used
+                if len(spec.shape) == 2 and not spec.frozen
+            )
             for layout in model.layouts
         )
-        return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
+        return StepMemory(
+            nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least
+        )
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
         """See the contract."""
-        optimization, device = self.options.optimization, "cpu" if self.options.storage.device == "cpu" else "cuda"
+        optimization, device = (
+            self.options.optimization,
+            "cpu" if self.options.storage.device == "cpu" else "cuda",
+        )
         return replace(
             super().request(model, memory),
             noise=optimization.generator() or SequentialNoise(model.layouts, device),
             perturbation=optimization.perturbation,
             takes_steps=True,
             perturb_in_place=bool(self.estimator.perturb_in_place),
-            directions=rows if optimization.per_row and optimization.queries == 1 else optimization.queries,
+            directions=rows
+            if optimization.per_row and optimization.queries == 1
+            else optimization.queries,
         )
 
     def first_step(self, journal: Journal) -> int:
@@ -313,19 +434,36 @@ class ZerothOrderRun(RunMethod):
         if storage.write_back_every == "never":
             return "no factors of finished periods, because of --write-back-every never"
         limit = None if storage.write_limit_tb is None else storage.write_limit_tb * 1e9
-        nbytes, what = kept_bytes_a_step(perturbation, model.layouts, limit), "factors of finished periods"
-        return f"{what}, {_per_1000_steps(nbytes)}" if nbytes else f"no {what}, because of --write-limit-tb"
+        nbytes, what = (
+            kept_bytes_a_step(perturbation, model.layouts, limit),
+            "factors of finished periods",
+        )
+        return (
+            f"{what}, {_per_1000_steps(nbytes)}"
+            if nbytes
+            else f"no {what}, because of --write-limit-tb"
+        )
 
     def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
         updates, lines = engine.journal.updates, []
-        if not self._warned_of_rounding and report.share_applied is not None and report.share_applied < LEAST_APPLIED:
+        if (
+            not self._warned_of_rounding
+            and report.share_applied is not None
+            and report.share_applied < LEAST_APPLIED
+        ):
             self._warned_of_rounding = True
             name, _, back = self.options.model_options.transfer_dtype.partition("-")
-            remedy = f"--precision mixed:transfer={name}" if back else "--precision mixed, or --dtype float32"
+            remedy = (
+                f"--precision mixed:transfer={name}"
+                if back
+                else "--precision mixed, or --dtype float32"
+            )
             lines.append(
-                f"step {report.step}: the update changed {report.share_applied:.0%} of the stored weights; the "
-                f"others rounded back to their old values; keep them in float32 ({remedy}), or raise --lr"
+                f"step {report.step}: the update changed {report.share_applied:.0%} of the stored "
+                "weights; the "
+                f"others rounded back to their old values; keep them in float32 ({remedy}), or "
+                "raise --lr"
             )
         if len(updates) == JUDGED_AFTER and (small := self._too_small(updates)) is not None:
             lines.append(small)
@@ -334,74 +472,107 @@ class ZerothOrderRun(RunMethod):
     def _too_small(self, updates: Sequence[Update]) -> str | None:
         """Warning that all steps of the run together can hardly lower the loss; None if they can.
 
-        To first order an update of ``lr * g`` along a direction lowers the batch's loss by ``lr * g`` times the slope there.
-        The slope is computed from the losses, since g may have been clipped or divided. An estimator that evaluates
-        one side of each direction, such as FZOO, gives no slope, and is not judged.
+        To first order an update of ``lr * g`` along a direction lowers the batch's loss by ``lr *
+        g`` times the slope there. The slope is computed from the losses, since g may have been
+        clipped or divided. An estimator that evaluates one side of each direction, such as FZOO,
+        gives no slope, and is not judged.
         """
         steps, optimization = self.options.steps, self.options.optimization
         if steps < _FEWEST_STEPS or not ESTIMATORS[optimization.estimator].multi_query.is_two_sided:
             return None
 
         def fall(update: Update) -> float:
-            sides = zip(update.losses[::2], update.losses[1::2], update.projected_grads, strict=True)
-            return sum(update.lr * grad * (plus - minus) / (2 * update.zo_eps) for plus, minus, grad in sides)
+            sides = zip(
+                update.losses[::2], update.losses[1::2], update.projected_grads, strict=True
+            )
+            return sum(
+                update.lr * grad * (plus - minus) / (2 * update.zo_eps)
+                for plus, minus, grad in sides
+            )
 
         expected, loss = steps * median(map(fall, updates)), updates[0].losses[0]
         if expected >= LEAST_FALL * abs(loss):
             return None
         return (
-            f"after {counted(len(updates), 'step')}: at this rate, all {steps} steps lower the loss of {loss:.3g} by at "
-            f"most {expected:.1g}; lr {optimization.rate:g} is far too small, and zo2 tune finds a better one"
+            f"after {counted(len(updates), 'step')}: at this rate, all {steps} steps lower the "
+            f"loss of {loss:.3g} by at "
+            f"most {expected:.1g}; lr {optimization.rate:g} is far too small, and zo2 tune finds "
+            "a better one"
         )
 
     def explained(self, error: Exception, engine: Engine) -> Exception:
-        """With commands to find a smaller rate and go on from the best step; unchanged without a guard. See the contract."""
+        """With commands to find a smaller rate and go on from the best step; unchanged without a
+        guard. See the contract.
+        """
         options, updates = self.options, engine.journal.updates
         is_guarded = options.optimization.guard and engine.version > 0
-        if not isinstance(error, (DivergenceError, NonFiniteLossError) if is_guarded else DivergenceError):
+        if not isinstance(
+            error, (DivergenceError, NonFiniteLossError) if is_guarded else DivergenceError
+        ):
             return error
         best = best_guarded_step(updates)
         remedy = (
-            f"find a learning rate below {options.optimization.rate:g} that does not diverge, with this run's batch "
-            f"size and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue "
-            f"from step {best}, the best so far: {options.resume_command} --from-step {best} --output NEW --lr RATE"
+            f"find a learning rate below {options.optimization.rate:g} that does not diverge, "
+            "with this run's batch "
+            f"size and directions: zo2 tune --model {options.model} --data {options.data} "
+            "--output TRIALS; then continue "
+            f"from step {best}, the best so far: {options.resume_command} --from-step {best} "
+            "--output NEW --lr RATE"
         )
         return DivergenceError(error.where, error.found, error.expected, remedy, best_step=best)
 
     def verdict(self, journal: Journal) -> str | None:
         """See the contract.
 
-        Directions are independent and of unit variance, so each weight has moved by the root of the sum of squares. Weights
-        are below 1, so a model whose weights have moved by more than 1 is destroyed, whatever its loss.
+        Directions are independent and of unit variance, so each weight has moved by the root of the
+        sum of squares. Weights are below 1, so a model whose weights have moved by more than 1 is
+        destroyed, whatever its loss.
         """
         updates = journal.updates
-        moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
+        moved = math.sqrt(
+            sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads)
+        )
         losses = [update.losses[0] for update in updates]
         share = max(len(losses) // 10, 1)
         first, last = fmean(losses[:share]), fmean(losses[-share:])
         if moved <= 1 and last <= first + abs(first) + 1:
             return None
-        changes = f"each weight moved by {moved:.2g}, and the loss went from {first:.4g} to {last:.4g}"
-        return f"{changes}: the steps were too large and destroyed the model; zo2 tune finds an --lr that does not diverge"
+        changes = (
+            f"each weight moved by {moved:.2g}, and the loss went from {first:.4g} to {last:.4g}"
+        )
+        return (
+            f"{changes}: the steps were too large and destroyed the model; zo2 tune finds an --lr "
+            "that does not diverge"
+        )
 
 
-# Forward passes that a step costs: one, one more on the way back, and gradients of inputs, which cost another one; those
-# of all weights cost a fourth. A sweep before that measures the norm of all gradients costs as much again.
+# Forward passes that a step costs: one, one more on the way back, and gradients of inputs, which
+# cost another one; those of all weights cost a fourth. A sweep before that measures the norm of all
+# gradients costs as much again.
 ADAPTER_FORWARDS, FULL_FORWARDS = 3, 4
 
 WRITE_BUDGET_TB = 1.2
-"""Terabytes that 1,000 steps may write without --write-limit-tb: a hundredth of what a consumer SSD bears in a year. One of
-1 TB is rated for about 600 TB in its five years, which are 120 a year."""
+"""Terabytes that 1,000 steps may write without --write-limit-tb: a hundredth of what a consumer SSD
+bears in a year. One of 1 TB is rated for about 600 TB in its five years, which are 120 a year.
+"""
 
 _ADAPTER_RATES, _FEW_ADAPTER_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (3e-4, 1e-3, 3e-3)
 
 
 class GradientRun(RunMethod):
-    """First-order steps: of an adapter, or of all parameters in memory or in blocks on disk. See ``RunMethod``."""
+    """First-order steps: of an adapter, or of all parameters in memory or in blocks on disk.
+
+    See ``RunMethod``.
+    """
 
     has_gradient = True
 
-    def __init__(self, options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None) -> None:
+    def __init__(
+        self,
+        options: TrainOptions,
+        shared: SharedBase | None = None,
+        workers: Workers | None = None,
+    ) -> None:
         super().__init__(options, shared, workers)
         first_order, every = options.first_order, options.storage.snapshot_every
         assert first_order.method is not None, "it is what chose this class"
@@ -423,46 +594,93 @@ class GradientRun(RunMethod):
         """The optimizer of all parameters; None: an adapter is trained."""
         options = self.options
         decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
-        return None if self.of_adapter else options.first_order.block_update(weight_decay=decay, seed=seed)
+        return (
+            None
+            if self.of_adapter
+            else options.first_order.block_update(weight_decay=decay, seed=seed)
+        )
 
     def steps(self) -> FirstOrder:
         """See the contract."""
-        asked, rate, lr = self.options.first_order, self.options.learning_rate(), self.options.optimization.rate
+        asked, rate, lr = (
+            self.options.first_order,
+            self.options.learning_rate(),
+            self.options.optimization.rate,
+        )
         if self.update is not None:
             scaling = LossScaling() if asked.loss_scaling else None
             return FirstOrder(
-                self.update, lr=rate, clip=asked.max_grad_norm, clip_value=asked.max_grad_value, scaling=scaling
+                self.update,
+                lr=rate,
+                clip=asked.max_grad_norm,
+                clip_value=asked.max_grad_value,
+                scaling=scaling,
             )
         assert asked.method is not None, "it is what chose this class"
         optimizer = OPTIMIZERS[asked.method].of_adapter
         assert optimizer is not None, "other methods were refused with an adapter"
-        given = {"lr": lr, "weight_decay": self.options.optimization.weight_decay, **asked.optimizer_options}
+        given = {
+            "lr": lr,
+            "weight_decay": self.options.optimization.weight_decay,
+            **asked.optimizer_options,
+        }
         recorded = {"name": asked.method, **given, "max_grad_norm": asked.max_grad_norm}
-        return FirstOrder(partial(optimizer, **given), lr=rate, clip=asked.max_grad_norm, options=recorded)
+        return FirstOrder(
+            partial(optimizer, **given), lr=rate, clip=asked.max_grad_norm, options=recorded
+        )
 
     def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
-        """The inputs of blocks, one segment's graph, and what adapter or tied weights take. See the contract."""
-        rows, tokens, given = longest.rows, round(longest.tokens), self.options.batching.micro_batch_size
+        """The inputs of blocks, one segment's graph, and what adapter or tied weights take.
+
+        See the contract.
+        """
+        rows, tokens, given = (
+            longest.rows,
+            round(longest.tokens),
+            self.options.batching.micro_batch_size,
+        )
         micro_rows = rows if given is None else min(rows, given)
         blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
         if isinstance(model, PeftBlockModel):
             beside = model.adapter_bytes(micro_rows, 1)
-        else:  # gradients of tied weights, one for each micro-batch, wait for the last segment that uses the weights
+        else:
+            # gradients of tied weights, one for each micro-batch, wait for the last segment that
+            # uses the weights
             tied, _ = divide_tied(model.layouts)
             beside = -(-rows // micro_rows) * packed_bytes(tied)
-            if self.update is not None and self.update.turn is not None:  # in another segment's turn they have no gradient
-                most, first = (sum(trained_bytes(self.update, part)) for part in (model.layouts, model.layouts[:1]))
+            if self.update is not None and self.update.turn is not None:
+                # in another segment's turn they have no gradient
+                most, first = (
+                    sum(trained_bytes(self.update, part))
+                    for part in (model.layouts, model.layouts[:1])
+                )
                 beside = max(beside + first - most, 0)
         held = expected_held_bytes(model.config, rows, tokens)
         running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
-        return StepMemory(gradient_bytes(held, running, blocks) + beside, gradient_bytes(held, running, 0) + beside)
+        return StepMemory(
+            gradient_bytes(held, running, blocks) + beside,
+            gradient_bytes(held, running, 0) + beside,
+        )
 
-    def engine(self, model: HFBlockModel, memory: StepMemory, provenance: Mapping[str, Any], execution: Execution) -> Engine:
-        """The engine, which is closed and refused if the best step, which is to be exported, has no snapshot."""
+    def engine(
+        self,
+        model: HFBlockModel,
+        memory: StepMemory,
+        provenance: Mapping[str, Any],
+        execution: Execution,
+    ) -> Engine:
+        """The engine, which is closed and refused if the best step, which is to be exported, has no
+        snapshot.
+        """
         if self.update is not None:
             if self.workers is not None:
-                found = f"{self.options.first_order.method} of all parameters, and {self.workers.size} workers"
-                expected = "one process: several with all parameters are what FSDP and DeepSpeed are for"
+                found = (
+                    f"{self.options.first_order.method} of all parameters, and "
+                    f"{self.workers.size} workers"
+                )
+                expected = (
+                    "one process: several with all parameters are what FSDP and DeepSpeed are for"
+                )
                 remedy = "start it without torchrun, or train an adapter with --lora-rank 8"
                 raise OptionError("method", found, expected, remedy)
             if self.streams:
@@ -473,37 +691,56 @@ class GradientRun(RunMethod):
         best = None if self.streams else self._best(engine)
         if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
             engine.close()
-            found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
-            expected = f"it from the beginning of a run with --method {self.options.first_order.method}"
+            found = (
+                f"it beside a run whose best evaluation so far is of step {best}, of which no "
+                "snapshot was kept"
+            )
+            expected = (
+                f"it from the beginning of a run with --method {self.options.first_order.method}"
+            )
             raise OptionError("keep_best", found, expected, "leave it out")
         return engine
 
     def first_step(self, journal: Journal) -> int:
-        """The first snapshot's, as a later one may prove damaged; 0 where only open files say what was committed."""
+        """The first snapshot's, as a later one may prove damaged; 0 where only open files say what
+        was committed.
+        """
         if self.streams:
             return 0
-        return min(Snapshots(self.options.output, journal.chain, journal.require_version).steps, default=0)
+        return min(
+            Snapshots(self.options.output, journal.chain, journal.require_version).steps, default=0
+        )
 
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Snapshots and how often they are taken, or blocks that change. See the contract."""
         if not self.streams:
             every, what = self._policy.every, "adapter" if self.of_adapter else "weights"
             often = "at most one a minute" if every is None else f"one every {every} steps"
-            return f"snapshots of {what} and optimizer, {shown_bytes(self.snapshot_size(model))} each, {often}"
+            return (
+                f"snapshots of {what} and optimizer, {shown_bytes(self.snapshot_size(model))} "
+                f"each, {often}"
+            )
         assert self.update is not None, "blocks of all parameters stream"
         turn, every = self.update.turn, self.commit_every
-        what = f"changed blocks with their states, a commit every {'step' if every == 1 else f'{every} steps'}"
+        what = (
+            "changed blocks with their states, a commit every "
+            f"{'step' if every == 1 else f'{every} steps'}"
+        )
         what = what if turn is None else f"one block every {turn} steps"
         return f"{what}, {_per_1000_steps(self.written(model, host.buckets))}"
 
     def after_step(self, engine: Engine, report: StepResult) -> list[str]:
-        """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
+        """Take a snapshot if one is due, at the end, and where one is missing of the best step.
+
+        See the contract.
+        """
         step, is_last = engine.version, engine.version == self.options.steps
         if self.streams:
             if is_last:
                 engine.commit()
             return []
-        is_due = engine.workers.all_gather(self._policy.is_due(step))[0]  # clocks differ between workers
+        # clocks differ between workers
+        is_due = engine.workers.all_gather(self._policy.is_due(step))[0]
         if is_last or is_due or step == self._best(engine):
             self._take_snapshot(engine)
         return []
@@ -520,18 +757,30 @@ class GradientRun(RunMethod):
 
     def how_to_continue(self, engine: Engine) -> str:
         """From which snapshot or commit. See the contract."""
-        stopped, resume = f"stopped after {counted(engine.version, 'step')};", self.options.resume_command
+        stopped, resume = (
+            f"stopped after {counted(engine.version, 'step')};",
+            self.options.resume_command,
+        )
         if self.streams:
-            return f"{stopped} the run goes on from the commit of step {engine.committed}:\n  {resume}"
+            return (
+                f"{stopped} the run goes on from the commit of step {engine.committed}:\n  {resume}"
+            )
         last, exported = engine.snapshots.last or 0, "adapter" if self.of_adapter else "model"
         export = f"zo2 export --run {self.options.output} --at {last} --output DIR"
-        return f"{stopped} to go on from the snapshot of step {last}, or to get its {exported}:\n  {resume}\n  {export}"
+        return (
+            f"{stopped} to go on from the snapshot of step {last}, or to get its {exported}:\n  "
+            f"{resume}\n  {export}"
+        )
 
     def snapshot_size(self, model: HFBlockModel) -> int:
-        """Largest size of a snapshot: what is trained, without its gradients, and the optimizer's state."""
+        """Largest size of a snapshot: what is trained, without its gradients, and the optimizer's
+        state.
+        """
         if self.update is None:
             return (TRAINED_COPIES - 1) * sum(spec.nbytes for spec in trained(model.layouts))
-        return sum(layout.nbytes for layout in model.layouts) + state_bytes(self.update, model.layouts)
+        return sum(layout.nbytes for layout in model.layouts) + state_bytes(
+            self.update, model.layouts
+        )
 
     def written(self, model: HFBlockModel, buckets: int | None) -> float:
         """Bytes that a step of a run over blocks that change on disk writes on average."""
@@ -544,7 +793,9 @@ class GradientRun(RunMethod):
         if self.commit_every == 1:
             return sum(sizes)
         blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
-        seldom = sum(sizes) - sum(blocks) + sum(blocks[: kept_blocks(buckets or 0, self.commit_every)])
+        seldom = (
+            sum(sizes) - sum(blocks) + sum(blocks[: kept_blocks(buckets or 0, self.commit_every)])
+        )
         return sum(sizes) - seldom + seldom / self.commit_every
 
     def _best(self, engine: Engine) -> int | None:
@@ -558,13 +809,20 @@ class GradientRun(RunMethod):
         self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
 
     def _least_interval(self, model: HFBlockModel) -> int:
-        """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes."""
+        """Least steps between two snapshots, of which each writes all weights and states, within
+        the limit of writes.
+        """
         limit, every = self.options.storage.write_limit_tb, self._policy.every
         if limit is None:
             return 1
         least = math.ceil(self.snapshot_size(model) / (limit * 1e9))
         if every is not None:
-            require_whole("snapshot_every", every, least, otherwise=f", for the {limit:g} TB of --write-limit-tb")
+            require_whole(
+                "snapshot_every",
+                every,
+                least,
+                otherwise=f", for the {limit:g} TB of --write-limit-tb",
+            )
         return least
 
     def _require_few_writes(self, model: HFBlockModel, memory: StepMemory) -> None:
@@ -575,27 +833,44 @@ class GradientRun(RunMethod):
         nbytes = self.written(model, host.buckets)
         if 1000 * nbytes > limit * 1e12:
             turns = self.update is not None and self.update.turn is not None
-            remedy = "switch_every of --method" if turns else "--snapshot-every, where memory has room for blocks"
+            remedy = (
+                "switch_every of --method"
+                if turns
+                else "--snapshot-every, where memory has room for blocks"
+            )
             found = (
                 f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "
                 f"{_per_1000_steps(nbytes)}, {shown_bytes(steps * nbytes)} in its {steps}"
             )
-            remedy = f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}"
-            raise OptionError("write_limit_tb", found, "a limit that the run keeps to: writing wears disks out", remedy)
+            remedy = (
+                f"pass --write-limit-tb {1000 * nbytes / 1e12:.2g} to allow it, or raise {remedy}"
+            )
+            raise OptionError(
+                "write_limit_tb",
+                found,
+                "a limit that the run keeps to: writing wears disks out",
+                remedy,
+            )
 
 
 def method_of(
     options: TrainOptions, shared: SharedBase | None = None, workers: Workers | None = None
 ) -> ZerothOrderRun | GradientRun:
-    """The method that the options name; zeroth-order steps by default. A rate of auto stands for any rate."""
+    """The method that the options name; zeroth-order steps by default.
+
+    A rate of auto stands for any rate.
+    """
     if shared is not None:
         require_shareable(options)
     options = options.with_rate(1.0) if options.optimization.lr == "auto" else options
-    return (ZerothOrderRun if options.first_order.method is None else GradientRun)(options, shared, workers)
+    return (ZerothOrderRun if options.first_order.method is None else GradientRun)(
+        options, shared, workers
+    )
 
 
 def weights_at(journal: Journal, step: int, directory: Path) -> dict[str, Any]:
-    """What an engine gets for the weights after so many steps: the updates until then, or a snapshot of a first-order run.
+    """What an engine gets for the weights after so many steps: the updates until then, or a
+    snapshot of a first-order run.
 
     Updates cannot be undone, so that the weights are made from the base.
     """
@@ -608,7 +883,9 @@ def weights_at(journal: Journal, step: int, directory: Path) -> dict[str, Any]:
 
 
 def can_share(options: TrainOptions) -> bool:
-    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any method."""
+    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any
+    method.
+    """
     reads = options.optimization.rank is not None or options.model_options.trains_adapter
     return reads and not options.takes_labels
 
@@ -616,9 +893,15 @@ def can_share(options: TrainOptions) -> bool:
 def require_shareable(options: TrainOptions) -> None:
     """Refuse a run that changes its base, or that has a new head."""
     if not can_share(options):
-        found = f"--head {options.model_options.head}" if options.takes_labels else "a run that trains all weights"
+        found = (
+            f"--head {options.model_options.head}"
+            if options.takes_labels
+            else "a run that trains all weights"
+        )
         expected = "runs of a causal language model that only read its weights"
-        raise OptionError("runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone")
+        raise OptionError(
+            "runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone"
+        )
 
 
 def base_model(options: TrainOptions) -> HFBlockModel:
@@ -639,9 +922,13 @@ _CHUNK = 1 << 20  # elements read at once
 
 
 def require_finite_base(model: HFBlockModel, where: object) -> None:
-    """Refuse a checkpoint with a weight that is not finite. Called when a loss is not finite, to find the cause."""
+    """Refuse a checkpoint with a weight that is not finite.
+
+    Called when a loss is not finite, to find the cause.
+    """
     for spec in (spec for layout in model.layouts for spec in layout.parameters):
-        length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # encoded parameters are read whole
+        # encoded parameters are read whole
+        length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)
         for start in range(0, spec.stored_numel, length):
             values = torch.empty(min(length, spec.stored_numel - start), dtype=spec.stored_dtype)
             model.weights.read_into(spec.name, values, start)
@@ -651,4 +938,6 @@ def require_finite_base(model: HFBlockModel, where: object) -> None:
                 index = int(non_finite[0])
                 found = f"{values[index].item()} at element {start + index}"
                 remedy = "download the checkpoint again, or choose a dtype with a larger range"
-                raise CheckpointError(f"{where}: {spec.name}", found, "finite weights in the checkpoint", remedy)
+                raise CheckpointError(
+                    f"{where}: {spec.name}", found, "finite weights in the checkpoint", remedy
+                )

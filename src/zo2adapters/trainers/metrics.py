@@ -1,11 +1,13 @@
 """What a run tells while it works: the rows of ``metrics.jsonl``, and progress bars.
 
-The file of metrics is for people and plots and has no checksums. The journal has the same numbers, except speed and memory,
-so damaged rows are restored from it. No content of the file can block a run or decide which step is exported. It gives one
-piece of information that the journal cannot: a row is written after its step is durable, so rows of steps that the journal
-does not have mean that the journal has lost these steps.
+The file of metrics is for people and plots and has no checksums. The journal has the same numbers,
+except speed and memory, so damaged rows are restored from it. No content of the file can block a
+run or decide which step is exported. It gives one piece of information that the journal cannot: a
+row is written after its step is durable, so rows of steps that the journal does not have mean that
+the journal has lost these steps.
 
-Bars stand on standard error, in a terminal only: of long work, and of the passes within it that take seconds each.
+Bars stand on standard error, in a terminal only: of long work, and of the passes within it that
+take seconds each.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
         if step in evaluations and math.isfinite(criterion(evaluations[step])):
             restored.append(row_of_evaluation(step, evaluations[step]))
         restored += known[step : step + 1]
-        aligned += [next((row for row in at_steps.get(step, ()) if _agrees(row, record)), record) for record in restored]
+        aligned += [
+            next((row for row in at_steps.get(step, ()) if _agrees(row, record)), record)
+            for record in restored
+        ]
     return MetricsRows(aligned, _steps_seen([row for row in rows if "loss" in row], known))
 
 
@@ -64,7 +69,12 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
     from zo2core.types import Commit
 
     if isinstance(update, Commit):
-        return {"step": update.step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr}
+        return {
+            "step": update.step,
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            "lr": update.lr,
+        }
     return {
         "step": update.step,
         "loss": update.losses[0],
@@ -80,10 +90,12 @@ def losses_of(journal: Journal) -> list[float]:
 
 
 def _steps_seen(rows: Sequence[Row], known: Sequence[Row]) -> int:
-    """Number of steps that the journal must have had, by rows that a single damage cannot have produced.
+    """Number of steps that the journal must have had, by rows that a single damage cannot have
+    produced.
 
-    Rows after the journal's last step count if they follow it without a gap, if most other rows agree with the journal, and
-    if they are not rows of the journal's steps with a damaged step number.
+    Rows after the journal's last step count if they follow it without a gap, if most other rows
+    agree with the journal, and if they are not rows of the journal's steps with a damaged step
+    number.
     """
     below = [row for row in rows if row["step"] < len(known)]
     if 2 * sum(_agrees(row, known[row["step"]]) for row in below) < len(below):
@@ -107,10 +119,16 @@ def _parsed(line: bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     is_row = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
-    return row if is_row and type(row.get("loss", 0.0)) is float and math.isfinite(row.get("loss", 0.0)) else None
+    return (
+        row
+        if is_row and type(row.get("loss", 0.0)) is float and math.isfinite(row.get("loss", 0.0))
+        else None
+    )
 
 
-def _row_of_step(update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float]) -> dict[str, Any]:
+def _row_of_step(
+    update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float]
+) -> dict[str, Any]:
     """The row of a step in ``metrics.jsonl``, as JSON values."""
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
@@ -137,11 +155,14 @@ def progress(record: dict[str, Any]) -> str:
     from zo2core.types import shown_bytes
 
     memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
-    number = f"reward {record['reward']:.4f}" if "reward" in record else f"loss {record['loss']:.4f}"
+    number = (
+        f"reward {record['reward']:.4f}" if "reward" in record else f"loss {record['loss']:.4f}"
+    )
     return f"{number}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"
 
 
-Results = Mapping[str, float]  # results of one evaluation by name, among them the one that ``criterion`` takes
+# results of one evaluation by name, among them the one that ``criterion`` takes
+Results = Mapping[str, float]
 
 PREFIX = "evaluation_"  # prefix of a result's name in a row of metrics
 _SHARES = ("accuracy", "f1", "exact_match")  # results that are shares of the rows
@@ -149,7 +170,9 @@ _DURATION = f"{PREFIX}seconds"  # of a row of metrics: how long the evaluation t
 
 
 def best_step(evaluations: Mapping[int, Results]) -> int | None:
-    """Step with the best evaluation, the earliest of equal ones; None if there is none with a number."""
+    """Step with the best evaluation, the earliest of equal ones; None if there is none with a
+    number.
+    """
     losses = {step: criterion(results) for step, results in evaluations.items()}
     comparable = [(loss, step) for step, loss in losses.items() if not math.isnan(loss)]
     return min(comparable)[1] if comparable else None
@@ -158,14 +181,19 @@ def best_step(evaluations: Mapping[int, Results]) -> int | None:
 def best_line(evaluations: Mapping[int, Results]) -> str | None:
     """A line about the best evaluation; None if there is none with a number."""
     best, counts = best_step(evaluations), counted(len(evaluations), "evaluation")
-    return None if best is None else f"best of {counts}: step {best}, {shown_results(evaluations[best])}"
+    return (
+        None
+        if best is None
+        else f"best of {counts}: step {best}, {shown_results(evaluations[best])}"
+    )
 
 
 def criterion(results: Results) -> float:
     """The result of an evaluation by which steps are compared; smaller is better, and NaN is none.
 
-    It is ``loss`` where evaluations measure what steps minimise, otherwise ``choice_loss``, the loss over the candidates of
-    a row, or 1 - ``f1`` of generated answers. Earlier versions wrote the last two as ``loss``.
+    It is ``loss`` where evaluations measure what steps minimise, otherwise ``choice_loss``, the
+    loss over the candidates of a row, or 1 - ``f1`` of generated answers. Earlier versions wrote
+    the last two as ``loss``.
     """
     for name in ("loss", "choice_loss"):
         if name in results:
@@ -174,7 +202,9 @@ def criterion(results: Results) -> float:
 
 
 def results_of_row(row: Mapping[str, Any]) -> Results:
-    """The results in a row of metrics, without the prefix of their names; none in the row of a step."""
+    """The results in a row of metrics, without the prefix of their names; none in the row of a
+    step.
+    """
     if "loss" in row:
         return {}
     return {
@@ -191,7 +221,10 @@ def row_of_evaluation(step: int, results: Results) -> dict[str, Any]:
 
 def shown_results(results: Results) -> str:
     """Results as text, shares of rows in percent."""
-    texts = {name: f"{value:.1%}" if name in _SHARES else f"{value:.4f}" for name, value in results.items()}
+    texts = {
+        name: f"{value:.1%}" if name in _SHARES else f"{value:.4f}"
+        for name, value in results.items()
+    }
     return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in texts.items())
 
 
@@ -207,13 +240,19 @@ def write_row(file: IO[bytes], record: Row) -> None:
 class LiveMetrics:
     """Writes the rows of ``metrics.jsonl``, and reports them to a tracker."""
 
-    def __init__(self, tracker: TrackerName, folder: Path, file: IO[bytes], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tracker: TrackerName, folder: Path, file: IO[bytes], options: Mapping[str, Any]
+    ) -> None:
         self._opened, self._file = ExitStack(), file
         self._report: Callable[[int, Mapping[str, float]], object] = lambda step, numbers: None
         if tracker == "tensorboard":
             module = optional_package("torch.utils.tensorboard", install="tensorboard")
-            writer = self._opened.enter_context(closing(module.SummaryWriter(log_dir=str(folder / "tensorboard"))))
-            self._report = lambda step, numbers: [writer.add_scalar(key, value, step) for key, value in numbers.items()]
+            writer = self._opened.enter_context(
+                closing(module.SummaryWriter(log_dir=str(folder / "tensorboard")))
+            )
+            self._report = lambda step, numbers: [
+                writer.add_scalar(key, value, step) for key, value in numbers.items()
+            ]
         elif tracker == "wandb":
             wandb = optional_package("wandb", install="wandb")
             run = wandb.init(project="zo2", name=folder.name, dir=str(folder), config=dict(options))
@@ -223,10 +262,19 @@ class LiveMetrics:
     def row(self, row: Row) -> None:
         """Append the row of a step or of an evaluation, and report it."""
         write_row(self._file, row)
-        self._report(row["step"], {key: value for key, value in row.items() if key != "step" and _is_number(value)})
+        self._report(
+            row["step"],
+            {key: value for key, value in row.items() if key != "step" and _is_number(value)},
+        )
 
     def step(
-        self, update: Update | Commit, result: StepResult, batch: Batch, measured: Mapping[str, float], *, is_known: bool
+        self,
+        update: Update | Commit,
+        result: StepResult,
+        batch: Batch,
+        measured: Mapping[str, float],
+        *,
+        is_known: bool,
     ) -> dict[str, Any]:
         """Append the row of a step, unless it is known, and return it."""
         row = _row_of_step(update, result, batch, measured)
@@ -255,25 +303,37 @@ def progress_bar(*, total: int, unit: str, desc: str | None = None, quiet: bool 
     """Open a bar of tqdm on standard error, which is shown in a terminal only."""
     hidden = True if quiet else None  # None: hidden unless standard error is a terminal
     return tqdm(
-        total=total, unit=unit, unit_scale=unit == "B", desc=desc, file=sys.stderr, disable=hidden, dynamic_ncols=True
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        desc=desc,
+        file=sys.stderr,
+        disable=hidden,
+        dynamic_ncols=True,
     )
 
 
 @contextmanager
-def export_bar(model: HFBlockModel, desc: str = "export", *, quiet: bool = False) -> Iterator[Callable[[int], object]]:
+def export_bar(
+    model: HFBlockModel, desc: str = "export", *, quiet: bool = False
+) -> Iterator[Callable[[int], object]]:
     """Show a bar of the bytes that an export writes."""
     from zo2core.checkpoint.shards import CustomExport
 
     exported = model.exported_parameters if isinstance(model, CustomExport) else None
     layouts = [
-        layout for layout in model.layouts if exported is None or any(spec.name in exported for spec in layout.parameters)
+        layout
+        for layout in model.layouts
+        if exported is None or any(spec.name in exported for spec in layout.parameters)
     ]
     total = sum(spec.decoded.nbytes for layout in layouts for spec in layout.parameters)
     with progress_bar(total=total, unit="B", desc=desc, quiet=quiet) as bar:
         yield bar.update
 
 
-def verified_base(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
+def verified_base(
+    model: HFBlockModel, journal: Journal, *, quiet: bool = False
+) -> Mapping[str, str]:
     """Call ``verify_base`` with a progress bar."""
     from zo2core.sources.segment_store import verify_base
 
@@ -284,14 +344,21 @@ def verified_base(model: HFBlockModel, journal: Journal, *, quiet: bool = False)
 
 @contextmanager
 def sweep_bars(runner: Engine, *, quiet: bool = False) -> Iterator[None]:
-    """Show a bar of blocks below other bars while a sweep of a runner takes longer than two seconds."""
+    """Show a bar of blocks below other bars while a sweep of a runner takes longer than two
+    seconds.
+    """
     bar: Any = tqdm(disable=True)
 
     def visited(done: int, total: int) -> None:
         nonlocal bar
         if done == 1:
             bar.close()  # that of a sweep that failed
-            options: Any = {"file": sys.stderr, "leave": False, "dynamic_ncols": True, "delay": _SECONDS}
+            options: Any = {
+                "file": sys.stderr,
+                "leave": False,
+                "dynamic_ncols": True,
+                "delay": _SECONDS,
+            }
             bar = tqdm(total=total, unit="block", desc="pass", **options)
         bar.update()
         if done == total:
@@ -306,7 +373,9 @@ def sweep_bars(runner: Engine, *, quiet: bool = False) -> Iterator[None]:
 
 
 class SharedSweeps:
-    """Counts rows whose batches share sweeps: a row counts as far as the sweep that it takes part in is."""
+    """Counts rows whose batches share sweeps: a row counts as far as the sweep that it takes part
+    in is.
+    """
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
@@ -330,12 +399,23 @@ _FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{spent}<{left}, {rate_fmt}{postfix
 class StepBar(tqdm):  # type: ignore[type-arg]
     """A tqdm bar over the steps of a run, between which evaluations take time."""
 
-    def __init__(self, label: str | None, steps: int, *, initial: int, evaluations: int, quiet: bool) -> None:
+    def __init__(
+        self, label: str | None, steps: int, *, initial: int, evaluations: int, quiet: bool
+    ) -> None:
         self._evaluations = evaluations
         self._evaluated = 0.0  # seconds of all evaluations so far
-        self._longest = 0.0  # seconds of the longest evaluation; the one before the first step also reads the weights
-        given: Any = {"desc": label, "leave": label is None, "total": steps, "initial": initial, "disable": quiet}
-        super().__init__(bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **given)
+        # seconds of the longest evaluation; the one before the first step also reads the weights
+        self._longest = 0.0
+        given: Any = {
+            "desc": label,
+            "leave": label is None,
+            "total": steps,
+            "initial": initial,
+            "disable": quiet,
+        }
+        super().__init__(
+            bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **given
+        )
 
     def count_step(self, record: dict[str, Any]) -> None:
         """Count a step, and show its row of metrics."""
@@ -365,5 +445,7 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         rate = values["rate"] or (taken / elapsed if elapsed else 0.0)
         left = "?"
         if rate and taken:
-            left = self.format_interval((values["total"] - values["n"]) / rate + self.evaluation_seconds)
+            left = self.format_interval(
+                (values["total"] - values["n"]) / rate + self.evaluation_seconds
+            )
         return {**values, "spent": self.format_interval(elapsed + self._evaluated), "left": left}

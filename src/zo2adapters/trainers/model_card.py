@@ -1,6 +1,7 @@
 """The model card of an export: ``README.md`` with the header that the Hugging Face hub reads.
 
-It is written from the journal, which has no paths of this machine; local files are called by their names alone.
+It is written from the journal, which has no paths of this machine; local files are called by their
+names alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from zo2core.types import Commit
 CARD = "README.md"
 _HOW = ("## How to load it", "")
 _MOST_EVALUATIONS = 20  # rows of the table of evaluations
-_PROVENANCE = ("batch size", "micro-batch size", "sequence length", "dtype", "device", "objective", "packed", "schedule")
+_PROVENANCE = (
+    "batch size",
+    "micro-batch size",
+    "sequence length",
+    "dtype",
+    "device",
+    "objective",
+    "packed",
+    "schedule",
+)
 
 
 def model_card(
@@ -55,11 +65,24 @@ def model_card(
         lines += ["", "The steps trained an adapter, which is merged into these weights."]
     is_described = bool(version or journal.evaluations)
     if is_described:
-        lines += ["", "## Data", "", *_data(header, data), "", "## Results", "", *_results(journal, version)]
+        lines += [
+            "",
+            "## Data",
+            "",
+            *_data(header, data),
+            "",
+            "## Results",
+            "",
+            *_results(journal, version),
+        ]
     if prompt:
         lines += ["", "## Prompts", "", f"As in `{PROMPT}`:", "", "```json", _json(prompt), "```"]
     loading = _loading(name, causal=causal, is_adapter=is_adapter)
-    lines += ["", *_HOW, *(_llama_cpp(base, name, is_adapter=is_adapter) if is_gguf_file else loading)]
+    lines += [
+        "",
+        *_HOW,
+        *(_llama_cpp(base, name, is_adapter=is_adapter) if is_gguf_file else loading),
+    ]
     if is_described:
         lines += ["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"]
     kinds = ["first-order" if first_order else "zeroth-order"] if version else []
@@ -77,18 +100,33 @@ def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm
     """Write the card of a model into whose weights a saved adapter was merged."""
     name, causal = _called(base), head == "causal-lm"
     lines = [
-        f"The weights of `{name}` with the adapter `{_plain(name_of(adapter))}` merged into them by zo2core.",
+        f"The weights of `{name}` with the adapter `{_plain(name_of(adapter))}` merged into them "
+        "by zo2core.",
         "",
         f"SHA-256 of the adapter's weights: `{digest}`.",
         "",
         *_HOW,
         *_loading(name, causal=causal, is_adapter=False),
     ]
-    return _card(f"{name} with a merged adapter", lines, base=base, causal=causal, relation="finetune", tags=["lora"])
+    return _card(
+        f"{name} with a merged adapter",
+        lines,
+        base=base,
+        causal=causal,
+        relation="finetune",
+        tags=["lora"],
+    )
 
 
 def _card(
-    title: str, lines: Sequence[str], *, base: str, causal: bool, relation: str | None, tags: Sequence[str], **entries: Any
+    title: str,
+    lines: Sequence[str],
+    *,
+    base: str,
+    causal: bool,
+    relation: str | None,
+    tags: Sequence[str],
+    **entries: Any,
 ) -> bytes:
     """A card with the header that the hub reads; entries of None are left out."""
     hub_id, task = _hub_id(base), "text-generation" if causal else "text-classification"
@@ -99,9 +137,17 @@ def _card(
 
 
 def files_of_run(
-    journal: Journal, *, base: str, options: TrainOptions | None, rows: RowOptions | None, head: str, **card: Any
+    journal: Journal,
+    *,
+    base: str,
+    options: TrainOptions | None,
+    rows: RowOptions | None,
+    head: str,
+    **card: Any,
 ) -> dict[str, bytes]:
-    """The files beside a model or an adapter that a run has made: its card, and the prompts that it was trained on."""
+    """The files beside a model or an adapter that a run has made: its card, and the prompts that it
+    was trained on.
+    """
     prompt = prompt_of(rows)
     data = None if options is None else str(options.data)
     files = {CARD: model_card(journal, base=base, head=head, data=data, prompt=prompt, **card)}
@@ -109,7 +155,9 @@ def files_of_run(
 
 
 def rows_of_run(options: TrainOptions | None) -> RowOptions | None:
-    """How the rows of a run are read, with the labels of its data; None for no run, or for labels of the model's config."""
+    """How the rows of a run are read, with the labels of its data; None for no run, or for labels
+    of the model's config.
+    """
     if options is None or options.takes_labels:
         return None
     with suppress(ZO2Error):  # data that has moved; then the run has labels only if it names them
@@ -118,10 +166,16 @@ def rows_of_run(options: TrainOptions | None) -> RowOptions | None:
 
 
 def prompt_of(rows: RowOptions | None) -> dict[str, Any]:
-    """The template of a run's prompts and the labels among which it chooses; empty if it has none."""
+    """The template of a run's prompts and the labels among which it chooses; empty if it has
+    none.
+    """
     if rows is None:
         return {}
-    return {key: value for key, value in (("prompt_template", rows.prompt_template), ("labels", rows.labels)) if value}
+    return {
+        key: value
+        for key, value in (("prompt_template", rows.prompt_template), ("labels", rows.labels))
+        if value
+    }
 
 
 def _json(value: object) -> str:
@@ -143,13 +197,21 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w ./:+-]", "_", name)
 
 
-def _summary(header: Mapping[str, Any], version: int, name: str, *, is_adapter: bool, first_order: bool) -> Iterator[str]:
+def _summary(
+    header: Mapping[str, Any], version: int, name: str, *, is_adapter: bool, first_order: bool
+) -> Iterator[str]:
     kind = "An adapter for" if is_adapter else "The weights of"
-    method = "first-order steps, block by block" if first_order else "zeroth-order steps, which take forward passes only"
+    method = (
+        "first-order steps, block by block"
+        if first_order
+        else "zeroth-order steps, which take forward passes only"
+    )
     options = header.get("method") or header.get("estimator") or {}
     called = f" ({options['name']})" if "name" in options else ""
     steps = (
-        f"after {version} {method}{called}. They were trained with zo2core." if version else "without a step of training."
+        f"after {version} {method}{called}. They were trained with zo2core."
+        if version
+        else "without a step of training."
     )
     yield f"{kind} `{name}` {steps}"
     if "base" in header:
@@ -173,13 +235,22 @@ def _results(journal: Journal, version: int) -> Iterator[str]:
     if losses:
         few = max(len(losses) // 20, 1)
         first, last = fmean(losses[:few]), fmean(losses[-few:])
-        yield f"Training loss, mean of the first and of the last 5 % of the steps: {first:.4f} and {last:.4f}."
-    evaluations = {step: results for step, results in sorted(journal.evaluations.items()) if step <= version}
+        yield (
+            f"Training loss, mean of the first and of the last 5 % of the steps: {first:.4f} and "
+            f"{last:.4f}."
+        )
+    evaluations = {
+        step: results for step, results in sorted(journal.evaluations.items()) if step <= version
+    }
     if not evaluations:
         yield "The run recorded no evaluation."
         return
     best = best_step(evaluations)
-    shown = {*list(evaluations)[: _MOST_EVALUATIONS // 2], *list(evaluations)[-_MOST_EVALUATIONS // 2 :], best}
+    shown = {
+        *list(evaluations)[: _MOST_EVALUATIONS // 2],
+        *list(evaluations)[-_MOST_EVALUATIONS // 2 :],
+        best,
+    }
     names = list(dict.fromkeys(name for results in evaluations.values() for name in results))
     yield ""
     yield f"| step | {' | '.join(name.replace('_', ' ') for name in names)} |"
@@ -209,10 +280,17 @@ def _loading(name: str, *, causal: bool, is_adapter: bool) -> list[str]:
 def _llama_cpp(base: str, name: str, *, is_adapter: bool) -> Iterator[str]:
     model = f'"{name}"' if is_gguf(base) else "BASE.gguf"
     if is_adapter and not is_gguf(base):
-        yield f"`BASE.gguf` is the base model `{name}` as a GGUF file, which llama.cpp's convert_hf_to_gguf.py writes."
+        yield (
+            f"`BASE.gguf` is the base model `{name}` as a GGUF file, which llama.cpp's "
+            "convert_hf_to_gguf.py writes."
+        )
         yield ""
     yield "```sh"
-    yield f"llama-cli --model {model} --lora adapter.gguf" if is_adapter else "llama-cli --model model.gguf"
+    yield (
+        f"llama-cli --model {model} --lora adapter.gguf"
+        if is_adapter
+        else "llama-cli --model model.gguf"
+    )
     yield "ollama create NAME --file Modelfile"
     yield "```"
 

@@ -1,4 +1,6 @@
-"""Options that say how a run turns losses into steps: estimator, directions and learning-rate schedule."""
+"""Options that say how a run turns losses into steps: estimator, directions and learning-rate
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Decay(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Linear warm-up to a peak, then decay towards 0. The rate is positive at every step of the run."""
+    """Linear warm-up to a peak, then decay towards 0.
+
+    The rate is positive at every step of the run.
+    """
 
     peak: float
     decay: Decay
@@ -38,7 +43,13 @@ class LearningRate:
     steps: int
 
     def __post_init__(self) -> None:
-        require_whole("warmup_steps", self.warmup_steps, 0, max(self.steps - 1, 0), otherwise=", fewer than the run's steps")
+        require_whole(
+            "warmup_steps",
+            self.warmup_steps,
+            0,
+            max(self.steps - 1, 0),
+            otherwise=", fewer than the run's steps",
+        )
 
     def __call__(self, step: int) -> float:
         """The learning rate of a 0-based step."""
@@ -53,14 +64,19 @@ class LearningRate:
 
 
 def with_peak_rate(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An estimator's options from a journal, for a reader: the peak in place of the text that stands for a schedule."""
-    schedule = re.match(rf"{LearningRate.__name__}\(peak=(\d+(?:\.\d+)?(?:e[+-]?\d+)?),", str(options.get("lr")))
+    """An estimator's options from a journal, for a reader: the peak in place of the text that
+    stands for a schedule.
+    """
+    schedule = re.match(
+        rf"{LearningRate.__name__}\(peak=(\d+(?:\.\d+)?(?:e[+-]?\d+)?),", str(options.get("lr"))
+    )
     return options if schedule is None else {**options, "lr": float(schedule[1])}
 
 
-# Note: Largest steps. An update moves a weight by lr times the projected gradient, which is between 0.1 and 1000 for a
-# pre-trained model, whose weights are below 1. Useful rates lie between 1e-8 and 1e-2. With a rate above 1 a single step
-# destroys the model, and so does a perturbation that is larger than the weights.
+# Note: Largest steps. An update moves a weight by lr times the projected gradient, which is between
+# 0.1 and 1000 for a pre-trained model, whose weights are below 1. Useful rates lie between 1e-8 and
+# 1e-2. With a rate above 1 a single step destroys the model, and so does a perturbation that is
+# larger than the weights.
 LARGEST_LR = 1.0
 LARGEST_EPS = 1.0
 
@@ -80,13 +96,21 @@ class StepSize:
     """How far a step moves the weights."""
 
     lr: float | Literal["auto"] = 1e-6
-    """Peak learning rate. MeZO uses 1e-7 to 1e-6 for OPT; small models need more. With --method give one, such as 2e-4.
-    auto tries several in short runs before the first step."""
+    """Peak learning rate.
+
+    MeZO uses 1e-7 to 1e-6 for OPT; small models need more. With --method give one, such as 2e-4.
+    auto tries several in short runs before the first step.
+    """
     zo_eps: float = 1e-3
-    """Perturbation scale. The loss is evaluated at the weights plus and minus zo_eps times a random direction."""
+    """Perturbation scale.
+
+    The loss is evaluated at the weights plus and minus zo_eps times a random direction.
+    """
     weight_decay: float = 0.0
-    """Weight decay of MeZO's update, which leaves out biases and layer norms. With --method: weight decay of the optimizer,
-    for all trained parameters."""
+    """Weight decay of MeZO's update, which leaves out biases and layer norms.
+
+    With --method: weight decay of the optimizer, for all trained parameters.
+    """
 
     @property
     def rate(self) -> float:
@@ -98,12 +122,29 @@ class StepSize:
     def require_sane(self) -> None:
         """Refuse numbers with which a single step destroys the model."""
         for option, value, most, why in (
-            ("lr", self.rate, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
-            ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and most are smaller"),
-            ("weight_decay", self.weight_decay, 1 / self.rate, "a step subtracts lr times weight_decay times the weight"),
+            (
+                "lr",
+                self.rate,
+                LARGEST_LR,
+                "an update moves each weight by lr times the projected gradient",
+            ),
+            (
+                "zo_eps",
+                self.zo_eps,
+                LARGEST_EPS,
+                "weights are perturbed by this much, and most are smaller",
+            ),
+            (
+                "weight_decay",
+                self.weight_decay,
+                1 / self.rate,
+                "a step subtracts lr times weight_decay times the weight",
+            ),
         ):
             if value > most:
-                raise OptionError(option, repr(value), f"at most {most:g}: {why}", f"lower `{option}`")
+                raise OptionError(
+                    option, repr(value), f"at most {most:g}: {why}", f"lower `{option}`"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,31 +152,49 @@ class Optimization(StepSize):
     """How a step moves the weights."""
 
     estimator: EstimatorName = EstimatorName.MEZO
-    """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of each of several --queries
-    and divides by the standard deviation of their losses; its --lr is about the distance that a step moves a weight, such
-    as 1e-5. es, for --reward, evaluates both sides of several --queries and compares their losses; its --lr is such a
-    distance, too."""
+    """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of
+    each of several --queries and divides by the standard deviation of their losses; its --lr is
+    about the distance that a step moves a weight, such as 1e-5. es, for --reward, evaluates both
+    sides of several --queries and compares their losses; its --lr is such a distance, too.
+    """
     fitness: Fitness = Fitness.SCALED
-    """With --estimator es: how the losses of a step are compared. scaled subtracts their mean and divides by their standard
-    deviation; ranks replaces them by their ranks."""
+    """With --estimator es: how the losses of a step are compared. scaled subtracts their mean and
+    divides by their standard deviation; ranks replaces them by their ranks.
+    """
     noise: Noise = Noise.RADEMACHER
-    """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much faster to draw."""
+    """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much
+    faster to draw.
+    """
     exact_mezo: bool = False
-    """Take MeZO's steps bit for bit, with its noise and in-place perturbation. Overrides --noise. Rounding
-    errors of restoring the weights stay in them; by default each evaluation starts from the unchanged weights."""
+    """Take MeZO's steps bit for bit, with its noise and in-place perturbation.
+
+    Overrides --noise. Rounding errors of restoring the weights stay in them; by default each
+    evaluation starts from the unchanged weights.
+    """
     queries: int = 1
-    """Directions per step. Each adds two forward passes, or one with fzoo, but no transfers. The update along each direction
-    uses lr / queries."""
+    """Directions per step.
+
+    Each adds two forward passes, or one with fzoo, but no transfers. The update along each
+    direction uses lr / queries.
+    """
     rank: int | None = None
-    """Perturb by directions of this rank, such as 8, without changing the weights: they are only read, the forward passes of
-    a step run as one batch, and updates add up in float32. By default directions have full rank and perturb the weights."""
+    """Perturb by directions of this rank, such as 8, without changing the weights: they are only
+    read, the forward passes of a step run as one batch, and updates add up in float32. By default
+    directions have full rank and perturb the weights.
+    """
     period: int = 100
     """With --rank: steps after which the factor that consecutive directions share is drawn anew."""
     stack: int | None = None
-    """With --rank: largest number of evaluations that run as one batch, by default all of a step. Fewer need less memory."""
+    """With --rank: largest number of evaluations that run as one batch, by default all of a step.
+
+    Fewer need less memory.
+    """
     per_row: bool = False
-    """Use a separate direction for each row of a batch, at no more forward passes. With --queries the rows are divided among
-    so many directions. With --rank all rows run as one batch."""
+    """Use a separate direction for each row of a batch, at no more forward passes.
+
+    With --queries the rows are divided among so many directions. With --rank all rows run as one
+    batch.
+    """
     decay: Decay = Decay.CONSTANT
     """Shape of the learning rate's decay after the warm-up."""
     warmup_steps: int = 0
@@ -143,12 +202,18 @@ class Optimization(StepSize):
     clip_grad: float | None = None
     """Clip projected gradients, those of zeroth-order steps, to this absolute value."""
     clip_median: float | None = None
-    """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute values."""
+    """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute
+    values.
+    """
     guard: bool = True
-    """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
+    """Skip steps whose losses are far outside the recent range, and stop a run whose loss has
+    diverged.
+    """
 
     def generator(self) -> NoiseGenerator | None:
-        """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
+        """Generator of the directions; None leaves the choice to the engine, which draws MeZO's
+        numbers.
+        """
         from zo2core import Distribution, PhiloxNoise
 
         is_sequential = self.exact_mezo or self.noise is Noise.MEZO
@@ -177,7 +242,9 @@ class Optimization(StepSize):
 
     @property
     def perturbation(self) -> Perturbation:
-        """How directions are applied: to the weights, or as low-rank terms beside the activations."""
+        """How directions are applied: to the weights, or as low-rank terms beside the
+        activations.
+        """
         from zo2core import DensePerturbation, LowRankPerturbation
 
         if self.rank is None:
@@ -185,18 +252,44 @@ class Optimization(StepSize):
         return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
 
     def require_consistent(self) -> None:
-        """Refuse options that cannot be combined with the estimator, or with directions of low rank."""
+        """Refuse options that cannot be combined with the estimator, or with directions of low
+        rank.
+        """
         name, noise, apart = self.estimator.value, self.noise, "leave one of the two out"
-        is_mezo, is_fzoo = self.estimator is EstimatorName.MEZO, self.estimator is EstimatorName.FZOO
+        is_mezo, is_fzoo = (
+            self.estimator is EstimatorName.MEZO,
+            self.estimator is EstimatorName.FZOO,
+        )
         has_fitness = self.fitness is not Fitness.SCALED and self.estimator is not EstimatorName.ES
-        in_order, any_order = "MeZO's numbers, which are drawn in sequence", "whose factors are drawn in any order"
+        in_order, any_order = (
+            "MeZO's numbers, which are drawn in sequence",
+            "whose factors are drawn in any order",
+        )
         for option, is_refused, found, expected, remedy in (
             ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo", apart),
             ("per_row", self.per_row and not is_mezo, name, "the estimator mezo", apart),
             ("fitness", has_fitness, name, "the estimator es", apart),
-            ("noise", is_fzoo and noise is not Noise.RADEMACHER, repr(noise.value), _OF_FZOO, apart),
-            ("noise", self.rank and noise is Noise.MEZO, in_order, f"other noise with --rank, {any_order}", apart),
-            ("queries", is_fzoo and self.queries < 2, self.queries, "at least 2 with fzoo", "pass 8, as FZOO's authors do"),
+            (
+                "noise",
+                is_fzoo and noise is not Noise.RADEMACHER,
+                repr(noise.value),
+                _OF_FZOO,
+                apart,
+            ),
+            (
+                "noise",
+                self.rank and noise is Noise.MEZO,
+                in_order,
+                f"other noise with --rank, {any_order}",
+                apart,
+            ),
+            (
+                "queries",
+                is_fzoo and self.queries < 2,
+                self.queries,
+                "at least 2 with fzoo",
+                "pass 8, as FZOO's authors do",
+            ),
         ):
             if is_refused:
                 raise OptionError(option, str(found), expected, remedy)
@@ -215,7 +308,9 @@ class Optimization(StepSize):
         given = {"q": q, "perturb_in_place": self.exact_mezo, "fitness": self.fitness}
         options = {name: value for name, value in given.items() if name in known}
         # An invalid peak is refused here, before the schedule is made from it.
-        estimator = kind(lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
+        estimator = kind(
+            lr=self.rate, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options
+        )
         self.require_sane()
         scheduled: ZOEstimator = replace(estimator, lr=self.learning_rate(steps))
         if self.clip_grad is not None or self.clip_median is not None:
@@ -224,7 +319,9 @@ class Optimization(StepSize):
 
     def learning_rate(self, steps: int) -> LearningRate:
         """The learning rate of each of so many steps."""
-        return LearningRate(peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
+        return LearningRate(
+            peak=self.rate, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,43 +329,65 @@ class FirstOrder:
     """Training by gradients."""
 
     method: OptimizerName | None = None
-    """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
-    --adapter, or without one all parameters, as lomo, adalomo and badam do. Without --method steps are zeroth-order."""
+    """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the
+    adapter of --lora-rank or --adapter, or without one all parameters, as lomo, adalomo and badam
+    do. Without --method steps are zeroth-order.
+    """
     max_grad_norm: float | None = None
-    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it. Where all parameters are
-    trained, it takes a second backward pass, except with badam."""
+    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it.
+
+    Where all parameters are trained, it takes a second backward pass, except with badam.
+    """
     max_grad_value: float | None = None
-    """With --method, for all parameters: largest absolute value of a gradient's elements; larger ones are cut to it."""
+    """With --method, for all parameters: largest absolute value of a gradient's elements; larger
+    ones are cut to it.
+    """
     switch_every: int | None = None
-    """With --method badam: steps for which one block is trained before the next one's turn. By default 50."""
+    """With --method badam: steps for which one block is trained before the next one's turn.
+
+    By default 50.
+    """
     stream_blocks: bool = False
-    """With --method and no adapter: stream blocks from disk, for a model that is larger than memory. With badam a block is
-    written once, when its turn ends; with other methods each step writes all changed blocks and their optimizer states, and
-    --snapshot-every says how often they are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be
-    allowed by --write-limit-tb."""
+    """With --method and no adapter: stream blocks from disk, for a model that is larger than
+    memory. With badam a block is written once, when its turn ends; with other methods each step
+    writes all changed blocks and their optimizer states, and --snapshot-every says how often they
+    are committed, by default at each step. More than 1.2 TB in 1,000 steps have to be allowed by
+    --write-limit-tb.
+    """
     loss_scaling: bool = False
-    """With --method and no adapter: scale the loss, so that small gradients do not vanish in float16, by the rules of
-    torch.amp.GradScaler. Steps whose gradients overflow are skipped. It takes a second backward pass."""
+    """With --method and no adapter: scale the loss, so that small gradients do not vanish in
+    float16, by the rules of torch.amp.GradScaler. Steps whose gradients overflow are skipped. It
+    takes a second backward pass.
+    """
     delayed_update: bool = False
-    """With --method adamw and no adapter: change the weights one step late, so that the host updates while the device
-    computes the next step, as ZeRO-Offload does. This is another run: gradients are those of weights one step older."""
+    """With --method adamw and no adapter: change the weights one step late, so that the host
+    updates while the device computes the next step, as ZeRO-Offload does. This is another run:
+    gradients are those of weights one step older.
+    """
     state_bits: int = 32
-    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes' AdamW8bit, in a quarter of the
-    memory."""
+    """With --method adamw and no adapter: 8 keeps the moments in 8 bits, by bitsandbytes'
+    AdamW8bit, in a quarter of the memory.
+    """
     betas: tuple[float, float] | None = None
-    """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
+    """With --method adamw: decay rates of the running means of gradients and of their squares; by
+    default 0.9 and 0.999.
+    """
     momentum: float | None = None
     """With --method sgd: factor by which the previous change is repeated; by default 0."""
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """The options of the method's optimizer that were given, under the names that torch.optim has."""
+        """The options of the method's optimizer that were given, under the names that torch.optim
+        has.
+        """
         given = {"betas": self.betas, "momentum": self.momentum}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def measures_gradients(self) -> bool:
-        """Whether a step of all parameters sweeps twice: first to measure the gradients of more than one segment."""
+        """Whether a step of all parameters sweeps twice: first to measure the gradients of more
+        than one segment.
+        """
         return (self.max_grad_norm is not None and self.method != "badam") or self.loss_scaling
 
     def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
@@ -279,7 +398,11 @@ class FirstOrder:
         assert self.method is not None, "zeroth-order steps have no optimizer"
         options = self.optimizer_options
         update = make_block_update(
-            self.method, weight_decay=weight_decay, switch_every=self.switch_every, seed=seed, options=options
+            self.method,
+            weight_decay=weight_decay,
+            switch_every=self.switch_every,
+            seed=seed,
+            options=options,
         )
         if self.state_bits == 8:
             optimizers = optional_package("bitsandbytes", install="bitsandbytes").optim

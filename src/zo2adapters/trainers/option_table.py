@@ -1,4 +1,5 @@
-"""The table of the options of ``zo2 train``, from which refusals, changes at a resume and recipes follow.
+"""The table of the options of ``zo2 train``, from which refusals, changes at a resume and recipes
+follow.
 
 A recipe is the options as a YAML file, one line an option.
 """
@@ -73,7 +74,13 @@ _ADAMW = Effect("--method adamw", ("adamw",))
 _FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=False)
 _SGD = Effect("--method sgd", ("sgd",))
 _BADAM = Effect("--method badam", ("badam",))
-_NEVER, _BRANCH, _RESUME, _MOVED, _CALL = Change.NEVER, Change.BRANCH, Change.RESUME, Change.MOVED, Change.CALL
+_NEVER, _BRANCH, _RESUME, _MOVED, _CALL = (
+    Change.NEVER,
+    Change.BRANCH,
+    Change.RESUME,
+    Change.MOVED,
+    Change.CALL,
+)
 
 
 def _whole(least: int, most: int = LARGEST, otherwise: str = "") -> Check:
@@ -104,7 +111,13 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("model", "transfer_dtype", _NEVER, _ZEROTH, None),
     ("model", "lora_rank lora_alpha", _NEVER, _ANY, _whole(1)),
     ("data", "data", _MOVED, _ANY, None),
-    ("data", "prompt_template text_column prompt_column completion_column label_column messages_column", _NEVER, _ANY, None),
+    (
+        "data",
+        "prompt_template text_column prompt_column completion_column label_column messages_column",
+        _NEVER,
+        _ANY,
+        None,
+    ),
     ("data", "labels train_on too_long rendered_at pack", _NEVER, _ANY, None),
     ("data", "batch_size", _NEVER, _ANY, _whole(1, MOST_ROWS)),
     ("data", "micro_batch_size loss_chunk", _NEVER, _ANY, _whole(1)),
@@ -126,7 +139,8 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("method", "noise exact_mezo rank period stack reward", _NEVER, _ZEROTH, None),
     ("method", "max_new_tokens", _NEVER, _ZEROTH, _whole(1)),
     ("method", "temperature top_p", _NEVER, _ZEROTH, None),
-    ("method", "reward_seconds", _RESUME, _ZEROTH, _number(above=0, most=1e6)),  # the system's timers end at some number
+    # the system's timers end at some number
+    ("method", "reward_seconds", _RESUME, _ZEROTH, _number(above=0, most=1e6)),
     ("method", "reward_memory", _RESUME, _ZEROTH, _size),
     ("method", "max_drift", _RESUME, _ZEROTH, _number(above=0)),
     ("schedule", "steps", _RESUME, _ANY, _whole(1)),
@@ -139,15 +153,29 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("memory", "write_back_every", _RESUME, _ZEROTH, _whole(1, otherwise=", or auto or never")),
     ("memory", "write_limit_tb", _RESUME, _WRITES, _number(above=0)),
     ("evaluate", "evaluation", _MOVED, _ANY, None),
-    ("evaluate", "eval_split", _NEVER, _ANY, _number(above=0, below=1, remedy="pass a share such as 0.1")),
+    (
+        "evaluate",
+        "eval_split",
+        _NEVER,
+        _ANY,
+        _number(above=0, below=1, remedy="pass a share such as 0.1"),
+    ),
     ("evaluate", "evaluate_every", _BRANCH, _ANY, _whole(1)),
     ("evaluate", "samples", _NEVER, _ANY, _whole(0, MOST_ROWS)),
     ("output", "keep_best report_to", _RESUME, _ANY, None),
-    ("output", "output task shots resume from_step runs trace verify_base split", _CALL, _ANY, None),
+    (
+        "output",
+        "output task shots resume from_step runs trace verify_base split",
+        _CALL,
+        _ANY,
+        None,
+    ),
 ]
 SECTIONS = list(dict.fromkeys(section for section, *_ in _ROWS))  # of a recipe, in order
 OPTIONS = {
-    name: Option(section, change, effect, check) for section, names, change, effect, check in _ROWS for name in names.split()
+    name: Option(section, change, effect, check)
+    for section, names, change, effect, check in _ROWS
+    for name in names.split()
 }
 
 
@@ -156,15 +184,24 @@ def _same(keys: str) -> Mapping[str, str]:
     return {key: key for key in keys.split()}
 
 
-# Options whose value has settings after a colon, such as adamw:betas=0.9,0.95, or settings alone, and the field of each. The
-# setting without a name is a number in place of another value.
+# Options whose value has settings after a colon, such as adamw:betas=0.9,0.95, or settings alone,
+# and the field of each. The setting without a name is a number in place of another value.
 SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "columns": {key: f"{key}_column" for key in ("text", "prompt", "completion", "label", "messages")},
+    "columns": {
+        key: f"{key}_column" for key in ("text", "prompt", "completion", "label", "messages")
+    },
     "train_on": _same("rendered_at"),
     "precision": {"transfer": "transfer_dtype"},
     "objective": _same("beta"),
-    "method": _same("betas momentum switch_every state_bits delayed_update stream_blocks loss_scaling"),
-    "clip": {"norm": "max_grad_norm", "value": "max_grad_value", "projected": "clip_grad", "median": "clip_median"},
+    "method": _same(
+        "betas momentum switch_every state_bits delayed_update stream_blocks loss_scaling"
+    ),
+    "clip": {
+        "norm": "max_grad_norm",
+        "value": "max_grad_value",
+        "projected": "clip_grad",
+        "median": "clip_median",
+    },
     "estimator": {"exact": "exact_mezo", "fitness": "fitness"},
     "rank": _same("period stack"),
     "reward_options": {
@@ -176,12 +213,18 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "memory": {"activations": "activation_memory"},
     "evaluation": {"": "eval_split"},
 }
-SETTING_OF = {name: (option, key) for option, settings in SETTINGS.items() for key, name in settings.items()}
+SETTING_OF = {
+    name: (option, key) for option, settings in SETTINGS.items() for key, name in settings.items()
+}
 
 # Pairs of options that exclude each other, and what the first one needs instead.
 EXCLUDED: Sequence[tuple[str, str, str]] = [
     ("eval_split", "evaluation", "one source of rows to evaluate on"),
-    ("lora_rank", "adapter", "one adapter: --lora-rank starts a new one, --adapter takes that of a file"),
+    (
+        "lora_rank",
+        "adapter",
+        "one adapter: --lora-rank starts a new one, --adapter takes that of a file",
+    ),
     ("samples", "head", "a causal language model"),
     ("reward", "head", "a causal language model"),
     ("pack", "head", "a causal language model"),
@@ -225,7 +268,9 @@ def leaves(options: object) -> Iterator[tuple[str, Any, Any]]:
 
 
 def require_valid(options: object) -> None:
-    """Refuse what the table refuses: values out of range, options without an effect, and options that exclude each other."""
+    """Refuse what the table refuses: values out of range, options without an effect, and options
+    that exclude each other.
+    """
     values = {name: (value, default) for name, value, default in leaves(options) if name in OPTIONS}
     given = {name: _shown(value) for name, (value, default) in values.items() if value != default}
     if names_model_loss(given.get("objective", "loss")):
@@ -241,7 +286,10 @@ def require_valid(options: object) -> None:
             needed = " or ".join(dict.fromkeys(map(flag, others)))
             remedy = "pass it, or leave this out"
             if SETTING_OF.get(name, ("",))[0] in others:
-                needed, remedy = f"{needed} with a value, too", "write it before a colon, or leave this out"
+                needed, remedy = (
+                    f"{needed} with a value, too",
+                    "write it before a colon, or leave this out",
+                )
             raise OptionError(name, given[name], needed, remedy)
     if "method" in values:
         beside = "without --method" if method is None else f"with --method {method}"
@@ -249,13 +297,21 @@ def require_valid(options: object) -> None:
             if not OPTIONS[name].effect.applies(method, trains_adapter=trains_adapter):
                 clips = method is None and name == "max_grad_norm"
                 remedy = (
-                    "pass --method, or --clip projected=1, for zeroth-order steps" if clips else "leave one of the two out"
+                    "pass --method, or --clip projected=1, for zeroth-order steps"
+                    if clips
+                    else "leave one of the two out"
                 )
                 found = f"{value} {beside}{' and an adapter' if trains_adapter else ''}"
-                raise OptionError(name, found, f"{OPTIONS[name].effect.needs}: it has no effect otherwise", remedy)
+                raise OptionError(
+                    name, found, f"{OPTIONS[name].effect.needs}: it has no effect otherwise", remedy
+                )
     for name, (value, _) in values.items():
         check = OPTIONS[name].check
-        unchecked = (None, "auto", "never") if name not in ("activation_memory", "reward_memory") else (None,)
+        unchecked = (
+            (None, "auto", "never")
+            if name not in ("activation_memory", "reward_memory")
+            else (None,)
+        )
         if check is not None and value not in unchecked:
             check(name, value)
 
@@ -276,14 +332,17 @@ def section_of(option: str) -> str | None:
 def setting_text(main: object, settings: Mapping[str, object]) -> str:
     """An option's value with its settings as text; without a value None is passed."""
     texts = {
-        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for key, value in settings.items()
+        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        for key, value in settings.items()
     }
     written = ",".join(f"{key}={value}" for key, value in texts.items())
     return written if main is None else f"{main}:{written}"
 
 
 def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of options and settings by field as values of options; None stands for what is left out."""
+    """Values of options and settings by field as values of options; None stands for what is left
+    out.
+    """
     written, settings = dict[str, Any](), dict[str, dict[str, Any]]()
     for name, value in values.items():
         option, key = SETTING_OF.get(name, (name, ""))
@@ -293,14 +352,20 @@ def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
             settings.setdefault(option, {})[key] = value
         else:
             written[option] = value
-    return written | {option: setting_text(written.get(option), found) for option, found in settings.items()}
+    return written | {
+        option: setting_text(written.get(option), found) for option, found in settings.items()
+    }
 
 
 def plain(value: object) -> Any:
-    """An option's value as a recipe has it: a text, a number, a bool, None, or a list of several texts or numbers."""
+    """An option's value as a recipe has it: a text, a number, a bool, None, or a list of several
+    texts or numbers.
+    """
     if isinstance(value, tuple):
         return value[0] if len(value) == 1 else list(value)
-    return value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
+    return (
+        value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
+    )
 
 
 def _shown(value: object) -> str:
@@ -309,7 +374,9 @@ def _shown(value: object) -> str:
 
 
 def described(options: Any) -> Iterator[tuple[type, str, Any, Any]]:
-    """Class, name, type and default of each option, also in groups; of options with values these are the defaults."""
+    """Class, name, type and default of each option, also in groups; of options with values these
+    are the defaults.
+    """
     owner = options if isinstance(options, type) else type(options)
     hints = get_type_hints(owner, include_extras=True)
     for option in fields(options):
@@ -332,9 +399,17 @@ def filled(options: Any, values: Mapping[str, Any]) -> Any:
 
 
 def changed(saved: OptionsT, given: object, change: Change) -> OptionsT:
-    """A run's options, with those of one kind as a command gives them; files that neither has stay as they are."""
-    before, now = ({name: value for name, value, _ in leaves(options)} for options in (saved, given))
-    names = [name for name in before if name in now and name in OPTIONS and OPTIONS[name].change is change]
+    """A run's options, with those of one kind as a command gives them; files that neither has stay
+    as they are.
+    """
+    before, now = (
+        {name: value for name, value, _ in leaves(options)} for options in (saved, given)
+    )
+    names = [
+        name
+        for name in before
+        if name in now and name in OPTIONS and OPTIONS[name].change is change
+    ]
     if change is Change.MOVED:
         names = [name for name in names if None not in (before[name], now[name])]
     options: OptionsT = filled(saved, {name: now[name] for name in names})
@@ -343,11 +418,16 @@ def changed(saved: OptionsT, given: object, change: Change) -> OptionsT:
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
     """The values of options as JSON by name, also those in groups."""
-    listed = ((flat(value) if isinstance(value, dict) else {name: value}) for name, value in options.items())
+    listed = (
+        (flat(value) if isinstance(value, dict) else {name: value})
+        for name, value in options.items()
+    )
     return {name: value for values in listed for name, value in values.items()}
 
 
-def require_unchanged(saved: Mapping[str, Any], given: Mapping[str, Any], *changes: Change, remedy: str) -> None:
+def require_unchanged(
+    saved: Mapping[str, Any], given: Mapping[str, Any], *changes: Change, remedy: str
+) -> None:
     """Refuse options that differ from a run's and may not change."""
     now = flat(given)
     for name, before in flat(saved).items():
@@ -359,11 +439,18 @@ def require_unchanged(saved: Mapping[str, Any], given: Mapping[str, Any], *chang
 def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as JSON by name, without those that have no effect on a run."""
     values = flat(options)
-    method, trains_adapter = values.get("method"), any(values.get(name) is not None for name in ("adapter", "lora_rank"))
+    method, trains_adapter = (
+        values.get("method"),
+        any(values.get(name) is not None for name in ("adapter", "lora_rank")),
+    )
 
     def is_used(name: str) -> bool:
         row = OPTIONS.get(name)
-        return row is None or name == "method" or row.effect.applies(method, trains_adapter=trains_adapter)
+        return (
+            row is None
+            or name == "method"
+            or row.effect.applies(method, trains_adapter=trains_adapter)
+        )
 
     return {name: value for name, value in values.items() if is_used(name)}
 
@@ -375,10 +462,11 @@ _LARGEST = 1 << 20  # bytes
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which leaves texts as they are written and refuses a key that occurs twice.
+    """PyYAML's safe loader, which leaves texts as they are written and refuses a key that occurs
+    twice.
 
-    YAML 1.1 would read no and on as bools, 1:30 as 90, 010 as 8 and dates as such. Here true and false alone are bools, as
-    in YAML 1.2, and numbers stay texts, which the command line reads.
+    YAML 1.1 would read no and on as bools, 1:30 as 90, 010 as 8 and dates as such. Here true and
+    false alone are bools, as in YAML 1.2, and numbers stay texts, which the command line reads.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
@@ -392,28 +480,43 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key} a second time", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key} a second time", key_node.start_mark
+                )
             keys |= {key} if isinstance(key, Hashable) else set()
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")
+)
 
 
 def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) -> str:
     """The recipe that repeats a run."""
-    values = {**used_options(options.to_json()), "output": str(options.output.resolve()), **(branch or {})}
+    values = {
+        **used_options(options.to_json()),
+        "output": str(options.output.resolve()),
+        **(branch or {}),
+    }
     written = by_option({name: values.get(name) for name in OPTIONS})
     text = _HEAD
     for section in SECTIONS:
         of_section = {name: value for name, value in written.items() if section_of(name) == section}
-        text += f"\n# {section}\n{yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)}"
+        text += (
+            "\n# "
+            f"{section}\n"
+            f"{yaml.safe_dump(of_section, sort_keys=False, allow_unicode=True, width=1000)}"
+        )
     return text
 
 
 def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
     """Read a recipe's keys and values as YAML gives them."""
-    expected, remedy = "a YAML file with a line such as steps: 100 for each option", "correct the file"
+    expected, remedy = (
+        "a YAML file with a line such as steps: 100 for each option",
+        "correct the file",
+    )
     try:
         with open_regular(path) as file:
             content = file.read(_LARGEST + 1)
@@ -430,5 +533,10 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
         found = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise OptionError(Path(path), found, expected, remedy) from error
     if not isinstance(values, dict):
-        raise OptionError(Path(path), "nothing" if values is None else f"a {type(values).__name__}", expected, remedy)
+        raise OptionError(
+            Path(path),
+            "nothing" if values is None else f"a {type(values).__name__}",
+            expected,
+            remedy,
+        )
     return values

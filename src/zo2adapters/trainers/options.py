@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from zo2core import ZOEstimator
 
 
-EVERY, EXPERTS = "auto", "experts"  # every linear layer before the head and outside experts, and a mixture's experts
+# every linear layer before the head and outside experts, and a mixture's experts
+EVERY, EXPERTS = "auto", "experts"
 ALL_LINEAR = "all-linear"  # what peft makes of this name
 
 
@@ -36,19 +37,30 @@ class AdapterOptions:
     """The adapter that is trained instead of the weights."""
 
     adapter: Path | None = None
-    """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only read. Pass a directory
-    with a saved adapter, or an adapter_config.json as peft writes it to start a new one. Exports are adapters."""
+    """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only
+    read. Pass a directory with a saved adapter, or an adapter_config.json as peft writes it to
+    start a new one. Exports are adapters.
+    """
     adapter_frozen: tuple[str, ...] = ()
-    """With an adapter: parameters whose names contain one of these parts are not trained, such as lora_A for LoRA-FA."""
+    """With an adapter: parameters whose names contain one of these parts are not trained, such as
+    lora_A for LoRA-FA.
+    """
     lora_rank: int | None = None
-    """Train a new LoRA adapter of this rank, such as 8, and only read the weights: peft's LoraConfig(r=8), with initial
-    values from --seed. --adapter takes other configs."""
+    """Train a new LoRA adapter of this rank, such as 8, and only read the weights: peft's
+    LoraConfig(r=8), with initial values from --seed. --adapter takes other configs.
+    """
     lora_targets: tuple[str, ...] = ()
-    """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj. By default auto, which is every
-    linear layer but the output layer of a language model, and of a mixture those outside its experts and routers. auto
-    experts is these and the experts. all-linear is what peft makes of it: of some mixtures the experts, too."""
+    """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj.
+
+    By default auto, which is every linear layer but the output layer of a language model, and of a
+    mixture those outside its experts and routers. auto experts is these and the experts. all-linear
+    is what peft makes of it: of some mixtures the experts, too.
+    """
     lora_alpha: int | None = None
-    """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank. By default twice the rank."""
+    """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank.
+
+    By default twice the rank.
+    """
 
     @property
     def trains_adapter(self) -> bool:
@@ -63,7 +75,9 @@ class AdapterOptions:
     @property
     def adapter_name(self) -> str | None:
         """The adapter as text, for messages; None: there is none."""
-        return str(self.adapter or f"LoRA of rank {self.lora_rank}") if self.trains_adapter else None
+        return (
+            str(self.adapter or f"LoRA of rank {self.lora_rank}") if self.trains_adapter else None
+        )
 
     def require_valid(self) -> None:
         """Refuse what the table refuses, and names of layers that are no list."""
@@ -71,17 +85,29 @@ class AdapterOptions:
         names = " ".join(self.lora_targets)
         if "," in names or (ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1):
             remedy = f"write {' '.join(names.replace(',', ' ').replace(ALL_LINEAR, ' ').split())}"
-            raise OptionError("lora_targets", names, f"{ALL_LINEAR} alone, or names with spaces between them", remedy)
+            raise OptionError(
+                "lora_targets",
+                names,
+                f"{ALL_LINEAR} alone, or names with spaces between them",
+                remedy,
+            )
         if EVERY in self.lora_targets and not {*self.lora_targets} <= {EVERY, EXPERTS}:
             remedy = f"write {' '.join(name for name in self.lora_targets if name != EVERY)}"
-            raise OptionError("lora_targets", names, f"{EVERY}, {EVERY} {EXPERTS}, or names of layers", remedy)
+            raise OptionError(
+                "lora_targets", names, f"{EVERY}, {EVERY} {EXPERTS}, or names of layers", remedy
+            )
 
     def require_method(self, method: OptimizerName) -> None:
         """Refuse a method that does not train adapters beside one."""
         if method not in OF_ADAPTERS and self.trains_adapter:
             found = f"{method} with {self.adapter_name}"
             expected = f"{' or '.join(OF_ADAPTERS)} for an adapter; {method} trains all parameters"
-            raise OptionError("method", found, expected, f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}")
+            raise OptionError(
+                "method",
+                found,
+                expected,
+                f"leave the adapter out, or pass --method {OF_ADAPTERS[0]}",
+            )
 
     def without_adapter(self) -> Self:
         """The options of the base alone."""
@@ -91,9 +117,15 @@ class AdapterOptions:
         """The options with the values that stand for those that were left out."""
         if self.lora_rank is None:
             return self
-        return replace(self, lora_targets=self.lora_targets or (EVERY,), lora_alpha=self.lora_alpha or 2 * self.lora_rank)
+        return replace(
+            self,
+            lora_targets=self.lora_targets or (EVERY,),
+            lora_alpha=self.lora_alpha or 2 * self.lora_rank,
+        )
 
-    def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
+    def adapter_of(
+        self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True
+    ) -> Adapter | None:
         """The adapter to open the model with; None: the weights are trained."""
         if not self.trains_adapter:
             return None
@@ -102,7 +134,9 @@ class AdapterOptions:
         config = self.adapter if self.lora_rank is None else self._lora_config(head)
         if base is not None and Path(base).is_dir():
             base = str(Path(base).resolve())
-        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained)
+        return Adapter(
+            config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained
+        )
 
     def _lora_config(self, head: str) -> Any:
         """Peft's config of the new adapter."""
@@ -111,14 +145,19 @@ class AdapterOptions:
         return peft.LoraConfig(
             r=filled.lora_rank,
             lora_alpha=filled.lora_alpha,
-            target_modules=ALL_LINEAR if filled.lora_targets == (ALL_LINEAR,) else list(filled.lora_targets),
-            task_type="CAUSAL_LM" if head == "causal-lm" else None,  # peft's own for others add a head of theirs
+            target_modules=ALL_LINEAR
+            if filled.lora_targets == (ALL_LINEAR,)
+            else list(filled.lora_targets),
+            # peft's own for others add a head of theirs
+            task_type="CAUSAL_LM" if head == "causal-lm" else None,
         )
 
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
-TransferName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"]
+TransferName: TypeAlias = Literal[
+    "stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"
+]
 HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
 
 
@@ -135,18 +174,24 @@ class ModelOptions:
     """How a checkpoint is opened."""
 
     architecture: Path | None = None
-    """JSON file that says where embedding, layers and head are in the model; by default this is detected."""
+    """JSON file that says where embedding, layers and head are in the model; by default this is
+    detected.
+    """
     head: HeadName = "causal-lm"
-    """Head of the model. sequence-classification trains on rows with text, optionally text_pair, and label, which is a class
-    or, for regression, a number."""
+    """Head of the model. sequence-classification trains on rows with text, optionally text_pair,
+    and label, which is a class or, for regression, a number.
+    """
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's dtype. In mixed precision it is the dtype of the computation, and auto
-    chooses the faster 16-bit dtype."""
+    """Dtype of the weights; auto is the checkpoint's dtype.
+
+    In mixed precision it is the dtype of the computation, and auto chooses the faster 16-bit dtype.
+    """
     precision: PrecisionName = "auto"
-    """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small updates are lost. mixed
-    keeps the weights in float32 and computes under autocast. auto is mixed for 16-bit weights on the CPU. It is exact with
-    --rank or an --estimator that is exact, for a --journal without its run, and on a GPU, where float32 weights take twice
-    as long to transfer."""
+    """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small
+    updates are lost. mixed keeps the weights in float32 and computes under autocast. auto is mixed
+    for 16-bit weights on the CPU. It is exact with --rank or an --estimator that is exact, for a
+    --journal without its run, and on a GPU, where float32 weights take twice as long to transfer.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +199,30 @@ class RunModelOptions(AdapterOptions, ModelOptions):
     """How the checkpoint of a run is opened."""
 
     transfer_dtype: TransferName = "stored"
-    """Dtype in which the layers' matrices are transferred to a GPU in mixed precision. With fewer bits the host replays
-    updates and nothing is transferred back. With -back the matrices are also transferred back in this dtype, and every
-    update is rounded to it. Evaluations use the transferred values, so the dtype is part of the result, also on the CPU."""
+    """Dtype in which the layers' matrices are transferred to a GPU in mixed precision.
+
+    With fewer bits the host replays updates and nothing is transferred back. With -back the
+    matrices are also transferred back in this dtype, and every update is rounded to it. Evaluations
+    use the transferred values, so the dtype is part of the result, also on the CPU.
+    """
 
     def opened(
-        self, directory: Path, *, seed: int, base: str | None = None, is_trained: bool = True, **given: Any
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        base: str | None = None,
+        is_trained: bool = True,
+        **given: Any,
     ) -> HFBlockModel:
         """Open a checkpoint; what else is given goes to ``open_checkpoint``."""
         from zo2adapters.models.checkpoint import open_checkpoint
 
         own = ("head", "architecture", "dtype", "precision", "transfer_dtype")
         adapter = self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained)
-        return open_checkpoint(directory, adapter=adapter, **{name: getattr(self, name) for name in own}, **given)
+        return open_checkpoint(
+            directory, adapter=adapter, **{name: getattr(self, name) for name in own}, **given
+        )
 
 
 DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lower
@@ -179,15 +235,27 @@ class Batching:
     batch_size: int = 16
     """Rows per batch."""
     micro_batch_size: int | None = None
-    """Rows that run at a time, if a whole batch does not fit in memory. Each block is still read once for all rows."""
+    """Rows that run at a time, if a whole batch does not fit in memory.
+
+    Each block is still read once for all rows.
+    """
     loss_chunk: int | None = None
-    """Labelled tokens whose logits are in memory at a time. By default all tokens of a batch in exact precision, and as many
-    as fit in the CPU's cache in mixed precision. It changes only the order in which the loss is summed."""
+    """Labelled tokens whose logits are in memory at a time.
+
+    By default all tokens of a batch in exact precision, and as many as fit in the CPU's cache in
+    mixed precision. It changes only the order in which the loss is summed.
+    """
     pack: bool = False
-    """Concatenate the rows of a batch instead of padding them. Needs rows of text, the model's own loss, and attention that
-    keeps packed rows apart. It changes only the order in which the loss is summed."""
+    """Concatenate the rows of a batch instead of padding them.
+
+    Needs rows of text, the model's own loss, and attention that keeps packed rows apart. It changes
+    only the order in which the loss is summed.
+    """
     sequence_length: int | None = None
-    """Longest row in tokens; longer rows are cut at the end. By default 1024, or the model's limit if that is lower."""
+    """Longest row in tokens; longer rows are cut at the end.
+
+    By default 1024, or the model's limit if that is lower.
+    """
 
     def shape(self, rows: int, tokens: int) -> tuple[int, int]:
         """Rows and tokens per row of a batch."""
@@ -198,7 +266,13 @@ class Batching:
         longest = model.longest_row
         if self.sequence_length is None:
             return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-        require_whole("sequence_length", self.sequence_length, 2, longest or LARGEST, otherwise=", what the model takes")
+        require_whole(
+            "sequence_length",
+            self.sequence_length,
+            2,
+            longest or LARGEST,
+            otherwise=", what the model takes",
+        )
         return self.sequence_length
 
 
@@ -210,13 +284,20 @@ class Resources:
     """Limits on what a process uses of this machine."""
 
     memory: str = "auto"
-    """Host memory the process may use in total, such as 6GiB; auto uses what is free. Blocks that do not fit are streamed
-    from disk."""
+    """Host memory the process may use in total, such as 6GiB; auto uses what is free.
+
+    Blocks that do not fit are streamed from disk.
+    """
     device: str = "cpu"
-    """Device to compute on: cpu, cuda or cuda:N. A resumed run keeps its device, since a GPU rounds differently."""
+    """Device to compute on: cpu, cuda or cuda:N.
+
+    A resumed run keeps its device, since a GPU rounds differently.
+    """
     device_memory: str = "auto"
-    """Device memory the run may use, such as 8GiB; auto uses what is free. Blocks that fit stay on the device; activations
-    that do not fit are offloaded to host memory."""
+    """Device memory the run may use, such as 8GiB; auto uses what is free.
+
+    Blocks that fit stay on the device; activations that do not fit are offloaded to host memory.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,29 +305,44 @@ class Storage(Resources):
     """Where the weights are kept, and how often they are written."""
 
     write_back_every: int | Literal["auto", "never"] = "auto"
-    """Steps between two writes of a block to the run's scratch file; in between, updates are replayed. auto measures noise
-    and disk and chooses the longest interval whose replays cost at most a tenth of a step. With --rank blocks are never
-    written; auto writes the factors of each finished period, never does not."""
+    """Steps between two writes of a block to the run's scratch file; in between, updates are
+    replayed. auto measures noise and disk and chooses the longest interval whose replays cost at
+    most a tenth of a step. With --rank blocks are never written; auto writes the factors of each
+    finished period, never does not.
+    """
     write_limit_tb: float | None = None
-    """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a run with --rank whose
-    finished periods need more writes none of them. With --method and no adapter it limits snapshots."""
+    """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a
+    run with --rank whose finished periods need more writes none of them. With --method and no
+    adapter it limits snapshots.
+    """
     snapshot_every: int | None = None
-    """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
-    two snapshots; by default one a minute is taken, or fewer if they took more than 2 % of the time."""
+    """Largest number of steps that a resumed run has to replay, plus one or two after a crash.
+
+    With --method: steps between two snapshots; by default one a minute is taken, or fewer if they
+    took more than 2 % of the time.
+    """
     activation_memory: str | None = None
-    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. Evaluations
-    process as many batches in a pass over the blocks as fit in it. By default it is what a step needs."""
+    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory
+    on a GPU. Evaluations process as many batches in a pass over the blocks as fit in it. By default
+    it is what a step needs.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How this process executes a run. The result has the same bits, so a resumed run may change these."""
+    """How this process executes a run.
+
+    The result has the same bits, so a resumed run may change these.
+    """
 
     trace: Path | None = None
-    """New file for a timeline of every pass over the blocks, for ui.perfetto.dev: when the run read, transferred, computed
-    and wrote, and how many bytes."""
+    """New file for a timeline of every pass over the blocks, for ui.perfetto.dev: when the run
+    read, transferred, computed and wrote, and how many bytes.
+    """
     verify_base: bool = False
-    """Read the whole base checkpoint before the first step, and compare it with the digests in the journal."""
+    """Read the whole base checkpoint before the first step, and compare it with the digests in the
+    journal.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,22 +350,26 @@ class RunOptions:
     """Optional settings of a fine-tuning run."""
 
     evaluation: Path | None = None
-    """File to evaluate on, before the first step and after the last one; or a share of the training rows to hold out,
-    such as 0.1."""
+    """File to evaluate on, before the first step and after the last one; or a share of the training
+    rows to hold out, such as 0.1.
+    """
     eval_split: float | None = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
     evaluate_every: int | None = None
     """Steps between two evaluations."""
     samples: int = 0
-    """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
-    these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a pass over the
-    blocks."""
+    """Number of rows whose prompts the model answers before and after training: the first rows to
+    evaluate on or, without these, to train on. The answers are in samples.jsonl, and zo2 report
+    shows them; each token takes a pass over the blocks.
+    """
     objective: str = AUTO
-    """Objective to minimize. loss is the model's own loss, for rows with candidates that of the right one. For these, too:
-    choice-loss is MeZO's loss over the candidates, accuracy and f1 have no gradient. For rows with chosen and rejected
-    completions: dpo, with the base model as reference. exact-match is the share of completions that the model does not
-    generate. FILE.py:function is a function of the model and a batch. auto is choice-loss for rows with candidates, dpo for
-    preferences, and loss otherwise."""
+    """Objective to minimize. loss is the model's own loss, for rows with candidates that of the
+    right one. For these, too: choice-loss is MeZO's loss over the candidates, accuracy and f1 have
+    no gradient. For rows with chosen and rejected completions: dpo, with the base model as
+    reference. exact-match is the share of completions that the model does not generate.
+    FILE.py:function is a function of the model and a batch. auto is choice-loss for rows with
+    candidates, dpo for preferences, and loss otherwise.
+    """
     beta: float | None = None
     """Strength of the penalty for moving away from the base, in dpo; by default 0.1."""
     keep_best: bool = False
@@ -277,7 +377,11 @@ class RunOptions:
     report_to: TrackerName = "none"
     """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
     steps: int = 1000
-    """Training steps. Each takes two forward passes per query; with --method the time of three, four for all parameters."""
+    """Training steps.
+
+    Each takes two forward passes per query; with --method the time of three, four for all
+    parameters.
+    """
     seed: int = 0
     """Seed of the order of rows, of random directions, and of the first values of a new adapter."""
     rows: RowOptions = field(default_factory=RowOptions)
@@ -290,7 +394,9 @@ class RunOptions:
 
     def of_run(self, *, model: str, data: Path, output: Path) -> TrainOptions:
         """These options, for a run of this model on these rows in this directory."""
-        given = {option.name: getattr(self, option.name) for option in dataclasses.fields(RunOptions)}
+        given = {
+            option.name: getattr(self, option.name) for option in dataclasses.fields(RunOptions)
+        }
         return TrainOptions(model=model, data=data, output=output, **given)
 
     def having(self, **values: Any) -> Self:
@@ -304,9 +410,13 @@ class RunOptions:
         return self.evaluation is not None or self.eval_split is not None
 
     def is_evaluated_after(self, step: int) -> bool:
-        """Whether the run is evaluated after this number of steps, among them 0 and all, if it has rows to evaluate on."""
+        """Whether the run is evaluated after this number of steps, among them 0 and all, if it has
+        rows to evaluate on.
+        """
         every = self.evaluate_every
-        return self.evaluates and (step in (0, self.steps) or (every is not None and step % every == 0))
+        return self.evaluates and (
+            step in (0, self.steps) or (every is not None and step % every == 0)
+        )
 
     def evaluations_from(self, step: int) -> int:
         """Number of evaluations after this number of steps or more."""
@@ -321,17 +431,24 @@ class RunOptions:
 
     @property
     def own_functions(self) -> tuple[str, str] | None:
-        """The option that names functions of the user's own, and its value; None: there are none."""
+        """The option that names functions of the user's own, and its value; None: there are
+        none.
+        """
         if any(name.file is not None for name in self.rewards.names):
             return "reward", " ".join(self.rewards.reward)
         return None if function_file(self.objective) is None else ("objective", self.objective)
 
     def require_valid(self) -> None:
-        """Check the options that depend on neither model nor data: by the table, and by what no table says."""
+        """Check the options that depend on neither model nor data: by the table, and by what no
+        table says.
+        """
         self.rewards.require_valid()
         if self.objective == REWARD and not self.rewards.reward:
-            raise OptionError("objective", REWARD, "--reward, which names the rewards", "pass --reward instead")
-        named = self.objective == REWARD  # a run that was settled names the objective of its rewards
+            raise OptionError(
+                "objective", REWARD, "--reward, which names the rewards", "pass --reward instead"
+            )
+        # a run that was settled names the objective of its rewards
+        named = self.objective == REWARD
         require_valid(replace(self, objective=AUTO) if named else self)
         self.rows.require_valid(takes_labels=self.takes_labels)
         self.model_options.require_valid()
@@ -339,7 +456,9 @@ class RunOptions:
         if self.storage.snapshot_every is not None and trains_adapter and method is None:
             expected = "no snapshots, because only parameters in memory change"
             found = "--snapshot-every without --method"
-            raise OptionError(self.model_options.adapter_option, found, expected, "leave one of the two out")
+            raise OptionError(
+                self.model_options.adapter_option, found, expected, "leave one of the two out"
+            )
         if method is None:
             self.optimization.require_consistent()
         else:
@@ -348,10 +467,21 @@ class RunOptions:
             require_number("weight_decay", size.weight_decay, least=0)
             if size.lr == Optimization.lr:
                 found = f"{size.lr:g}, the default of zeroth-order steps, which is far too small"
-                raise OptionError("lr", found, f"a learning rate for {method}", "pass one, such as 2e-4 for adamw, or auto")
-        if method == "badam" and self.first_order.stream_blocks and self.storage.snapshot_every is not None:
+                raise OptionError(
+                    "lr",
+                    found,
+                    f"a learning rate for {method}",
+                    "pass one, such as 2e-4 for adamw, or auto",
+                )
+        if (
+            method == "badam"
+            and self.first_order.stream_blocks
+            and self.storage.snapshot_every is not None
+        ):
             found = f"{self.storage.snapshot_every} with stream_blocks of --method"
-            raise without_effect("snapshot_every", found, "none with badam: the end of a turn is committed")
+            raise without_effect(
+                "snapshot_every", found, "none with badam: the end of a turn is committed"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,11 +491,19 @@ class TrainOptions(RunOptions):
     model: str
     """Model directory with safetensors weights, a GGUF file, or a hub id."""
     data: Path
-    """File of rows, each of which has text, or prompt and completion (loss on the completion only), or messages."""
+    """File of rows, each of which has text, or prompt and completion (loss on the completion only),
+    or messages.
+    """
     output: Path
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must be new or empty."""
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/.
+
+    It must be new or empty.
+    """
     schedule_steps: int | None = None
-    """Steps over which the learning rate was scheduled; None: ``steps``. A run that was lengthened has more ``steps``."""
+    """Steps over which the learning rate was scheduled; None: ``steps``.
+
+    A run that was lengthened has more ``steps``.
+    """
 
     @property
     def scheduled_steps(self) -> int:
@@ -374,9 +512,14 @@ class TrainOptions(RunOptions):
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run. The run's own functions are named in it: a directory does not start code."""
+        """The command that continues the run.
+
+        The run's own functions are named in it: a directory does not start code.
+        """
         own = self.own_functions
-        return f"zo2 train --resume {self.output}" + ("" if own is None else f" --{own[0]} {own[1]}")
+        return f"zo2 train --resume {self.output}" + (
+            "" if own is None else f" --{own[0]} {own[1]}"
+        )
 
     def estimator(self) -> ZOEstimator:
         """The estimator of the run, with its clipping and guard."""
@@ -392,13 +535,21 @@ class TrainOptions(RunOptions):
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps and an unchanged learning-rate schedule."""
-        return self if steps == self.steps else replace(self, steps=steps, schedule_steps=self.scheduled_steps)
+        return (
+            self
+            if steps == self.steps
+            else replace(self, steps=steps, schedule_steps=self.scheduled_steps)
+        )
 
     def precision_asked(self) -> PrecisionName:
         """Precision to open the model in."""
         model_options, on_cpu = self.model_options, self.storage.device == "cpu"
         # Factors and adapters are float32 in either precision.
-        exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.trains_adapter
+        exact = (
+            self.optimization.exact_mezo
+            or self.optimization.rank is not None
+            or model_options.trains_adapter
+        )
         return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
 
     def opened(self, directory: Path) -> HFBlockModel:
@@ -408,7 +559,9 @@ class TrainOptions(RunOptions):
         return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
-        """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
+        """Replace what was chosen for this machine, or left out, by its value, so that a resumed
+        run computes the same.
+        """
         named = self._with_defaults()
         if model.autocast is None:
             return named.having(precision="exact")
@@ -418,30 +571,43 @@ class TrainOptions(RunOptions):
     def settled_as(self, saved: TrainOptions) -> TrainOptions:
         """Replace what was left out by its value in a run, as it was settled when the run began."""
         named = self._with_defaults()
-        before, now = ({name: value for name, value, _ in leaves(options)} for options in (saved, named))
-        left_out = [name for name in ("precision", "dtype", "loss_chunk") if now[name] in ("auto", None)]
+        before, now = (
+            {name: value for name, value, _ in leaves(options)} for options in (saved, named)
+        )
+        left_out = [
+            name for name in ("precision", "dtype", "loss_chunk") if now[name] in ("auto", None)
+        ]
         return named.having(**{name: before[name] for name in left_out})
 
     def _with_defaults(self) -> TrainOptions:
-        """Replace what was left out by its value, where this depends on neither model nor machine."""
+        """Replace what was left out by its value, where this depends on neither model nor
+        machine.
+        """
         objective = REWARD if self.rewards.reward else self.objective
         model_options = self.model_options.with_lora_defaults()
-        return replace(self, objective=objective, rewards=self.rewards.absolute(), model_options=model_options)
+        return replace(
+            self, objective=objective, rewards=self.rewards.absolute(), model_options=model_options
+        )
 
     def require_valid(self) -> None:
         """Check the options as above, and refuse to lengthen a run whose learning rate decays."""
         super().require_valid()
         scheduled = self.schedule_steps
         if scheduled not in (None, self.steps) and self.optimization.decay is not Decay.CONSTANT:
-            expected = f"{scheduled}, the steps of this run's {self.optimization.decay.value} schedule"
+            expected = (
+                f"{scheduled}, the steps of this run's {self.optimization.decay.value} schedule"
+            )
             remedy = (
-                "leave it out, or start a new run, with --adapter RUN/model if this one trains an adapter; only a "
+                "leave it out, or start a new run, with --adapter RUN/model if this one trains an "
+                "adapter; only a "
                 "run with constant lr can be lengthened"
             )
             raise OptionError("steps", str(self.steps), expected, remedy)
 
     def to_json(self) -> dict[str, Any]:
-        """The options as JSON values, without the run's own directory and with other paths made absolute."""
+        """The options as JSON values, without the run's own directory and with other paths made
+        absolute.
+        """
         values = dataclasses.asdict(self)
         del values["output"]
         values |= values.pop("model_options")  # on the top level
@@ -454,13 +620,24 @@ class TrainOptions(RunOptions):
         values["rewards"] = dataclasses.asdict(self.rewards.absolute())
         if (path := function_file(self.objective)) is not None:
             values["objective"] = f"{path.resolve()}:{self.objective.rpartition(':')[2]}"
-        return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
+        return dict(
+            json.loads(
+                json.dumps(
+                    values, default=lambda value: value.value if isinstance(value, Enum) else value
+                )
+            )
+        )
 
     @classmethod
     def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
         """Convert the values of ``to_json`` back to options."""
-        given, hints = {**flat(values), "output": str(output)}, {name: hint for _, name, hint, _ in described(cls)}
-        options: TrainOptions = filled(cls, {name: _value(given[name], hint, name) for name, hint in hints.items()})
+        given, hints = (
+            {**flat(values), "output": str(output)},
+            {name: hint for _, name, hint, _ in described(cls)},
+        )
+        options: TrainOptions = filled(
+            cls, {name: _value(given[name], hint, name) for name, hint in hints.items()}
+        )
         if unknown := given.keys() - hints.keys():
             raise TypeError(f"the unknown key {min(unknown)[:80]}")
         options.require_valid()
@@ -471,9 +648,17 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     """The value as its field has it."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
         origin, items = get_origin(kind), get_args(kind)
-        if origin is tuple and isinstance(value, list) and (items[-1] is ... or len(items) == len(value)):
+        if (
+            origin is tuple
+            and isinstance(value, list)
+            and (items[-1] is ... or len(items) == len(value))
+        ):
             return tuple(_value(item, items[0], name) for item in value)
-        if isinstance(kind, type) and issubclass(kind, Enum) and value in [member.value for member in kind]:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Enum)
+            and value in [member.value for member in kind]
+        ):
             return kind(value)
         if kind in (str, Path) and isinstance(value, str) and "\0" not in value:
             return kind(value)

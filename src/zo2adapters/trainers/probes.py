@@ -1,4 +1,6 @@
-"""Quick measurements from which plans predict seconds and bytes: one block runs on a batch, nothing is loaded."""
+"""Quick measurements from which plans predict seconds and bytes: one block runs on a batch, nothing
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,32 @@ from zo2core.sweep.gradient_visitor import HEAP_EXPECTED, BlockGraph, tensor_ids
 from zo2core.types import aligned, flat_views, widened
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
-_ROUNDS = 3  # least number of probes; the fastest counts, since other programs can slow one down tenfold
-_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20  # seconds of all probes of a forward, unless so many take less
+# least number of probes; the fastest counts, since other programs can slow one down tenfold
+_ROUNDS = 3
+# seconds of all probes of a forward, unless so many take less
+_PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20
 _UPDATED_ROWS = 1024  # and columns of the matrix that an optimizer is measured on
 _UPDATE_ROUNDS = 4
-_GRAPH_TOKENS = 64  # most tokens of the row whose graph is measured; a graph grows in proportion to tokens
+# most tokens of the row whose graph is measured; a graph grows in proportion to tokens
+_GRAPH_TOKENS = 64
 _HASHED = 1 << 25  # bytes
 
 
 def measured_forward_seconds(
     model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
 ) -> float:
-    """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of it."""
+    """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of
+    it.
+    """
     numel = sum(spec.numel for spec in model.layouts[1].parameters)
     with torch.inference_mode(), evenly_routed(model):
         activations, probed = _embedded(model, shape, running)
         seconds = _fastest(lambda: model.block(0, activations))
     head = model.layouts[-1]
     heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
-    blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
+    blocks = sum(
+        spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters
+    )
     positions = shape.rows * shape.tokens
     in_head = positions if model.loss_chunk is None and all_logits else shape.predictions
     return seconds / probed * (blocks * positions + heads * in_head) / numel
@@ -54,12 +63,17 @@ def measured_forward_seconds(
 
 def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
     """Measure a block's forward with its backward, as a multiple of its forward alone."""
-    trained = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
+    trained = {
+        spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen
+    }
     with torch.no_grad(), evenly_routed(model):
         activations, _ = _embedded(model, shape, running)
         forward = _fastest(lambda: model.block(0, activations))
     hidden = activations.hidden.detach().requires_grad_()
-    wanted = [hidden, *(leaf.requires_grad_() for name, leaf in model.leaves(1).items() if name in trained)]
+    wanted = [
+        hidden,
+        *(leaf.requires_grad_() for name, leaf in model.leaves(1).items() if name in trained),
+    ]
 
     def both() -> None:
         with torch.enable_grad():
@@ -71,7 +85,9 @@ def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | Non
 
 
 def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> tuple[int, int]:
-    """Measure what a block's graph keeps for a batch of this shape, at most and as expected, on a row of a few tokens."""
+    """Measure what a block's graph keeps for a batch of this shape, at most and as expected, on a
+    row of a few tokens.
+    """
     _bind(model)
     tokens = min(math.ceil(shape.tokens), _GRAPH_TOKENS)
     with torch.no_grad():
@@ -85,7 +101,9 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> tuple[int, i
 
 
 def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
-    """Measure what an optimizer takes for a step of all segments, on one matrix in the dtype of the weights."""
+    """Measure what an optimizer takes for a step of all segments, on one matrix in the dtype of the
+    weights.
+    """
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     weight = torch.zeros(_UPDATED_ROWS, _UPDATED_ROWS, dtype=specs[0].dtype)
     gradient = widened(weight) if update.widens_gradients else weight
@@ -101,12 +119,18 @@ def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
 
 def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
     """Seconds to decode all encoded matrices, measured on the largest one."""
-    encoded = [spec for layout in layouts for spec in layout.parameters if spec.encoding is not None]
+    encoded = [
+        spec for layout in layouts for spec in layout.parameters if spec.encoding is not None
+    ]
     if not encoded:
         return 0.0
     largest = max(encoded, key=lambda spec: spec.numel)
-    stored, out = torch.zeros(largest.nbytes, dtype=torch.uint8), torch.empty(largest.numel, dtype=largest.dtype)
-    best = _best(lambda: decode(largest, stored, out), _ROUNDS)  # the first one also touches the memory
+    stored, out = (
+        torch.zeros(largest.nbytes, dtype=torch.uint8),
+        torch.empty(largest.numel, dtype=largest.dtype),
+    )
+    # the first one also touches the memory
+    best = _best(lambda: decode(largest, stored, out), _ROUNDS)
     return best / largest.numel * sum(spec.numel for spec in encoded)
 
 
@@ -117,7 +141,8 @@ def hashing_speed() -> float:
 
 
 def hands_over_tensors(model: HFBlockModel) -> bool:
-    """Whether a block hands tensors to later blocks beside its output, so that its gradient would be lost.
+    """Whether a block hands tensors to later blocks beside its output, so that its gradient would
+    be lost.
 
     Every block runs once on a row of two tokens; an engine binds the model's modules anew.
     """
@@ -129,7 +154,9 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
             given, nesting = flattened(activations)
             before = [tensor_ids(value) for value in given]
             activations = model.block(index - 1, activations)
-            if flattened(activations)[1] != nesting or before != [tensor_ids(value) for value in given]:
+            if flattened(activations)[1] != nesting or before != [
+                tensor_ids(value) for value in given
+            ]:
                 return True
     return False
 
@@ -145,17 +172,26 @@ def release_probe(model: HFBlockModel) -> None:
     """Free the memory that probes have bound, before an engine allocates its own."""
     for index in (0, 1, len(model.layouts) - 1):
         specs = [spec.in_forward() for spec in model.layouts[index].used]
-        model.bind(index, {spec.name: torch.empty(1, dtype=spec.dtype).expand(spec.shape) for spec in specs})
+        model.bind(
+            index,
+            {spec.name: torch.empty(1, dtype=spec.dtype).expand(spec.shape) for spec in specs},
+        )
 
 
 def _bind(model: HFBlockModel, block: int = 1) -> None:
-    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant."""
+    """Bind the modules of embedding, head and one block to memory, the block's filled with a
+    constant.
+    """
     for index in (0, block, len(model.layouts) - 1):
         specs = [spec.in_forward() for spec in model.layouts[index].used]
         memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
         views = zip(specs, flat_views(specs, memory), strict=True)
         model.bind(
-            index, {spec.name: (view.fill_(0.01) if index == block else view).view(spec.shape) for spec, view in views}
+            index,
+            {
+                spec.name: (view.fill_(0.01) if index == block else view).view(spec.shape)
+                for spec, view in views
+            },
         )
 
 
@@ -164,8 +200,12 @@ def _embed(model: HFBlockModel, rows: int, tokens: int) -> Activations:
     return model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
 
 
-def _embedded(model: HFBlockModel, shape: BatchShape, running: int | None) -> tuple[Activations, int]:
-    """What the first block is given for a batch of this shape, or for a part of it, and the number of tokens in it."""
+def _embedded(
+    model: HFBlockModel, shape: BatchShape, running: int | None
+) -> tuple[Activations, int]:
+    """What the first block is given for a batch of this shape, or for a part of it, and the number
+    of tokens in it.
+    """
     shares = _routed(model)
     numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
     _bind(model)
@@ -178,15 +218,26 @@ def _embedded(model: HFBlockModel, shape: BatchShape, running: int | None) -> tu
 def _routed(model: HFBlockModel) -> dict[str, float]:
     """The share of each of the first block's stacks of experts that a token passes, by name."""
     per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    places = {spec.name: (spec, *model.places_of(spec.name)[0][1:]) for spec in model.layouts[1].parameters}
+    places = {
+        spec.name: (spec, *model.places_of(spec.name)[0][1:])
+        for spec in model.layouts[1].parameters
+    }
     routed = {*routed_stacks([module for _, module, _ in places.values()])}
-    found = {name: spec for name, (spec, module, leaf) in places.items() if (module, leaf) in routed}
-    return {} if per_token is None else {name: per_token / spec.shape[0] for name, spec in found.items()}
+    found = {
+        name: spec for name, (spec, module, leaf) in places.items() if (module, leaf) in routed
+    }
+    return (
+        {}
+        if per_token is None
+        else {name: per_token / spec.shape[0] for name, spec in found.items()}
+    )
 
 
 @contextmanager
 def evenly_routed(model: HFBlockModel) -> Iterator[None]:
-    """Route tokens of the first block to all experts in turn: a router of constant weights would choose the same few."""
+    """Route tokens of the first block to all experts in turn: a router of constant weights would
+    choose the same few.
+    """
 
     def turn(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, chosen, *others = arguments

@@ -1,9 +1,11 @@
-"""This process of a run: its place among the workers that ``torchrun`` started, and the memory that it keeps.
+"""This process of a run: its place among the workers that ``torchrun`` started, and the memory that
+it keeps.
 
-Note: freed memory. By default glibc returns large blocks to the system as soon as they are freed, and the system zeroes
-their pages again when they are next allocated: several hundred thousand pages a step. If freed memory is kept, the next
-step's activations reuse it without page faults. The setting applies to the whole process, so the command ``zo2 train``
-makes it and the library never does.
+Note: freed memory. By default glibc returns large blocks to the system as soon as they are freed,
+and the system zeroes their pages again when they are next allocated: several hundred thousand pages
+a step. If freed memory is kept, the next step's activations reuse it without page faults. The
+setting applies to the whole process, so the command ``zo2 train`` makes it and the library never
+does.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ class WorkerOptions:
     """How workers that torchrun started share the work."""
 
     split: str = "auto"
-    """How workers split a step: by directions, by rows, or by both, such as 2x3 for two groups of directions with three
-    workers each that split the rows. auto minimizes the work of the busiest worker. Splitting by directions gives exactly
-    the result of one worker."""
+    """How workers split a step: by directions, by rows, or by both, such as 2x3 for two groups of
+    directions with three workers each that split the rows. auto minimizes the work of the busiest
+    worker. Splitting by directions gives exactly the result of one worker.
+    """
 
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
@@ -45,7 +48,9 @@ class WorkerOptions:
 
         if torchrun_rank() is None:
             if self.split != "auto":
-                raise without_effect("split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ...")
+                raise without_effect(
+                    "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
+                )
             yield None
             return
         with Workers.from_torchrun(split=self.split) as workers:
@@ -71,13 +76,17 @@ def worker_trace(trace: Path | None, workers: Workers | None) -> Path | None:
 
 
 def require_same_steps(steps: int, workers: Workers | None) -> None:
-    """Refuse a number of steps that differs from the first worker's: workers would wait for each other forever."""
+    """Refuse a number of steps that differs from the first worker's: workers would wait for each
+    other forever.
+    """
     agreed = steps if workers is None else workers.all_gather(steps)[0]
     require_whole("steps", steps, agreed, agreed, otherwise=", the steps of the first worker")
 
 
 def storage_of_one(storage: Storage, workers: Workers | None) -> Storage:
-    """Storage of a run that one of several workers executes alone: its own device and its part of the free memory."""
+    """Storage of a run that one of several workers executes alone: its own device and its part of
+    the free memory.
+    """
     from zo2core.planning.memory import free_memory, resident_memory
 
     if workers is None:
@@ -90,7 +99,11 @@ def storage_of_one(storage: Storage, workers: Workers | None) -> Storage:
 
 def local_device(device: str, workers: Workers | None) -> str:
     """Device of this process: each worker of a host has its own GPU."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if workers is not None and device == "cuda" else device
+    return (
+        f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        if workers is not None and device == "cuda"
+        else device
+    )
 
 
 def device_kinds(device: str, workers: Workers | None) -> str:
@@ -101,16 +114,20 @@ def device_kinds(device: str, workers: Workers | None) -> str:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = -1  # glibc converts it to the largest size
-LARGEST = 1 << 30  # bytes of the largest block that is kept; larger blocks are returned to the system
-SMALL = 1 << 25  # the same where graphs take all spare memory, and the largest value that glibc accepts before 2.35
+# bytes of the largest block that is kept; larger blocks are returned to the system
+LARGEST = 1 << 30
+# where graphs take all spare memory: the largest value that glibc accepts before 2.35
+SMALL = 1 << 25
 
 KEPT = "memory kept by the allocator"
 
 
 def with_kept_memory(plan: HostPlan, activation_bytes: int) -> HostPlan:
-    """Add the freed memory that the process keeps: as much as activations and logits need, once more.
+    """Add the freed memory that the process keeps: as much as activations and logits need, once
+    more.
 
-    Most of it was in use before, so the peak hardly rises; but it is fragmented, and not every allocation fits into it.
+    Most of it was in use before, so the peak hardly rises; but it is fragmented, and not every
+    allocation fits into it.
     """
     from zo2core.planning.memory import MemoryPart
 
@@ -137,7 +154,9 @@ def keep_freed_memory(largest: int = LARGEST) -> bool:
 
 
 def peak_memory() -> int:
-    """Peak host memory of this process in bytes; its present memory on systems that do not record the peak."""
+    """Peak host memory of this process in bytes; its present memory on systems that do not record
+    the peak.
+    """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         # getrusage would include the memory of the process that started this one.
         lines = Path("/proc/self/status").read_text().splitlines()

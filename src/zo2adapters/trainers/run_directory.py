@@ -3,14 +3,12 @@
 options.json    options of the run, and checksums of its data files and of their tokens
 recipe.yaml     the same options, for zo2 train to repeat the run
 journal.jsonl   every step taken: the run itself
-tune.json       the learning rates that a run with --lr auto tried, and its choice; tune-* has the trials until then
-metrics.jsonl   a row per step and per evaluation, for plots
-samples.jsonl   the model's answers to a few prompts before and after training
-scratch.*       blocks written back
-snapshot-*      adapter and optimizer of a first-order run after a number of steps
-factors.*       updates of finished periods of low-rank directions
-lock            held by the process that works on the run
-model/          the exported model, at the end
+tune.json       the learning rates that a run with --lr auto tried, and its choice; tune-* has the
+trials until then metrics.jsonl   a row per step and per evaluation, for plots samples.jsonl   the
+model's answers to a few prompts before and after training scratch.*       blocks written back
+snapshot-*      adapter and optimizer of a first-order run after a number of steps factors.*
+updates of finished periods of low-rank directions lock            held by the process that works on
+the run model/          the exported model, at the end
 """
 
 from __future__ import annotations
@@ -51,9 +49,11 @@ SAMPLES = "samples.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
-TRIALS = "tune-"  # beginning of the name of the trials' directory, which goes on with a digest of their options
+# beginning of the name of the trials' directory, which goes on with a digest of their options
+TRIALS = "tune-"
 _LEFT_BEFORE_START = tuple(partial_path(Path(name)).name for name in (OPTIONS, CHOICE))
-_REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)  # files that are written beside themselves and renamed
+# files that are written beside themselves and renamed
+_REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)
 
 
 class RunDirectory:
@@ -85,30 +85,55 @@ class RunDirectory:
                 raise
 
     def begin(self, inputs: RunInputs) -> None:
-        """Write the record of a new run, or compare that of a resumed one with its options, data, tokens and model."""
+        """Write the record of a new run, or compare that of a resumed one with its options, data,
+        tokens and model.
+        """
         options, tokens = inputs.options, inputs.tokens
         self._checksums = inputs.checksums
         if not self._resumed:
-            self._write_record({"options": options.to_json(), "checksums": self._checksums, "tokens": tokens}, options)
+            self._write_record(
+                {"options": options.to_json(), "checksums": self._checksums, "tokens": tokens},
+                options,
+            )
             return
         with refusing_damage(self.path):
             record = json.loads(read_regular(self.path / OPTIONS))
-            saved, saved_tokens, checksums = record["options"], dict(record["tokens"]), checksums_at(options, record)
+            saved, saved_tokens, checksums = (
+                record["options"],
+                dict(record["tokens"]),
+                checksums_at(options, record),
+            )
         for option, path in (("data", options.data), ("evaluation", options.evaluation)):
             at = None if path is None else saved_path(path)
             if at is not None and (now := self._checksums[at]) != (before := checksums.get(at)):
-                expected = f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}"
+                expected = (
+                    f"what the run began with: {saved.get(option)}, which had the sha256 "
+                    f"{str(before)[:12]}"
+                )
                 remedy = "restore the file, pass the path to which it was moved, or start a new run"
-                raise DataError(option, f"{path}, which has the sha256 {now[:12]}", expected, remedy)
-        if names := [name for name in sorted({*tokens, *saved_tokens}) if tokens.get(name) != saved_tokens.get(name)]:
+                raise DataError(
+                    option, f"{path}, which has the sha256 {now[:12]}", expected, remedy
+                )
+        if names := [
+            name
+            for name in sorted({*tokens, *saved_tokens})
+            if tokens.get(name) != saved_tokens.get(name)
+        ]:
             found = "; ".join(f"{name} {tokens.get(name)}" for name in names)
-            expected = "; ".join(f"{name} {saved_tokens.get(name)}" for name in names) + ", as when the run started"
-            remedy = "restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run"
+            expected = (
+                "; ".join(f"{name} {saved_tokens.get(name)}" for name in names)
+                + ", as when the run started"
+            )
+            remedy = (
+                "restore the tokenizer's files and the versions of tokenizers and transformers, "
+                "or start a new run"
+            )
             raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
         self._record = record
         self._require_same_base(options.to_json(), inputs.model)
         if options.optimization.lr != "auto":
-            self.remove_trials()  # of a process that was killed between its choice and their removal
+            # of a process that was killed between its choice and their removal
+            self.remove_trials()
 
     @staticmethod
     def saved(path: Path) -> dict[str, Any]:
@@ -139,41 +164,59 @@ class RunDirectory:
         replace_file(self.path / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
 
     def _require_same_base(self, now: Mapping[str, Any], model: BlockModel) -> None:
-        """Refuse a model directory or adapter at a new path if it is not the one that the run began with."""
+        """Refuse a model directory or adapter at a new path if it is not the one that the run began
+        with.
+        """
         from zo2core import Journal
 
         before = self._record["options"]
-        option = next((option for option in ("model", "adapter") if now[option] != before.get(option)), None)
+        option = next(
+            (option for option in ("model", "adapter") if now[option] != before.get(option)), None
+        )
         if option is None:
             return
         with contextlib.closing(Journal(self.path / JOURNAL)) as journal:
             header, fingerprint = journal.header, model.weights.fingerprint[:12]
         if header is None:
-            found = f"{now[option]}, of a run that took no step, so that no fingerprint tells whether it is the run's own"
+            found = (
+                f"{now[option]}, of a run that took no step, so that no fingerprint tells whether "
+                "it is the run's own"
+            )
             remedy = f"leave it out, or remove {self.path} and begin the run anew"
             raise OptionError(option, found, f"{before.get(option)}, as when the run began", remedy)
         if (recorded := str(header.get("base"))[:12]) != fingerprint:
             found = f"{now[option]}, which has the fingerprint {fingerprint}"
             remedy = "pass the path to which the run's original was moved, or start a new run"
-            raise OptionError(option, found, f"the fingerprint in the run's journal ({recorded})", remedy)
+            raise OptionError(
+                option, found, f"the fingerprint in the run's journal ({recorded})", remedy
+            )
 
     def save(self, options: TrainOptions) -> None:
         """Save the changed options of a resumed run.
 
-        A model that was exported after fewer steps is renamed to a name with its step, which makes room for the next export.
-        If that name exists, because a process was killed right after it had renamed a model, a number is appended.
+        A model that was exported after fewer steps is renamed to a name with its step, which makes
+        room for the next export. If that name exists, because a process was killed right after it
+        had renamed a model, a number is appended.
         """
         before, now = self._record["options"], options.to_json()
         if now == before:
             self._write_recipe(options)
             return
         model = self.model
-        changes_model = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
+        changes_model = now["steps"] != before["steps"] or now["keep_best"] != before.get(
+            "keep_best", False
+        )
         if changes_model and model.exists():
-            name = f"{MODEL}-{before['steps']}" + ("-best" if before.get("keep_best", False) else "")
+            name = f"{MODEL}-{before['steps']}" + (
+                "-best" if before.get("keep_best", False) else ""
+            )
             names = chain([name], (f"{name}-{number}" for number in count(2)))
             with writing(model):
-                model.rename(next(path for path in map(self.path.joinpath, names) if not os.path.lexists(path)))
+                model.rename(
+                    next(
+                        path for path in map(self.path.joinpath, names) if not os.path.lexists(path)
+                    )
+                )
         self._write_record({**self._record, "options": now, "checksums": self._checksums}, options)
 
     def _write_record(self, record: dict[str, Any], options: TrainOptions) -> None:
@@ -182,7 +225,9 @@ class RunDirectory:
         self._write_recipe(options)
 
     def _write_recipe(self, options: TrainOptions) -> None:
-        """Write the run's recipe, unless it has been written: a process may have been killed before it was."""
+        """Write the run's recipe, unless it has been written: a process may have been killed before
+        it was.
+        """
         path, text = self.path / RECIPE, recipe_text(options, self._record.get("branch"))
         with contextlib.suppress(OSError):
             if not path.is_symlink() and read_regular(path) == text.encode():
@@ -194,7 +239,10 @@ class RunDirectory:
         path, raw = self.path / METRICS, metrics_of(self.path)
         aligned = align_rows(raw, journal)
         journal.require_version(aligned.steps_seen, METRICS)
-        trials: list[Row] = [{f"trial_{name}": value for name, value in row.items()} for row in read_trials(self.path)]
+        trials: list[Row] = [
+            {f"trial_{name}": value for name, value in row.items()}
+            for row in read_trials(self.path)
+        ]
         text = "".join(json.dumps(row) + "\n" for row in [*trials, *aligned.rows])
         # A link is replaced, and its target is not written; a pipe is neither read nor written.
         if text.encode() != raw or path.is_symlink() or not path.is_file():
@@ -202,7 +250,10 @@ class RunDirectory:
         return open(path, "ab", buffering=0, opener=open_no_follow)
 
     def write_choice(self, lr: float, trials: Sequence[Mapping[str, Any]]) -> None:
-        """Save the learning rate that was chosen, and the trials, the best one first. See ``read_trials``."""
+        """Save the learning rate that was chosen, and the trials, the best one first.
+
+        See ``read_trials``.
+        """
         replace_file(self.path / CHOICE, json.dumps({"lr": lr, "trials": trials}, indent=2) + "\n")
 
     def remove_trials(self) -> None:
@@ -211,7 +262,9 @@ class RunDirectory:
             shutil.rmtree(directory, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Close the directory of a run that failed; a run that is new and has taken no step is removed with its files."""
+        """Close the directory of a run that failed; a run that is new and has taken no step is
+        removed with its files.
+        """
         if not self._resumed:
             remove_files(self.path, self._created)
         self.close()
@@ -222,7 +275,8 @@ class RunDirectory:
 
 
 def worker_directory(output: Path) -> Path:
-    """Directory for this process's journal: the run's directory, or one next to it for all but the host's first worker.
+    """Directory for this process's journal: the run's directory, or one next to it for all but the
+    host's first worker.
 
     It is named after the local rank, which stays the same when hosts join or leave.
     """
@@ -231,7 +285,9 @@ def worker_directory(output: Path) -> Path:
 
 
 def directory_to_resume(output: Path) -> Path:
-    """Directory to read a run's options from: the worker's directory, or the run's if the worker has none yet."""
+    """Directory to read a run's options from: the worker's directory, or the run's if the worker
+    has none yet.
+    """
     directory = worker_directory(output)
     return directory if (directory / OPTIONS).exists() else output
 
@@ -249,7 +305,9 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
 
 
 def metrics_of(run: Path) -> bytes:
-    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory are then unknown."""
+    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory
+    are then unknown.
+    """
     try:
         return read_regular(run / METRICS)
     except OSError:
@@ -263,7 +321,9 @@ def read_samples(directory: Path) -> list[dict[str, Any]]:
         for line in read_regular(directory / SAMPLES).splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 sample = json.loads(line)
-                if isinstance(sample, dict) and all(type(sample.get(name)) is kind for name, kind in kinds.items()):
+                if isinstance(sample, dict) and all(
+                    type(sample.get(name)) is kind for name, kind in kinds.items()
+                ):
                     samples.append(sample)
     return samples
 
@@ -275,7 +335,9 @@ def read_trials(directory: Path) -> list[dict[str, Any]]:
         for trial in trials:
             numbers = [trial[key] for key in ("lr", "steps", "forwards", "seconds")]
             numbers += [*trial["losses"], *([] if trial["loss"] is None else [trial["loss"]])]
-            if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            if not all(
+                type(number) in (int, float) and math.isfinite(number) for number in numbers
+            ):
                 return []
         return list(trials)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -283,7 +345,9 @@ def read_trials(directory: Path) -> list[dict[str, Any]]:
 
 
 def require_new(path: Path) -> None:
-    """Refuse an output directory that is in use; remove the files of a process that was killed before its run started."""
+    """Refuse an output directory that is in use; remove the files of a process that was killed
+    before its run started.
+    """
     from zo2core.checkpoint.shards import require_unused
 
     _require_unstarted(path)
@@ -307,12 +371,19 @@ def make_new(path: Path) -> None:
 def _require_unstarted(path: Path) -> None:
     if (path / OPTIONS).exists():
         found = "a run that has already started"
-        remedy = f"continue the run with zo2 train --resume {path}, or pass another directory as --output"
-        raise OutputError(path, found, "a path that does not exist yet, or an empty directory", remedy)
+        remedy = (
+            f"continue the run with zo2 train --resume {path}, or pass another directory as "
+            "--output"
+        )
+        raise OutputError(
+            path, found, "a path that does not exist yet, or an empty directory", remedy
+        )
 
 
 def _ended_before_start(path: Path) -> bool:
-    """Whether a directory has only what a process leaves that was killed before it had saved the run's options."""
+    """Whether a directory has only what a process leaves that was killed before it had saved the
+    run's options.
+    """
     names = {file.name for file in path.iterdir()} if path.is_dir() else set()
     return bool(names) and names <= {*_LEFT_BEFORE_START, LOCK}
 
@@ -327,7 +398,8 @@ def remove_files(run: Path, directories: Sequence[Path]) -> None:
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl")]
     replaced = (*_REPLACED, *stores)
     partial = (partial_path(run / name).name for name in replaced)
-    for name in (JOURNAL, *replaced, *partial, LOCK):  # the lock last: then another process may begin a run here
+    for name in (JOURNAL, *replaced, *partial, LOCK):
+        # the lock last: then another process may begin a run here
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's
@@ -342,7 +414,9 @@ def acquire(lock: FileLock) -> contextlib.AbstractContextManager[object]:
     except Timeout as error:
         found = "a run that another process works on"
         remedy = "wait until that process has ended, or choose another directory"
-        raise OutputError(Path(lock.lock_file).parent, found, "a directory that no other process uses", remedy) from error
+        raise OutputError(
+            Path(lock.lock_file).parent, found, "a directory that no other process uses", remedy
+        ) from error
 
 
 def held_directory(path: Path) -> contextlib.AbstractContextManager[object]:
@@ -353,7 +427,10 @@ def held_directory(path: Path) -> contextlib.AbstractContextManager[object]:
 
 
 def directory_lock(path: Path) -> FileLock:
-    """Lock of a run's directory. It is tried once, belongs to the process, not to a thread, and ends with the process."""
+    """Lock of a run's directory.
+
+    It is tried once, belongs to the process, not to a thread, and ends with the process.
+    """
     return FileLock(path / LOCK, timeout=0, thread_local=False)
 
 
@@ -364,27 +441,41 @@ def refusing_damage(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = _option_for(path) or "pass the directory that was the run's --output"
-        raise OptionError(path, f"no readable {OPTIONS} ({reason(error)})", "the directory of a run", remedy) from error
+        raise OptionError(
+            path, f"no readable {OPTIONS} ({reason(error)})", "the directory of a run", remedy
+        ) from error
     except KeyError as error:
         raise _damaged(path, f"no value for the key {error}") from error
     except ZO2Error as error:
         raise _damaged(path, f"{error.found} as {error.where}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+        raise _damaged(
+            path, (str(error).splitlines() or [type(error).__name__])[0][:200]
+        ) from error
 
 
 def _option_for(path: Path) -> str | None:
-    """A remedy for a directory that has a model or an adapter, or of a run that never began; None for others."""
+    """A remedy for a directory that has a model or an adapter, or of a run that never began; None
+    for others.
+    """
     if _ended_before_start(path):
-        return "give the command that began the run again: its process ended before it had saved anything"
+        return (
+            "give the command that began the run again: its process ended before it had saved "
+            "anything"
+        )
     if (path / "adapter_config.json").exists():
         return f"this is an adapter: pass --adapter {path}"
     return f"this is a model: pass --model {path}" if (path / "config.json").exists() else None
 
 
 def _damaged(path: Path, found: str) -> OptionError:
-    remedy = "restore the file from a copy, or use zo2 export --model --journal, which needs only the journal"
-    return OptionError(path / OPTIONS, found, f"the options that zo2 train saved in {OPTIONS}", remedy)
+    remedy = (
+        "restore the file from a copy, or use zo2 export --model --journal, which needs only the "
+        "journal"
+    )
+    return OptionError(
+        path / OPTIONS, found, f"the options that zo2 train saved in {OPTIONS}", remedy
+    )
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -400,7 +491,9 @@ def writing(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def name_of(directory: Path) -> str:
-    """What a model, adapter or run is called: the name of its directory, or of the run that exported it."""
+    """What a model, adapter or run is called: the name of its directory, or of the run that
+    exported it.
+    """
     directory = directory.resolve()
     is_of_run = directory.name == MODEL and (directory.parent / JOURNAL).exists()
     return directory.parent.name if is_of_run else directory.name
@@ -408,39 +501,59 @@ def name_of(directory: Path) -> str:
 
 def holds_model(directory: Path) -> bool:
     """Whether a model was exported to this directory; False if it does not exist or is empty."""
-    if not (directory.exists() or directory.is_symlink()) or (directory.is_dir() and not any(directory.iterdir())):
+    if not (directory.exists() or directory.is_symlink()) or (
+        directory.is_dir() and not any(directory.iterdir())
+    ):
         return False
     names = ("config.json", "adapter_config.json")
     if any((directory / name).is_file() for name in names) and any(directory.glob("*.safetensors")):
         return True
-    found, expected = "files that are not a complete model", "an exported model, an empty directory, or no such path"
-    raise OutputError(directory, found, expected, "move it away and give the command again, which then writes the model")
+    found, expected = (
+        "files that are not a complete model",
+        "an exported model, an empty directory, or no such path",
+    )
+    raise OutputError(
+        directory,
+        found,
+        expected,
+        "move it away and give the command again, which then writes the model",
+    )
 
 
 @contextlib.contextmanager
 def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
     """Create a run with the first steps of another one. It is then resumed like an interrupted run.
 
-    Only journal and options are copied: blocks that the parent has written back are replayed. The new run is removed if the
-    body of the context raises.
+    Only journal and options are copied: blocks that the parent has written back are replayed. The
+    new run is removed if the body of the context raises.
     """
     from zo2core import Journal, branch_journal
     from zo2core.checkpoint.shards import new_directory
 
     options.require_valid()
-    estimator, output, created = options.estimator(), options.output, missing_directories(options.output)
+    estimator, output, created = (
+        options.estimator(),
+        options.output,
+        missing_directories(options.output),
+    )
     require_new(output)
     with contextlib.closing(Journal(parent / JOURNAL)) as journal:
         taken, header = len(journal.updates), journal.header
         require_whole("from_step", step, 0, taken, otherwise=", the steps of the run")
         require_whole("steps", options.steps, step, otherwise=", the step to branch from")
-        own, (evaluated, schedule) = None if header is None else header.get("provenance"), _varying(options)
+        own, (evaluated, schedule) = (
+            None if header is None else header.get("provenance"),
+            _varying(options),
+        )
         own = None if own is None else {**own, **evaluated, "schedule": schedule}
         with new_directory(output) as partial:
-            branch_journal(journal, partial / JOURNAL, step, estimator=estimator.options, provenance=own)
+            branch_journal(
+                journal, partial / JOURNAL, step, estimator=estimator.options, provenance=own
+            )
             record = json.loads(read_regular(parent / OPTIONS))
             record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
-            record["branch"] = {"resume": str(parent.resolve()), "from_step": step}  # for the run's recipe
+            # for the run's recipe
+            record["branch"] = {"resume": str(parent.resolve()), "from_step": step}
             replace_file(partial / OPTIONS, json.dumps(record, indent=2) + "\n")
     try:
         yield
@@ -450,7 +563,13 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
 
 
 _TOKENIZER_FILES = (  # in the order of their digest
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     *("chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt"),
 )
 
@@ -458,8 +577,8 @@ _TOKENIZER_FILES = (  # in the order of their digest
 def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> dict[str, Any]:
     """The run's provenance, as JSON values.
 
-    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, and the number of
-    steps.
+    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers,
+    and the number of steps.
     """
     options = inputs.options
     batching, opening, objective = options.batching, options.model_options, options.objective
@@ -469,7 +588,10 @@ def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> d
     if not names_model_loss(objective):
         declared["objective"] = objective
         if (function := function_file(objective)) is not None:
-            declared |= {"objective": objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
+            declared |= {
+                "objective": objective.rpartition(":")[2],
+                "objective sha256": file_sha256(function),
+            }
     if batching.pack:
         declared["packed"] = True
     if options.takes_labels:
@@ -480,7 +602,9 @@ def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> d
         **evaluated,
         **task,
         "data sha256": inputs.data.sha256,
-        "tokens": {key: value for key, value in inputs.tokens.items() if not key.startswith("evaluation")},
+        "tokens": {
+            key: value for key, value in inputs.tokens.items() if not key.startswith("evaluation")
+        },
         "tokenizer sha256": tokenizer_sha256(inputs.directory),
         "dtype": opening.dtype,
         "batch size": batching.batch_size,
@@ -494,10 +618,13 @@ def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> d
 
 
 def _varying(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a branch may have otherwise than its parent: evaluations, and the learning-rate schedule."""
+    """What a branch may have otherwise than its parent: evaluations, and the learning-rate
+    schedule.
+    """
     trains_all = options.first_order.method is not None and not options.model_options.trains_adapter
     schedule = {
-        **({"lr": options.optimization.rate} if trains_all else {}),  # other methods name it beside their own options
+        # other methods name it beside their own options
+        **({"lr": options.optimization.rate} if trains_all else {}),
         "decay": options.optimization.decay.value,
         "warmup steps": options.optimization.warmup_steps,
         "steps": options.scheduled_steps,
@@ -511,14 +638,31 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
     saved = {} if header is None else header.get("provenance", {})
     if not saved:
         return
-    objective, compared = function_file(options.objective), list[tuple[str, object, object, str, str]]()
-    for option, path in (("objective", objective), ("architecture", options.model_options.architecture)):
+    objective, compared = (
+        function_file(options.objective),
+        list[tuple[str, object, object, str, str]](),
+    )
+    for option, path in (
+        ("objective", objective),
+        ("architecture", options.model_options.architecture),
+    ):
         if path is not None:
             digest, now = str(saved.get(f"{option} sha256")), file_sha256(path)
-            compared.append((option, now, digest, f"{path}, with sha256 {now[:12]}", f"sha256 {digest[:12]}, as"))
+            compared.append(
+                (
+                    option,
+                    now,
+                    digest,
+                    f"{path}, with sha256 {now[:12]}",
+                    f"sha256 {digest[:12]}, as",
+                )
+            )
     if "rewards" in saved:
         digests = [name.file and file_sha256(name.file) for name in options.rewards.names]
-        before, found = [digest for *_, digest in saved["rewards"]], "functions in files with other digests"
+        before, found = (
+            [digest for *_, digest in saved["rewards"]],
+            "functions in files with other digests",
+        )
         compared.append(("reward", digests, before, found, "the files as they were,"))
     if objective is not None:
         function, named = options.objective.rpartition(":")[2], saved.get("objective")
@@ -530,7 +674,9 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
 
 
 def tokenizer_sha256(base: Path) -> str:
-    """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF file says of it."""
+    """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF
+    file says of it.
+    """
     from zo2core.checkpoint.gguf import StoredArray, is_gguf, read_gguf
 
     digest = hashlib.sha256()
@@ -539,7 +685,11 @@ def tokenizer_sha256(base: Path) -> str:
         for key in sorted(key for key in file.metadata if key.startswith("tokenizer.")):
             value = file.metadata[key]
             is_plain = isinstance(value, (int, float, bool, str))
-            values = file.array(key) if isinstance(value, StoredArray) else [value if is_plain else file.text(key)]
+            values = (
+                file.array(key)
+                if isinstance(value, StoredArray)
+                else [value if is_plain else file.text(key)]
+            )
             for element in values:
                 digest.update(repr((key, element)).encode())
         return digest.hexdigest()

@@ -29,9 +29,11 @@ from zo2core.ranges import counted
 
 _MOST_COLUMNS = 12  # that a line lists
 
-Sequences: TypeAlias = Sequence[tuple[int, int]]  # of a row: tokens of each, and for how many the loss needs logits
+# of a row: tokens of each, and for how many the loss needs logits
+Sequences: TypeAlias = Sequence[tuple[int, int]]
 
-_SAMPLED_BATCHES, _SAMPLED_ROWS = 200, 20_000  # to average over, whichever ends first; more hardly change the mean
+# to average over, whichever ends first; more hardly change the mean
+_SAMPLED_BATCHES, _SAMPLED_ROWS = 200, 20_000
 
 
 class BatchShape(NamedTuple):
@@ -63,12 +65,19 @@ class RowShapes(NamedTuple):
 
 
 def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchShape:
-    """Mean shape of batches: the rows of the largest one, and tokens per row such that their product is the mean of all."""
+    """Mean shape of batches: the rows of the largest one, and tokens per row such that their
+    product is the mean of all.
+    """
     shapes = []
     for batch in batches:
         sequences = [sequence for row in batch for sequence in row]
-        lengths, predictions = [length for length, _ in sequences], sum(predicted for _, predicted in sequences)
-        shapes.append(BatchShape(*((1, sum(lengths)) if pack else (len(lengths), max(lengths))), predictions))
+        lengths, predictions = (
+            [length for length, _ in sequences],
+            sum(predicted for _, predicted in sequences),
+        )
+        shapes.append(
+            BatchShape(*((1, sum(lengths)) if pack else (len(lengths), max(lengths))), predictions)
+        )
     rows = max(shape.rows for shape in shapes)
     tokens = fmean(shape.rows * shape.tokens for shape in shapes) / rows
     return BatchShape(rows, tokens, fmean(shape.predictions for shape in shapes))
@@ -89,14 +98,20 @@ class RunInputs:
 
     @classmethod
     def read(
-        cls, options: TrainOptions, workers: Workers | None = None, *, resume: bool = False, digests: bool = False
+        cls,
+        options: TrainOptions,
+        workers: Workers | None = None,
+        *,
+        resume: bool = False,
+        digests: bool = False,
     ) -> Self:
         """Open the model, and read and tokenise the rows.
 
         Args:
             options: Options of the run.
             workers: Workers of the run; None: a run of one process.
-            resume: Whether the run has begun: earlier versions let a run begin with labels that no row has.
+            resume: Whether the run has begun: earlier versions let a run begin with labels that no
+                row has.
             digests: Whether the digests of files are computed, as the record of a run has them.
         """
         directory = resolve_directory(options.model)
@@ -105,13 +120,20 @@ class RunInputs:
         if not is_dated(tokenizer):
             options = options.having(rendered_at=None)
         length = options.batching.length_for(model)
-        labelled_for, vocabulary = model.config if options.takes_labels else None, vocabulary_of(model.config)
+        labelled_for, vocabulary = (
+            model.config if options.takes_labels else None,
+            vocabulary_of(model.config),
+        )
         sources = bool(options.rewards.reward)
         more: Any = {"keeps_sources": sources, "vocabulary": vocabulary, "digests": digests}
         reader = RowReader(tokenizer, length, options.rows, labelled_for, **more)
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
-        inputs = cls(options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation)
-        options.rows.require_labelled(are_labelled=resume or any(rows.are_labelled for rows in inputs.files))
+        inputs = cls(
+            options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation
+        )
+        options.rows.require_labelled(
+            are_labelled=resume or any(rows.are_labelled for rows in inputs.files)
+        )
         return inputs
 
     def reopened(self, options: TrainOptions) -> Self:
@@ -120,7 +142,9 @@ class RunInputs:
         return replace(self, options=options.settled(model), model=model)
 
     def having(self, **values: Any) -> Self:
-        """The same inputs for a run with other values of options that change neither model nor rows."""
+        """The same inputs for a run with other values of options that change neither model nor
+        rows.
+        """
         return replace(self, options=self.options.having(**values))
 
     @property
@@ -142,7 +166,9 @@ class RunInputs:
     def largest(self) -> BatchShape:
         """Shape of the largest possible batch, for which memory is reserved."""
         batching = self.options.batching
-        return BatchShape.whole(*batching.shape(batching.batch_size * self.most_sequences, self.longest))
+        return BatchShape.whole(
+            *batching.shape(batching.batch_size * self.most_sequences, self.longest)
+        )
 
     def batches(self, first_step: int = 0) -> Iterator[list[Any]]:
         """The rows of each step, without end."""
@@ -162,19 +188,29 @@ class RunInputs:
     def checksums(self) -> dict[str, str]:
         """The digest of each data file, by the path that a run saves."""
         paths = (self.options.data, self.options.evaluation)
-        return {saved_path(path): rows.sha256 for path, rows in zip(paths, self.files, strict=False) if path is not None}
+        return {
+            saved_path(path): rows.sha256
+            for path, rows in zip(paths, self.files, strict=False)
+            if path is not None
+        }
 
     def shapes(self) -> RowShapes:
         """The shapes of the run's batches."""
         options, batching, evaluated = self.options, self.options.batching, self.evaluation
-        learns_one = options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES  # of a row's candidates
+        # of a row's candidates
+        learns_one = options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES
         sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
         steps = islice(self.batches(), sampled)
-        trained = ([[row.sequences[row.answer]] if learns_one else row.sequences for row in rows] for rows in steps)
+        trained = (
+            [[row.sequences[row.answer]] if learns_one else row.sequences for row in rows]
+            for rows in steps
+        )
         step, mean, count = _mean_shape(trained, pack=batching.pack), None, 0
         if evaluated is not None:
             batches = file_batches(evaluated, batching.batch_size)
-            mean = _mean_shape(([row.sequences for row in rows] for rows in batches), pack=batching.pack)
+            mean = _mean_shape(
+                ([row.sequences for row in rows] for rows in batches), pack=batching.pack
+            )
             count = len(batches)
         return RowShapes(self.largest, step, mean, count)
 
@@ -185,29 +221,45 @@ class RunInputs:
         lines = [_precision(options, model)]
         settings = model.config.get_text_config().to_dict().items()
         rates = [
-            f"{name} {value:g}" for name, value in settings if "drop" in name and isinstance(value, float) and value > 0
+            f"{name} {value:g}"
+            for name, value in settings
+            if "drop" in name and isinstance(value, float) and value > 0
         ]
         if options.first_order.method is not None and rates:
-            lines.append(f"no dropout: steps run in evaluation mode; {', '.join(rates)} has no effect")
-        is_plain = data.format is RowFormat.TEXT and names_model_loss(options.objective) and not options.rows.names_columns
+            lines.append(
+                f"no dropout: steps run in evaluation mode; {', '.join(rates)} has no effect"
+            )
+        is_plain = (
+            data.format is RowFormat.TEXT
+            and names_model_loss(options.objective)
+            and not options.rows.names_columns
+        )
         others = [column for column in data.columns if column != "text"]
         if is_plain and "text" in data.columns and others:  # nobody has named the columns
-            listed = ", ".join(others[:_MOST_COLUMNS]) + (", ..." if len(others) > _MOST_COLUMNS else "")
+            listed = ", ".join(others[:_MOST_COLUMNS]) + (
+                ", ..." if len(others) > _MOST_COLUMNS else ""
+            )
             more = "--prompt-template and --columns, or zo2 init, use more"
             lines.append(f"trained on: the column text; not used: {listed}. {more}")
         lines += length_notices(data)
         if options.eval_split is not None and evaluation is not None:
-            lines.append(f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of trained on")
+            lines.append(
+                f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of "
+                "trained on"
+            )
         elif evaluation is not None:
             lines += [f"evaluation: {line}" for line in length_notices(evaluation)]
         if batch_size > rows:
             lines.append(
-                f"the data has {counted(rows, 'row')}: a batch of {batch_size} contains the same ones more than once"
+                f"the data has {counted(rows, 'row')}: a batch of {batch_size} contains the same "
+                "ones more than once"
             )
         return lines
 
 
-def _settled_alike(options: TrainOptions, workers: Workers | None, directory: Path) -> tuple[HFBlockModel, TrainOptions]:
+def _settled_alike(
+    options: TrainOptions, workers: Workers | None, directory: Path
+) -> tuple[HFBlockModel, TrainOptions]:
     """Open the model, with the first worker's choices of what depends on the machine."""
     if workers is not None and workers.rank > 0:
         [dtype, loss_chunk, start], *_ = workers.all_gather(None)
@@ -217,7 +269,9 @@ def _settled_alike(options: TrainOptions, workers: Workers | None, directory: Pa
     model = options.opened(directory)
     options = options.settled(model)
     if workers is not None and workers.rank == 0:
-        workers.all_gather([options.model_options.dtype, options.batching.loss_chunk, options.rows.rendered_at])
+        workers.all_gather(
+            [options.model_options.dtype, options.batching.loss_chunk, options.rows.rendered_at]
+        )
     return model, options
 
 
@@ -230,17 +284,27 @@ def length_notices(rows: Rows) -> list[str]:
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     if any(spec.frozen for spec in specs):
-        precision = "exact" if model.autocast is None else f"mixed, computed in {dtype_name(model.autocast)}"
+        precision = (
+            "exact"
+            if model.autocast is None
+            else f"mixed, computed in {dtype_name(model.autocast)}"
+        )
         line = f"precision: {precision}; an adapter in float32 on weights that are only read"
         layers = (re.search(r"(\w+)(\.base_layer)*\.lora_A\.", spec.name) for spec in specs)
         names = dict.fromkeys(found[1] for found in layers if found is not None)
         return f"{line}: LoRA of {', '.join(names)}" if names else line
     stored = specs[0].dtype
     if model.autocast is not None:
-        return f"precision: mixed, weights in {dtype_name(stored)}, computed in {dtype_name(model.autocast)}"
+        return (
+            f"precision: mixed, weights in {dtype_name(stored)}, computed in "
+            f"{dtype_name(model.autocast)}"
+        )
     line = f"precision: exact, all in {dtype_name(stored)}"
     if options.optimization.rank is not None:
-        line = f"precision: exact, computed in {dtype_name(stored)}; weights are only read, updates add up in float32"
+        line = (
+            f"precision: exact, computed in {dtype_name(stored)}; weights are only read, updates "
+            "add up in float32"
+        )
     elif stored in (torch.float16, torch.bfloat16):
         line += "; small updates are rounded away, which --precision mixed avoids"
     if stored is torch.float16 and options.storage.device == "cpu":

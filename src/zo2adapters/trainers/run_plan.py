@@ -1,4 +1,6 @@
-"""The plan of a run: memory by part, disk, bytes and seconds per step, from headers and quick probes."""
+"""The plan of a run: memory by part, disk, bytes and seconds per step, from headers and quick
+probes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers import probes
-from zo2adapters.trainers.methods import GradientRun, ZerothOrderRun, base_model, interval, method_of, require_shareable
+from zo2adapters.trainers.methods import (
+    GradientRun,
+    ZerothOrderRun,
+    base_model,
+    interval,
+    method_of,
+    require_shareable,
+)
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
@@ -41,22 +50,28 @@ from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activations import IN_TRANSIT, streams_on_device
 from zo2core.types import shown_bytes
 
-# Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
-# second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.
+# Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation;
+# both perturb for the second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this
+# share of a replay in addition.
 _PERTURBING_SHARE = 0.25
 
 _NEGLIGIBLE_BYTES = 1e6  # that a run writes of its weights
-BUS = 25 * 10**9  # bytes a second between host and GPU, in each direction at the same time; assumed, not measured
+# bytes a second between host and GPU, in each direction at the same time; assumed, not measured
+BUS = 25 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """What a step transfers between host and GPU. Its compute overlaps with this, and is not predicted."""
+    """What a step transfers between host and GPU.
+
+    Its compute overlaps with this, and is not predicted.
+    """
 
     blocks: int  # number of the model's blocks
     moved_bytes: int  # weights uploaded per step
     returned_bytes: int  # weights transferred back per step
-    waiting_bytes: int  # activations offloaded to host memory, which are transferred each way at every segment
+    # activations offloaded to host memory, which are transferred each way at every segment
+    waiting_bytes: int
     transfer_seconds: float
 
 
@@ -70,7 +85,9 @@ class Together:
     seconds_a_run: float  # of compute that one run more adds to a step of all runs
     decoding_seconds: float  # that a step of all runs takes to decode blocks, once for all
     seconds_apart: float  # of a step of each, one run after the other
-    free_runs: int  # runs whose compute takes no longer than the reads; 0: compute is the limit from the first run on
+    # runs whose compute takes no longer than the reads; 0: compute is the limit from the first run
+    # on
+    free_runs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +100,14 @@ class RunPlan:
     steps: int = 0  # steps of the run
     evaluations: int = 0  # evaluations of the run, each on all evaluation rows
     read_bytes: int  # bytes read per step
-    written_bytes: float  # bytes written per step, on average over many steps; on a GPU the most that it may be
-    write_back_every: int | None = None  # steps between two writes of a block; None: no block is written back
+    # bytes written per step, on average over many steps; on a GPU the most that it may be
+    written_bytes: float
+    # steps between two writes of a block; None: no block is written back
+    write_back_every: int | None = None
     scratch_bytes: int = 0  # size of the scratch file once all blocks are written back
     spilled_bytes: int = 0  # size of the temporary file for inputs of blocks
-    snapshot_bytes: int = 0  # size of a snapshot of what is trained and the optimizer; 0: nothing of the kind is written
+    # size of a snapshot of what is trained and the optimizer; 0: nothing of the kind is written
+    snapshot_bytes: int = 0
     forward_seconds: float = 0.0  # seconds of a step's forward passes
     update_seconds: float = 0.0  # seconds of a step's noise and arithmetic
     disk_seconds: float = 0.0  # seconds of a step's reads and writes, which overlap the other two
@@ -100,7 +120,9 @@ class RunPlan:
         """Expected seconds per step, of all runs together."""
         compute = self.forward_seconds + self.update_seconds
         if self.together is not None:
-            compute = self.together.decoding_seconds + self.together.runs * self.together.seconds_a_run
+            compute = (
+                self.together.decoding_seconds + self.together.runs * self.together.seconds_a_run
+            )
         return max(compute, self.disk_seconds)
 
     @property
@@ -114,14 +136,23 @@ class RunPlan:
 
     def to_json(self) -> str:
         """The plan as JSON, with total bytes and seconds."""
-        values = {**asdict(self), "nbytes": self.host_plan.nbytes, "terabytes_per_1000_steps": self.written(1000) / 1e12}
+        values = {
+            **asdict(self),
+            "nbytes": self.host_plan.nbytes,
+            "terabytes_per_1000_steps": self.written(1000) / 1e12,
+        }
         values |= {"seconds": self.seconds, "run_seconds": self.run_seconds}
         if self.transfers is not None:
             values |= {name: None for name in values if name.endswith("seconds")}
-        return json.dumps({**values, **(values.pop("transfers") or {}), **(values.pop("together") or {})})
+        return json.dumps(
+            {**values, **(values.pop("transfers") or {}), **(values.pop("together") or {})}
+        )
 
     def written(self, steps: int) -> float:
-        """Bytes that so many steps write. The first and the last step have a snapshot, however few steps there are."""
+        """Bytes that so many steps write.
+
+        The first and the last step have a snapshot, however few steps there are.
+        """
         return max(self.written_bytes * steps, self.snapshot_bytes * min(steps, 2))
 
     def disk_writes(self) -> str:
@@ -134,7 +165,9 @@ class RunPlan:
         if self.snapshot_bytes:
             writes = f"{writes}, in snapshots of {shown_bytes(self.snapshot_bytes)} each"
         if self.spilled_bytes:
-            writes = f"{writes}, those of a temporary file of {shown_bytes(self.spilled_bytes)} included"
+            writes = (
+                f"{writes}, those of a temporary file of {shown_bytes(self.spilled_bytes)} included"
+            )
         return f"Disk writes: {writes}."
 
     def summary(self) -> list[str]:
@@ -142,10 +175,19 @@ class RunPlan:
         host, device, each = self.host_plan, self.device_plan, f"{duration(self.seconds)} a step"
         streamed = f"blocks are streamed from disk, {host.buckets} at a time"
         where = "all blocks stay in memory" if host.buckets is None else streamed
-        memory = f"Memory: it fits, with {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}; {where}."
+        memory = (
+            f"Memory: it fits, with {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}; "
+            f"{where}."
+        )
         if self.together is not None:
-            memory, each = f"{memory} {self.together.most_runs} runs fit at most.", f"{each} of all runs"
-        lines, time = [memory], f"about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}"
+            memory, each = (
+                f"{memory} {self.together.most_runs} runs fit at most.",
+                f"{each} of all runs",
+            )
+        lines, time = (
+            [memory],
+            f"about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}",
+        )
         if device is not None and self.transfers is not None:
             used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}"
             kept = f"{device.kept} of {self.transfers.blocks} blocks stay there"
@@ -158,7 +200,12 @@ class RunPlan:
         """The plan as a table."""
         buckets, all_steps = self.host_plan.buckets, counted(self.steps, "step")
         rows: list[tuple[str, object]] = [
-            ("blocks", "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"),
+            (
+                "blocks",
+                "all in memory"
+                if buckets is None
+                else f"streamed from disk through {buckets} buckets",
+            ),
             ("read per step", shown_bytes(self.read_bytes)),
             ("written per 1,000 steps", shown_bytes(self.written(1000))),
         ]
@@ -168,30 +215,63 @@ class RunPlan:
                 ("blocks kept on the device", f"{self.device_plan.kept} of {moved.blocks}"),
                 ("uploaded per step", shown_bytes(moved.moved_bytes)),
                 ("transferred back per step", shown_bytes(moved.returned_bytes)),
-                ("offloaded activations", f"{shown_bytes(moved.waiting_bytes)}, transferred at every block"),
-                ("transfers", f"{duration(moved.transfer_seconds)}, at {shown_bytes(BUS)}/s each way (assumed)"),
+                (
+                    "offloaded activations",
+                    f"{shown_bytes(moved.waiting_bytes)}, transferred at every block",
+                ),
+                (
+                    "transfers",
+                    f"{duration(moved.transfer_seconds)}, at {shown_bytes(BUS)}/s each way "
+                    "(assumed)",
+                ),
                 ("compute, overlapped", "not predicted"),
             ]
         else:
             rows += [
-                ("written back", "never" if self.write_back_every is None else f"every {self.write_back_every} steps"),
+                (
+                    "written back",
+                    "never"
+                    if self.write_back_every is None
+                    else f"every {self.write_back_every} steps",
+                ),
                 ("scratch file, at most", shown_bytes(self.scratch_bytes)),
-                ("temporary file of inputs", shown_bytes(self.spilled_bytes) if self.spilled_bytes else None),
+                (
+                    "temporary file of inputs",
+                    shown_bytes(self.spilled_bytes) if self.spilled_bytes else None,
+                ),
                 ("snapshot", shown_bytes(self.snapshot_bytes) if self.snapshot_bytes else None),
                 ("forward passes", duration(self.forward_seconds)),
                 ("noise and arithmetic", duration(self.update_seconds)),
                 ("disk, overlapped", duration(self.disk_seconds)),
             ]
             if (runs := self.together) is not None:
-                limit = f"the disk up to {runs.free_runs} runs, then compute" if runs.free_runs else "compute"
-                more = f"{shown_bytes(runs.memory_a_run)}, and {duration(runs.seconds_a_run)} of compute a step"
-                rows += [("one run more takes", more), ("runs that fit", runs.most_runs), ("limited by", limit)]
-                rows.append(("one run after the other", f"{duration(runs.seconds_apart)} a step of all"))
+                limit = (
+                    f"the disk up to {runs.free_runs} runs, then compute"
+                    if runs.free_runs
+                    else "compute"
+                )
+                more = (
+                    f"{shown_bytes(runs.memory_a_run)}, and {duration(runs.seconds_a_run)} of "
+                    "compute a step"
+                )
+                rows += [
+                    ("one run more takes", more),
+                    ("runs that fit", runs.most_runs),
+                    ("limited by", limit),
+                ]
+                rows.append(
+                    ("one run after the other", f"{duration(runs.seconds_apart)} a step of all")
+                )
             rows.append(("expected per step", duration(self.seconds)))
             if self.evaluations:
                 rows.append(("expected per evaluation", duration(self.evaluation_seconds)))
                 all_steps = f"{all_steps}, {counted(self.evaluations, 'evaluation')}"
-            rows.append(("expected in total", f"{duration(self.run_seconds)} ({all_steps})" if self.steps else None))
+            rows.append(
+                (
+                    "expected in total",
+                    f"{duration(self.run_seconds)} ({all_steps})" if self.steps else None,
+                )
+            )
         device = [] if self.device_plan is None else ["", "device memory", self.device_plan.table()]
         lines = [f"{name:26s} {value}" for name, value in rows if value is not None]
         return "\n".join(["host memory", self.host_plan.table(), *device, "", *lines])
@@ -207,27 +287,40 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def plan_run(options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, runs: int | None = None) -> RunPlan:
-    """Plan a run on the CPU or on a GPU, which need not be in this machine. Nothing is loaded; probes take a few seconds."""
+def plan_run(
+    options: TrainOptions, model: HFBlockModel, shapes: RowShapes, *, runs: int | None = None
+) -> RunPlan:
+    """Plan a run on the CPU or on a GPU, which need not be in this machine.
+
+    Nothing is loaded; probes take a few seconds.
+    """
     method = method_of(options)
     options, storage = method.options, method.options.storage
     on_device, speeds = storage.device != "cpu", MeasuredSpeeds(model.weights)
     if on_device and (method.has_gradient or runs is not None):
-        expected = "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
+        expected = (
+            "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
+        )
         raise OptionError("device_memory", storage.device_memory, expected, "leave it out")
     if runs is not None:
         require_whole("runs", runs, 1, MOST_RUNS)
         require_shareable(options)
     if on_device:
         parse_size(storage.device_memory, option="device_memory")
-    request = method.request(model, method.reserved_bytes(model, shapes.longest), rows=shapes.longest.rows)
+    request = method.request(
+        model, method.reserved_bytes(model, shapes.longest), rows=shapes.longest.rows
+    )
     if isinstance(method, ZerothOrderRun):
         require_perturbation(request.perturbation, model, method.estimator, request.noise)
     spec = plan(request, Machine(in_place=not on_device, on_host=not on_device), speeds)
     forecast = _Forecast(options, model, shapes, request, spec, speeds)
     if on_device:
         return forecast.on_device()
-    planned = forecast.of_gradients(method) if isinstance(method, GradientRun) else forecast.of_zeroth_order()
+    planned = (
+        forecast.of_gradients(method)
+        if isinstance(method, GradientRun)
+        else forecast.of_zeroth_order()
+    )
     nbytes, evaluations = sum(layout.nbytes for layout in spec.layouts), options.evaluations_from(0)
     planned = replace(planned, model_bytes=nbytes, steps=options.steps, evaluations=evaluations)
     if not evaluations:
@@ -247,8 +340,14 @@ class _Forecast(NamedTuple):
 
     def of_zeroth_order(self) -> RunPlan:
         """The plan of zeroth-order steps on the CPU."""
-        request, speeds, layouts, every = self.request, self.speeds, self.spec.layouts, self.spec.write_back_every
-        write_back, generated = request.write_back, self.options.rewards.new_tokens or 1  # a sweep for each token
+        request, speeds, layouts, every = (
+            self.request,
+            self.speeds,
+            self.spec.layouts,
+            self.spec.write_back_every,
+        )
+        # a sweep for each token
+        write_back, generated = request.write_back, self.options.rewards.new_tokens or 1
         assert write_back is not None, "a run on the CPU may write blocks back"
         host_plan = with_kept_memory(self.spec.host_plan, request.memory.activation_bytes)
         read, write_seconds, lag = streamed_bytes(layouts, host_plan.buckets) * generated, 0.0, 0.0
@@ -258,7 +357,9 @@ class _Forecast(NamedTuple):
             written, lag = 1e9 * terabytes_written(layouts, every), 1.0
             if host_plan.buckets is not None and every is not None:
                 lag = (every + 1) / 2
-                write_seconds = written / speeds.writing(Path(write_back.directory)) if written else 0.0
+                write_seconds = (
+                    written / speeds.writing(Path(write_back.directory)) if written else 0.0
+                )
         replay = speeds.replay(request.noise, layouts, in_place=request.perturb_in_place)
         beside = replay * self.options.optimization.queries * lag + probes.decoding_seconds(layouts)
         return RunPlan(
@@ -274,9 +375,21 @@ class _Forecast(NamedTuple):
         )
 
     def of_gradients(self, method: GradientRun) -> RunPlan:
-        """The plan of first-order steps on the CPU; memory that is left over is filled with inputs and graphs of blocks."""
-        options, model, shapes, spec, update = self.options, self.model, self.shapes, self.spec, method.update
-        layouts, activations, turn = spec.layouts, self.request.memory.activation_bytes, update and update.turn
+        """The plan of first-order steps on the CPU; memory that is left over is filled with inputs
+        and graphs of blocks.
+        """
+        options, model, shapes, spec, update = (
+            self.options,
+            self.model,
+            self.shapes,
+            self.spec,
+            method.update,
+        )
+        layouts, activations, turn = (
+            spec.layouts,
+            self.request.memory.activation_bytes,
+            update and update.turn,
+        )
         micro_rows = options.batching.micro_batch_size
         measures = update is not None and options.first_order.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
@@ -290,17 +403,30 @@ class _Forecast(NamedTuple):
 
         sweeps, moving = 2 if measures else 1, host_plan.buckets
         forward = probes.measured_forward_seconds(model, shapes.step, running=micro_rows)
-        forward *= sweeps * (probes.measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks)
+        forward *= sweeps * (
+            probes.measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks
+        )
         if moving is not None and turn is not None:
             moving -= 1  # that of the block whose turn it is
-        read, evaluated = sweeps * 2 * streamed_bytes(layouts, moving), streamed_bytes(layouts, moving)
+        read, evaluated = (
+            sweeps * 2 * streamed_bytes(layouts, moving),
+            streamed_bytes(layouts, moving),
+        )
         if moving is not None and method.commit_every is not None and turn is None:
             read = read_bytes(layouts, moving, method.commit_every, measures=measures)
             evaluated = streamed_bytes(model.layouts, moving)
-        spilled, decoding, disk = unplaced - inputs, probes.decoding_seconds(layouts), options.output
+        spilled, decoding, disk = (
+            unplaced - inputs,
+            probes.decoding_seconds(layouts),
+            options.output,
+        )
         spill = sweeps * spilled  # bytes of inputs that have no room
-        spill_seconds = self._read_seconds(spill) + (spill / self.speeds.writing(disk) if spill else 0.0)
-        arithmetic = 2 * decoding if update is None else probes.measured_update_seconds(model, update)
+        spill_seconds = self._read_seconds(spill) + (
+            spill / self.speeds.writing(disk) if spill else 0.0
+        )
+        arithmetic = (
+            2 * decoding if update is None else probes.measured_update_seconds(model, update)
+        )
         scratch, snapshot = 0, 0
         if method.streams:
             scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
@@ -308,7 +434,11 @@ class _Forecast(NamedTuple):
         else:
             snapshot, limit = method.snapshot_size(model), options.storage.write_limit_tb
             seconds = max(forward + arithmetic, self._read_seconds(read))
-            written = snapshot * seconds / interval(snapshot / self.speeds.writing(disk) + snapshot / probes.hashing_speed())
+            written = (
+                snapshot
+                * seconds
+                / interval(snapshot / self.speeds.writing(disk) + snapshot / probes.hashing_speed())
+            )
             written = written if limit is None else min(written, 1e9 * limit)
         return RunPlan(
             host_plan=host_plan,
@@ -328,13 +458,20 @@ class _Forecast(NamedTuple):
         device_plan, low_bit, layouts = self.spec.device_plan, self.spec.low_bit, self.spec.layouts
         assert device_plan is not None, "a device with memory of its own has a plan"
         blocks = [layout for layout in layouts if not layout.resident]
-        uploads = sum((layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks)
+        uploads = sum(
+            (layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks
+        )
         moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
         limit, perturbation = self.options.storage.write_limit_tb, self.request.perturbation
-        returned, written = 0, kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9)
+        returned, written = (
+            0,
+            kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9),
+        )
         if not isinstance(perturbation, LowRankPerturbation):  # otherwise weights are only read
             returned = moved if low_bit in (None, "device") else 0
-            written = 1e9 * terabytes_written(layouts, 1 if limit is None else interval_within(layouts, limit))
+            written = 1e9 * terabytes_written(
+                layouts, 1 if limit is None else interval_within(layouts, limit)
+            )
         waiting = self._waiting_bytes(device_plan.activation_bytes)
         return RunPlan(
             host_plan=self.spec.host_plan,
@@ -357,18 +494,25 @@ class _Forecast(NamedTuple):
         least = request.with_least_activations(in_place=True).memory.activation_bytes
         has_gradient = options.first_order.method is not None
         graph = probes.measured_graph_bytes(self.model, self.shapes.step)[0] if has_gradient else 0
-        speeds, on_disk = MeasuredSpeeds(base.weights), laid_out_as_on_disk(base.layouts, base.weights)
+        speeds, on_disk = (
+            MeasuredSpeeds(base.weights),
+            laid_out_as_on_disk(base.layouts, base.weights),
+        )
         blocks = sum(not layout.resident for layout in base.layouts)
 
         def planned(count: int) -> HostPlan:
-            asked = RunRequest.of_base(base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count)
+            asked = RunRequest.of_base(
+                base.layouts, on_disk, MemoryPolicy(host=options.storage.memory), [request] * count
+            )
             host_plan = plan(asked, Machine(), speeds).host_plan
             if not graph:
                 return host_plan
             kept = min(max(host_plan.spare, 0) // count // graph, blocks)
             # One run at a time computes, so that graphs have the others' room for computing.
             beyond = max(count * kept * graph - (count - 1) * least, 0)
-            graphs = MemoryPart(f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond)
+            graphs = MemoryPart(
+                f"graphs of {kept} of {blocks} blocks of each run, beyond what is reserved", beyond
+            )
             return replace(host_plan, parts=(*host_plan.parts, graphs))
 
         most = _most(planned)
@@ -377,38 +521,61 @@ class _Forecast(NamedTuple):
         except MemoryBudgetError as error:
             found = f"{error.found} for {runs} runs, of which {most} fit"
             raise MemoryBudgetError("runs", found, error.expected, error.remedy) from error
-        passes, layouts = 2 if has_gradient else 1, base.layouts if host_plan.buckets is None else on_disk
+        passes, layouts = (
+            2 if has_gradient else 1,
+            base.layouts if host_plan.buckets is None else on_disk,
+        )
         read = passes * streamed_bytes(layouts, host_plan.buckets)
-        disk, decoding = read / speeds.reading(layouts) if read else 0.0, passes * probes.decoding_seconds(base.layouts)
+        disk, decoding = (
+            read / speeds.reading(layouts) if read else 0.0,
+            passes * probes.decoding_seconds(base.layouts),
+        )
         own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
         together = Together(
             runs=runs,
             most_runs=most,
-            memory_a_run=request.memory.activation_bytes + request.factor_bytes + request.trained_bytes,
+            memory_a_run=request.memory.activation_bytes
+            + request.factor_bytes
+            + request.trained_bytes,
             seconds_a_run=own,
             decoding_seconds=decoding,
             seconds_apart=runs * run.seconds,
-            free_runs=MOST_RUNS if own == 0.0 else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
+            free_runs=MOST_RUNS
+            if own == 0.0
+            else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
         )
-        return replace(run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together)
+        return replace(
+            run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together
+        )
 
     def _read_seconds(self, nbytes: float) -> float:
         return nbytes / self.speeds.reading(self.spec.layouts) if nbytes else 0.0
 
     def _update_seconds(self, lag: float) -> float:
         """Seconds of a step's noise and arithmetic."""
-        noise, layouts, optimization = self.request.noise, self.spec.layouts, self.options.optimization
+        noise, layouts, optimization = (
+            self.request.noise,
+            self.spec.layouts,
+            self.options.optimization,
+        )
         forwards, queries, rank = optimization.evaluations, optimization.queries, optimization.rank
         replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
-        if rank is not None:  # weights are only read; factors are drawn for the evaluations and again for the update
+        if rank is not None:
+            # weights are only read; factors are drawn for the evaluations and again for the update
             specs = [spec for layout in layouts for spec in layout.parameters]
-            numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
+            numbers = sum(
+                spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs
+            )
             share = numbers / sum(spec.numel for spec in specs)
             return replay * share * (forwards + queries) + probes.decoding_seconds(layouts)
         if isinstance(noise, CounterNoise):
             first, other = evaluation_seconds(noise, layouts)
             return replay * (queries * lag - 1) + first + other * (forwards - 1)
-        return replay * queries * (lag + (_PERTURBING_SHARE if self.spec.host_plan.keep_noise else 1.0))
+        return (
+            replay
+            * queries
+            * (lag + (_PERTURBING_SHARE if self.spec.host_plan.keep_noise else 1.0))
+        )
 
     def _forward_seconds(self) -> float:
         """Seconds of a step's forwards. Forwards that run as one batch read the weights once.
@@ -420,32 +587,49 @@ class _Forecast(NamedTuple):
         stacked, new_tokens = optimization.stacked, options.rewards.new_tokens
         if new_tokens is not None:
             count = shape.rows * stacked
-            seconds = probes.measured_forward_seconds(model, BatchShape(count, shape.tokens, count), all_logits=False)
-            seconds += (new_tokens - 1) * probes.measured_forward_seconds(model, BatchShape(count, 1, count))
+            seconds = probes.measured_forward_seconds(
+                model, BatchShape(count, shape.tokens, count), all_logits=False
+            )
+            seconds += (new_tokens - 1) * probes.measured_forward_seconds(
+                model, BatchShape(count, 1, count)
+            )
         else:
             stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
             running = None if micro_rows is None else micro_rows * stacked
-            if optimization.per_row and optimization.rank is None:  # each direction runs on its rows alone
+            if optimization.per_row and optimization.rank is None:
+                # each direction runs on its rows alone
                 running = optimization.loss_rows(shape.rows)
             seconds = probes.measured_forward_seconds(model, stack, running=running)
         return optimization.evaluations / stacked * seconds
 
     def _evaluation_seconds(self, sweep_seconds: float, read_seconds: float) -> float:
-        """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations."""
+        """Expected seconds of one evaluation.
+
+        As many batches share a sweep as fit in the memory for activations.
+        """
         model, shape, batches = self.model, self.shapes.evaluation, self.shapes.evaluation_batches
         if shape is None:
             return 0.0
-        tokens, running = math.ceil(shape.tokens), min(shape.rows, self.options.batching.micro_batch_size or shape.rows)
+        tokens, running = (
+            math.ceil(shape.tokens),
+            min(shape.rows, self.options.batching.micro_batch_size or shape.rows),
+        )
         held = expected_held_bytes(model.config, running, tokens) * -(-shape.rows // running)
         left = self.request.memory.activation_bytes
         left -= forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
         sweeps = -(-batches // max(1, left // held))
-        forward = probes.measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
+        forward = probes.measured_forward_seconds(
+            model, shape, running=self.options.batching.micro_batch_size
+        )
         return max(batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
 
     def _waiting_bytes(self, activation_bytes: int) -> int:
         """Bytes of activations between two segments that do not fit in device memory."""
-        config, optimization, longest = self.model.config, self.options.optimization, self.shapes.longest
+        config, optimization, longest = (
+            self.model.config,
+            self.options.optimization,
+            self.shapes.longest,
+        )
         stacked, rows, tokens = optimization.stacked, longest.rows, round(longest.tokens)
         running = min(rows, self.options.batching.micro_batch_size or rows)
         held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
@@ -474,7 +658,9 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     return plan_run(inputs.options, inputs.model, inputs.shapes())
 
 
-def plan_of_options(options: TrainOptions, *, has_rows: bool, resume: bool = False, runs: int | None = None) -> RunPlan:
+def plan_of_options(
+    options: TrainOptions, *, has_rows: bool, resume: bool = False, runs: int | None = None
+) -> RunPlan:
     """The plan of a run that is not to begin."""
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
@@ -500,14 +686,18 @@ def planned(inputs: RunInputs) -> RunPlan | None:
         probes.release_probe(inputs.model)
 
 
-def told_line(options: TrainOptions, model: HFBlockModel, plan: RunPlan, *, trial_steps: int = 0) -> str:
+def told_line(
+    options: TrainOptions, model: HFBlockModel, plan: RunPlan, *, trial_steps: int = 0
+) -> str:
     """A line about a run: method, steps and time, memory and what it writes. See ``first_line``."""
     memory = method_of(options).storage(model, plan.host_plan, None, plan.write_back_every)
     return f"{first_line(options, plan, trial_steps=trial_steps)} {memory}"
 
 
 def first_line(options: RunOptions, plan: RunPlan, *, trial_steps: int = 0) -> str:
-    """Method, steps and time of a run, with those of the trials that choose its learning rate if they are given."""
+    """Method, steps and time of a run, with those of the trials that choose its learning rate if
+    they are given.
+    """
     evaluations = f", {counted(plan.evaluations, 'evaluation')}" if plan.evaluations else ""
     if not trial_steps:
         return f"{method_words(options)}{evaluations}, about {duration(plan.run_seconds)}."
@@ -520,6 +710,19 @@ def method_words(options: RunOptions) -> str:
     """The method, what it trains, and its steps."""
     model, method = options.model_options, options.first_order.method
     adapter = model.adapter_name
-    trained = "all parameters" if adapter is None else f"the adapter {adapter}" if model.adapter else adapter
-    steps = f"Zeroth-order steps train {trained}" if method is None else f"{OPTIMIZERS[method].title} trains {trained}"
-    return f"{steps}: {counted(options.steps, 'step')} of {counted(options.batching.batch_size, 'row')}"
+    trained = (
+        "all parameters"
+        if adapter is None
+        else f"the adapter {adapter}"
+        if model.adapter
+        else adapter
+    )
+    steps = (
+        f"Zeroth-order steps train {trained}"
+        if method is None
+        else f"{OPTIMIZERS[method].title} trains {trained}"
+    )
+    return (
+        f"{steps}: {counted(options.steps, 'step')} of "
+        f"{counted(options.batching.batch_size, 'row')}"
+    )

@@ -1,4 +1,6 @@
-"""Fine-tune a checkpoint on a JSONL file: the main job, as a library call and behind ``zo2 train``."""
+"""Fine-tune a checkpoint on a JSONL file: the main job, as a library call and behind ``zo2
+train``.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,51 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
 from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
-from zo2adapters.trainers.metrics import LiveMetrics, StepBar, best_line, best_step, export_bar, sweep_bars, verified_base
+from zo2adapters.trainers.metrics import (
+    LiveMetrics,
+    StepBar,
+    best_line,
+    best_step,
+    export_bar,
+    sweep_bars,
+    verified_base,
+)
 from zo2adapters.trainers.model_card import files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
-from zo2adapters.trainers.process import device_kinds, is_first, peak_memory, require_same_steps, with_kept_memory
-from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory, provenance, read_samples, require_same_files
+from zo2adapters.trainers.process import (
+    device_kinds,
+    is_first,
+    peak_memory,
+    require_same_steps,
+    with_kept_memory,
+)
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    RunDirectory,
+    provenance,
+    read_samples,
+    require_same_files,
+)
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
-from zo2core.errors import CheckpointError, JournalError, NonFiniteLossError, OptionError, OutputError, ScratchError
+from zo2core.errors import (
+    CheckpointError,
+    JournalError,
+    NonFiniteLossError,
+    OptionError,
+    OutputError,
+    ScratchError,
+)
 from zo2core.ranges import counted, require_whole
 from zo2core.types import shown_bytes
 
-_TAKEN = ", the steps that the run has already taken; zo2 export with --at writes the model of an earlier one"
-_RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # errors of a disk, after whose repair runs resume
+_TAKEN = (
+    ", the steps that the run has already taken; zo2 export with --at writes the model of an "
+    "earlier one"
+)
+# errors of a disk, after whose repair runs resume
+_RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)
 
 _MEASURED = 3  # steps after which a plan is compared with what they took
 _WRONG_TIME, _WRONG_MEMORY = 1.3, 1.1  # factors from which on a plan is corrected
@@ -55,7 +88,8 @@ class Trainer:
         shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
-        self._method = method_of(options, shared, workers)  # checks the options that depend on neither model nor data
+        # checks the options that depend on neither model nor data
+        self._method = method_of(options, shared, workers)
         self._quiet, self._workers, self._label = quiet, workers, label
         execution = Execution() if execution is None else execution
         self._run = run = RunDirectory(options.output, resume=resume)
@@ -74,7 +108,9 @@ class Trainer:
             on_error.callback(self._task.close)
             self._activations, _ = memory = self._reserved_bytes(inputs)
             run.begin(inputs)
-            self._task.prepare(partial(self._method.open, model, self._activations), self._remaining_rows)
+            self._task.prepare(
+                partial(self._method.open, model, self._activations), self._remaining_rows
+            )
             devices = device_kinds(options.storage.device, workers)
             decides = provenance(inputs, devices=devices, task=self._task.provenance)
             self.plan = planned(inputs) if plans else None
@@ -94,11 +130,24 @@ class Trainer:
             on_error.pop_all()
 
     def _make_task(self, inputs: RunInputs, *, evaluates: bool) -> None:
-        """Make the task of the run, the function that evaluates it, and the prompts that are answered, if there are any."""
-        options, model, data, evaluation = self.options, inputs.model, inputs.data, inputs.evaluation
+        """Make the task of the run, the function that evaluates it, and the prompts that are
+        answered, if there are any.
+        """
+        options, model, data, evaluation = (
+            self.options,
+            inputs.model,
+            inputs.data,
+            inputs.evaluation,
+        )
         given: Any = {name: getattr(options, name) for name in ("objective", "beta", "seed")}
-        given |= {name: getattr(options.batching, name) for name in ("batch_size", "micro_batch_size", "pack")}
-        given |= {"per_row": options.optimization.per_row, "differentiates": self._method.has_gradient}
+        given |= {
+            name: getattr(options.batching, name)
+            for name in ("batch_size", "micro_batch_size", "pack")
+        }
+        given |= {
+            "per_row": options.optimization.per_row,
+            "differentiates": self._method.has_gradient,
+        }
         given["rewards"] = options.rewards if options.rewards.reward else None
         task_options = TaskOptions(pad=inputs.pad, tokenizer=inputs.tokenizer, **given)
         self._task = make_task(model, data, task_options)
@@ -108,7 +157,9 @@ class Trainer:
         self._samples = Samples(inputs) if options.samples else None
 
     def _reserved_bytes(self, inputs: RunInputs) -> StepMemory:
-        """Memory for activations, those of generated answers included, and the least of it that a device needs."""
+        """Memory for activations, those of generated answers included, and the least of it that a
+        device needs.
+        """
         options, memory = self.options, self._method.reserved_bytes(inputs.model, inputs.largest)
         if options.storage.activation_memory is not None:
             return memory
@@ -125,13 +176,17 @@ class Trainer:
     def first_lines(self) -> list[str]:
         """Lines to print before the run: method, time, memory and disk in the first one."""
         engine = self.engine
-        memory = self._method.storage(self._model, self._told_plan, engine.device_plan, engine.write_back_every)
+        memory = self._method.storage(
+            self._model, self._told_plan, engine.device_plan, engine.write_back_every
+        )
         line = memory if self.plan is None else f"{first_line(self.options, self.plan)} {memory}"
         return [line, *self.notices()]
 
     @property
     def _told_plan(self) -> HostPlan:
-        """The plan of host memory, with the graphs that a first-order step keeps in spare memory."""
+        """The plan of host memory, with the graphs that a first-order step keeps in spare
+        memory.
+        """
         is_same = self.plan is not None and self.plan.host_plan.buckets == self.host_plan.buckets
         return self.plan.host_plan if self.plan is not None and is_same else self.host_plan
 
@@ -148,11 +203,14 @@ class Trainer:
         """Take the remaining steps, with their evaluations."""
         try:
             self._take_steps()
-        except Exception as error:  # whatever ends the steps: nothing half-done stays, and the error is raised again
+        except Exception as error:
+            # whatever ends the steps: nothing half-done stays, and the error is raised again
             try:
                 if isinstance(error, NonFiniteLossError):
                     require_finite_base(self._model, self.options.model)
-            finally:  # the directory of a run that has not started is removed, unless the run can be resumed
+            finally:
+                # the directory of a run that has not started is removed, unless the run can be
+                # resumed
                 if not (self.engine.version or isinstance(error, _RESUMABLE)):
                     self.engine.close()
                     self._run.abandon()
@@ -175,7 +233,8 @@ class Trainer:
         options, engine = self.options, self.engine
         batches = self._inputs.batches(engine.version)
         evaluated = {*engine.journal.evaluations}
-        if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
+        if self._workers is not None:
+            # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         tracker = options.report_to if is_first(self._workers) else "none"
@@ -183,7 +242,13 @@ class Trainer:
         with (
             self._run.metrics(engine.journal) as file,
             closing(LiveMetrics(tracker, options.output, file, options.to_json())) as metrics,
-            StepBar(self._label, options.steps, initial=engine.version, evaluations=left, quiet=self._quiet) as bar,
+            StepBar(
+                self._label,
+                options.steps,
+                initial=engine.version,
+                evaluations=left,
+                quiet=self._quiet,
+            ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._method.shared is not None),
         ):
             snapshots, seconds = self._method.snapshot_bytes(engine), list[float]()
@@ -204,7 +269,9 @@ class Trainer:
                 written, snapshots = snapshots, self._method.snapshot_bytes(engine)
                 measured = {**self._task.measured, "snapshot_bytes": snapshots - written}
                 is_known = result.step < recorded
-                record = metrics.step(engine.journal.steps[result.step], result, batch, measured, is_known=is_known)
+                record = metrics.step(
+                    engine.journal.steps[result.step], result, batch, measured, is_known=is_known
+                )
                 seconds.append(record["seconds"])
                 if len(seconds) == _MEASURED and (correction := self._correction(seconds, bar)):
                     lines.append(correction)
@@ -213,7 +280,9 @@ class Trainer:
                 bar.count_step(record)
 
     def _correction(self, seconds: Sequence[float], bar: StepBar) -> str | None:
-        """A line with the measured time and memory of a long run's first steps, unless the plan told the same."""
+        """A line with the measured time and memory of a long run's first steps, unless the plan
+        told the same.
+        """
         step, used = statistics.median(seconds), peak_memory()
         left = (self.options.steps - self.engine.version) * step + bar.evaluation_seconds
         if self._quiet or self._label is not None or left < _LONG:
@@ -222,36 +291,59 @@ class Trainer:
         if self.plan is not None:
             told, planned = self.plan.seconds, self._told_plan.nbytes
             is_streamed = self.host_plan.buckets is not None and not self._method.has_gradient
-            # Later steps then replay more updates at a time than the first ones. Memory may still rise, with longer rows.
+            # Later steps then replay more updates at a time than the first ones. Memory may still
+            # rise, with longer rows.
             grows = is_streamed and (self.engine.write_back_every or 1) > len(seconds)
             is_right = grows or max(step, told) <= _WRONG_TIME * min(step, told)
             if is_right and used <= _WRONG_MEMORY * planned:
                 return None
-            measured, memory = f"{measured} (planned: {duration(told)})", f"{memory} (planned: {shown_bytes(planned)})"
-        return f"measured in {counted(len(seconds), 'step')}: {measured}, about {duration(left)} left; {memory}"
+            measured, memory = (
+                f"{measured} (planned: {duration(told)})",
+                f"{memory} (planned: {shown_bytes(planned)})",
+            )
+        return (
+            f"measured in {counted(len(seconds), 'step')}: {measured}, about {duration(left)} "
+            f"left; {memory}"
+        )
 
     def _export(self) -> Path:
-        """Write the model, unless an earlier process did: a directory appears whole or not at all."""
+        """Write the model, unless an earlier process did: a directory appears whole or not at
+        all.
+        """
         options, engine, exported = self.options, self.engine, self._run.model
         if self._run.has_model():
             return exported
         best = best_step(engine.journal.evaluations) if options.keep_best else None
         step = engine.version if best is None else best
-        card: Any = {"head": options.model_options.head, "is_adapter": options.model_options.trains_adapter}
-        rows = None if options.takes_labels else self._inputs.data.options  # with the labels of the rows
-        files = files_of_run(engine.journal, version=step, base=options.model, options=options, rows=rows, **card)
+        card: Any = {
+            "head": options.model_options.head,
+            "is_adapter": options.model_options.trains_adapter,
+        }
+        # with the labels of the rows
+        rows = None if options.takes_labels else self._inputs.data.options
+        files = files_of_run(
+            engine.journal, version=step, base=options.model, options=options, rows=rows, **card
+        )
         with ExitStack() as opened:
             if step != engine.version:  # updates cannot be undone: the model is made from the base
                 engine.close()
-                engine = opened.enter_context(self._method.at_step(engine, self._model, self._activations, step))
+                engine = opened.enter_context(
+                    self._method.at_step(engine, self._model, self._activations, step)
+                )
             progress = opened.enter_context(export_bar(self._model, quiet=self._quiet))
             engine.export(exported, files=files, progress=progress)
         return exported
 
     def last_lines(self) -> list[str]:
-        """Lines to print after the run: that the steps have destroyed the model, if they have, and the best evaluation."""
+        """Lines to print after the run: that the steps have destroyed the model, if they have, and
+        the best evaluation.
+        """
         journal = self.engine.journal
-        return [line for line in (self._method.verdict(journal), best_line(journal.evaluations)) if line is not None]
+        return [
+            line
+            for line in (self._method.verdict(journal), best_line(journal.evaluations))
+            if line is not None
+        ]
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
@@ -269,7 +361,9 @@ class Trainer:
         """Evaluations that are still due after this number of steps."""
         return 0 if self._evaluated is None else self.options.evaluations_from(version)
 
-    def _evaluate(self, evaluated: Callable[[Engine], dict[str, float]], metrics: LiveMetrics, bar: StepBar) -> None:
+    def _evaluate(
+        self, evaluated: Callable[[Engine], dict[str, float]], metrics: LiveMetrics, bar: StepBar
+    ) -> None:
         began = time.perf_counter()
         results = evaluated(self.engine)
         seconds = time.perf_counter() - began
@@ -279,7 +373,10 @@ class Trainer:
         self._print(bar, metrics.evaluation(self.engine.version, results, seconds))
 
     def _print(self, bar: StepBar, line: str) -> None:
-        """Print a line above the bar, with the run's label. With several workers only the first one prints."""
+        """Print a line above the bar, with the run's label.
+
+        With several workers only the first one prints.
+        """
         if is_first(self._workers):
             bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
 
@@ -295,10 +392,16 @@ class Samples:
         rows = inputs.data if inputs.evaluation is None else inputs.evaluation
         self._prompts = [self._prompt(row) for row in rows[: inputs.options.samples]]
         self.longest_prompt = max(len(ids) for ids, _ in self._prompts)
-        room = _MOST_TOKENS if self._model.longest_row is None else self._model.longest_row - self.longest_prompt
+        room = (
+            _MOST_TOKENS
+            if self._model.longest_row is None
+            else self._model.longest_row - self.longest_prompt
+        )
         self._most = min(_MOST_TOKENS, room)
         if self._most < 1:
-            found = f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
+            found = (
+                f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
+            )
             raise OptionError("samples", found, "room for an answer", "leave it out")
 
     @property
@@ -307,14 +410,27 @@ class Samples:
         return len(self._prompts), self.longest_prompt + self._most
 
     def write(self, engine: Engine, run: RunDirectory) -> None:
-        """Answer the prompts with a runner's current weights, unless the run has the answers of this step."""
+        """Answer the prompts with a runner's current weights, unless the run has the answers of
+        this step.
+        """
         earlier, step = read_samples(run.path), engine.version
         if any(sample["step"] == step for sample in earlier):
             return
-        given: Any = {"eos_token_ids": end_token_ids(self._model, self._tokenizer), "pad_token_id": self._pad}
-        columns = generate(engine, self._model, [ids for ids, _ in self._prompts], max_new_tokens=self._most, **given)
+        given: Any = {
+            "eos_token_ids": end_token_ids(self._model, self._tokenizer),
+            "pad_token_id": self._pad,
+        }
+        columns = generate(
+            engine,
+            self._model,
+            [ids for ids, _ in self._prompts],
+            max_new_tokens=self._most,
+            **given,
+        )
         samples = list(earlier)
-        for number, ((ids, expected), answer) in enumerate(zip(self._prompts, zip(*columns, strict=True), strict=True)):
+        for number, ((ids, expected), answer) in enumerate(
+            zip(self._prompts, zip(*columns, strict=True), strict=True)
+        ):
             generated = self._text([token for token in answer if token is not None])
             texts = {"prompt": self._text(ids), "expected": expected, "generated": generated}
             samples.append({"step": step, "row": number, **texts})
@@ -332,7 +448,12 @@ class Samples:
             case Question():
                 return row.prompt, row.answers[0]
         remedy = "leave it out, or pass rows with prompts as --evaluation"
-        raise OptionError("samples", "rows without a prompt", "rows with a prompt, such as prompt and completion", remedy)
+        raise OptionError(
+            "samples",
+            "rows without a prompt",
+            "rows with a prompt, such as prompt and completion",
+            remedy,
+        )
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -1,7 +1,9 @@
-"""Find a learning rate by successive halving: short runs from one base, the better half of which continues in each round.
+"""Find a learning rate by successive halving: short runs from one base, the better half of which
+continues in each round.
 
-A trial is an ordinary run with its own journal. All trials use the same rows and directions, so their losses can be compared
-directly. The best trial need not be repeated: ``zo2 train --resume`` continues its run.
+A trial is an ordinary run with its own journal. All trials use the same rows and directions, so
+their losses can be compared directly. The best trial need not be repeated: ``zo2 train --resume``
+continues its run.
 """
 
 from __future__ import annotations
@@ -24,19 +26,35 @@ from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import is_first, storage_of_one
-from zo2adapters.trainers.run_directory import JOURNAL, TRIALS, RunDirectory, holds_run, make_new, metrics_of, replace_file
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    TRIALS,
+    RunDirectory,
+    holds_run,
+    make_new,
+    metrics_of,
+    replace_file,
+)
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, planned, told_line
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal, SharedBase, Workers, ZO2Error
-from zo2core.errors import DivergenceError, MemoryBudgetError, NonFiniteLossError, OutputError, without_effect
+from zo2core.errors import (
+    DivergenceError,
+    MemoryBudgetError,
+    NonFiniteLossError,
+    OutputError,
+    without_effect,
+)
 from zo2core.estimators import is_refused
 from zo2core.ranges import counted, require_whole
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
 _FEWEST_STEPS = 4  # steps of a trial in its first round; losses of fewer steps are too noisy
-_CONSTANT = "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
+_CONSTANT = (
+    "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
+)
 _JUDGED = 0.5  # share of a trial's steps, the last ones, whose mean loss is compared
 
 
@@ -54,11 +72,20 @@ class Trial:
     def row(self) -> dict[str, object]:
         """The trial as JSON values."""
         loss = self.loss if math.isfinite(self.loss) else None
-        return {"lr": self.lr, "zo_eps": self.zo_eps, "steps": self.steps, "loss": loss, "run": self.directory.name}
+        return {
+            "lr": self.lr,
+            "zo_eps": self.zo_eps,
+            "steps": self.steps,
+            "loss": loss,
+            "run": self.directory.name,
+        }
 
 
 class Schedule(NamedTuple):
-    """Steps and forward passes of all trials. The better half, rounded up, continues in the next round."""
+    """Steps and forward passes of all trials.
+
+    The better half, rounded up, continues in the next round.
+    """
 
     left: tuple[int, ...]  # trials in each round
     rounds: tuple[int, ...]  # total steps of each remaining trial at the end of each round
@@ -66,11 +93,16 @@ class Schedule(NamedTuple):
 
     @classmethod
     def of(cls, trials: int, forwards: int, evaluations: int, *, continues: bool = True) -> Self:
-        """The rounds of a budget of forward passes, which cost about the same. The last one may be that of two trials."""
+        """The rounds of a budget of forward passes, which cost about the same.
+
+        The last one may be that of two trials.
+        """
         left = _left(trials, continues=continues)
         added = [forwards // (len(left) * evaluations * count) for count in left]
         least = least_forwards(trials, evaluations, continues=continues)
-        require_whole("forwards", forwards, least, otherwise=f" for {trials} trials, or fewer learning rates")
+        require_whole(
+            "forwards", forwards, least, otherwise=f" for {trials} trials, or fewer learning rates"
+        )
         return cls(left, tuple(accumulate(added)), evaluations)
 
     @property
@@ -82,7 +114,8 @@ class Schedule(NamedTuple):
     def steps(self) -> int:
         """Steps of all trials together."""
         return sum(
-            count * (end - start) for count, start, end in zip(self.left, (0, *self.rounds), self.rounds, strict=False)
+            count * (end - start)
+            for count, start, end in zip(self.left, (0, *self.rounds), self.rounds, strict=False)
         )
 
     @property
@@ -116,38 +149,56 @@ def tune(
     workers: Workers | None = None,
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
-    optimization, method = options.optimization, method_of(options.with_rate("auto"))  # each trial has its own rate
+    # each trial has its own rate
+    optimization, method = options.optimization, method_of(options.with_rate("auto"))
     perturbed = ", ".join(map(str, zo_eps)) if method.has_gradient else ""
     apart = "no evaluation, because trials are compared by their training losses"
     for option, found, expected in (
         ("evaluation", options.evaluation, apart),
         ("evaluate_every", options.evaluate_every, apart),
-        ("decay", None if optimization.decay is Decay.CONSTANT else optimization.decay.value, _CONSTANT),
+        (
+            "decay",
+            None if optimization.decay is Decay.CONSTANT else optimization.decay.value,
+            _CONSTANT,
+        ),
         ("zo_eps_to_try", perturbed or None, "none with --method, which perturbs nothing"),
     ):
         if found is not None:
             raise without_effect(option, found, expected)
     rates, scales = learning_rates or method.learning_rates, zo_eps or [optimization.zo_eps]
-    trials = [_trial(options, method, lr, eps) for lr in dict.fromkeys(rates) for eps in dict.fromkeys(scales)]
+    trials = [
+        _trial(options, method, lr, eps)
+        for lr in dict.fromkeys(rates)
+        for eps in dict.fromkeys(scales)
+    ]
     schedule = Schedule.of(len(trials), forwards, method.forwards)
-    table, trained = options.output / TABLE, replace(options, storage=storage_of_one(options.storage, workers))
+    table, trained = (
+        options.output / TABLE,
+        replace(options, storage=storage_of_one(options.storage, workers)),
+    )
     settings = _open_directory(options, forwards, trials, workers)
     try:
         before(schedule)
         ranking = _ranked(trials, trained, schedule, after_round, quiet=quiet, workers=workers)
     except ZO2Error:
-        if options.output.is_dir() and not any(path.is_dir() for path in options.output.iterdir()):  # no trial has started
+        if options.output.is_dir() and not any(path.is_dir() for path in options.output.iterdir()):
+            # no trial has started
             table.unlink(missing_ok=True)
             options.output.rmdir()
         raise
     if is_first(workers):
         results = [trial.row for trial in ranking]
         replace_file(table, json.dumps({**settings, "results": results}, indent=2) + "\n")
-    return _converged(ranking[0], str(options.output), "pass smaller learning rates with --learning-rates")
+    return _converged(
+        ranking[0], str(options.output), "pass smaller learning rates with --learning-rates"
+    )
 
 
 def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
-    """Expected seconds of all trials on the CPU, one after another. The probes take a few seconds."""
+    """Expected seconds of all trials on the CPU, one after another.
+
+    The probes take a few seconds.
+    """
     inputs = RunInputs.read(options.with_rate("auto"))
     with closing(inputs.model.weights):
         return schedule.steps * plan_of(inputs).seconds
@@ -167,18 +218,26 @@ def _ranked(
     quiet: bool,
     workers: Workers | None = None,
 ) -> list[Trial]:
-    """Run all rounds, each with the better half of the trials of the round before; the best trial comes first.
+    """Run all rounds, each with the better half of the trials of the round before; the best trial
+    comes first.
 
-    The trials of a round share their base, if they only read it: each pass over its blocks is a pass of all.
+    The trials of a round share their base, if they only read it: each pass over its blocks is a
+    pass of all.
     """
     indices = {trial.directory: index for index, trial in enumerate(trials)}
     finished: list[Trial] = []
     for number, steps in enumerate(schedule.rounds, 1):
         lengthen = {}
         for position, trial in enumerate(trials, 1):
-            if workers is None or indices[trial.directory] % workers.size == workers.rank:  # whose disk has the trial's run
-                progress = f"round {number} of {len(schedule.rounds)}, trial {position} of {len(trials)}, lr {trial.lr:g}"
-                lengthen[trial] = partial(_lengthened, trial, options, steps, None if quiet else progress)
+            if workers is None or indices[trial.directory] % workers.size == workers.rank:
+                # whose disk has the trial's run
+                progress = (
+                    f"round {number} of {len(schedule.rounds)}, trial {position} of "
+                    f"{len(trials)}, lr {trial.lr:g}"
+                )
+                lengthen[trial] = partial(
+                    _lengthened, trial, options, steps, None if quiet else progress
+                )
         if can_share(options) and workers is None and len(lengthen) > 1:
             results = _results_together(lengthen, options)
         else:
@@ -187,7 +246,10 @@ def _ranked(
         gathered = [local] if workers is None else workers.all_gather(local)
         told = dict(ChainMap(*gathered))
         ended = [(trial, *told[trial.directory.name]) for trial in trials]
-        trials = sorted((replace(trial, steps=at, loss=loss) for trial, at, loss in ended), key=lambda trial: trial.loss)
+        trials = sorted(
+            (replace(trial, steps=at, loss=loss) for trial, at, loss in ended),
+            key=lambda trial: trial.loss,
+        )
         after_round([*trials, *finished])
         left = -(-len(trials) // 2)
         trials, finished = trials[:left], [*trials[left:], *finished]
@@ -199,35 +261,62 @@ def _converged(best: Trial, where: str, remedy: str) -> Trial:
     if math.isfinite(best.loss):
         return best
     found = "a trial that diverged at every learning rate"
-    raise DivergenceError(where, found, "a learning rate with which the loss stays finite", remedy, best_step=0)
+    raise DivergenceError(
+        where, found, "a learning rate with which the loss stays finite", remedy, best_step=0
+    )
 
 
-def _results_together(lengthen: Mapping[Trial, Callable[..., Trial]], options: TrainOptions) -> list[Trial]:
+def _results_together(
+    lengthen: Mapping[Trial, Callable[..., Trial]], options: TrainOptions
+) -> list[Trial]:
     """Run trials that share their base, as many at a time as memory allows."""
     results: list[Trial] = []
     left = dict(lengthen)
     while left:
         with open_shared_base(options) as shared:
-            ended = shared.together({trial: partial(run, shared=shared) for trial, run in left.items()})
-        waiting = [trial for trial, result in ended.items() if isinstance(result, MemoryBudgetError)]
+            ended = shared.together(
+                {trial: partial(run, shared=shared) for trial, run in left.items()}
+            )
+        waiting = [
+            trial for trial, result in ended.items() if isinstance(result, MemoryBudgetError)
+        ]
         for trial, result in ended.items():
-            if isinstance(result, Exception) and (trial not in waiting or len(waiting) == len(left)):
+            if isinstance(result, Exception) and (
+                trial not in waiting or len(waiting) == len(left)
+            ):
                 raise result
         results += [result for result in ended.values() if isinstance(result, Trial)]
         left = {trial: left[trial] for trial in waiting}
     return results
 
 
-def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None, *, shared: SharedBase | None) -> Trial:
-    """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is displayed."""
+def _lengthened(
+    trial: Trial, options: TrainOptions, steps: int, label: str | None, *, shared: SharedBase | None
+) -> Trial:
+    """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is
+    displayed.
+    """
     if resume := holds_run(trial.directory):
-        trial_options = RunDirectory.options(trial.directory).with_steps(steps).having(objective=options.objective)
+        trial_options = (
+            RunDirectory.options(trial.directory)
+            .with_steps(steps)
+            .having(objective=options.objective)
+        )
         with closing(Journal(trial.directory / JOURNAL)) as journal:
             if journal.version >= steps:  # the trials were interrupted in a later round
                 return _judged(trial, trial_options, journal.until(steps))
     else:
-        trial_options = options.having(output=trial.directory, lr=trial.lr, zo_eps=trial.zo_eps, steps=steps)
-    with Trainer(trial_options, resume=resume, quiet=label is None, label=label, evaluates=False, shared=shared) as trainer:
+        trial_options = options.having(
+            output=trial.directory, lr=trial.lr, zo_eps=trial.zo_eps, steps=steps
+        )
+    with Trainer(
+        trial_options,
+        resume=resume,
+        quiet=label is None,
+        label=label,
+        evaluates=False,
+        shared=shared,
+    ) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):
@@ -236,7 +325,10 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
 
 
 def _judged(trial: Trial, options: TrainOptions, journal: Journal) -> Trial:
-    """The trial with its result after the steps of a journal. A trial that the guard held back has diverged."""
+    """The trial with its result after the steps of a journal.
+
+    A trial that the guard held back has diverged.
+    """
     losses, refused = losses_of(journal), sum(map(is_refused, journal.updates))
     if method_of(options).verdict(journal) is not None or 2 * refused > journal.version:
         return replace(trial, steps=journal.version, loss=math.inf)
@@ -246,7 +338,10 @@ def _judged(trial: Trial, options: TrainOptions, journal: Journal) -> Trial:
 def _open_directory(
     options: TrainOptions, forwards: int, trials: Sequence[Trial], workers: Workers | None
 ) -> dict[str, Any]:
-    """Create the directory, or check that it has the same trials. The first worker of the run comes before the others."""
+    """Create the directory, or check that it has the same trials.
+
+    The first worker of the run comes before the others.
+    """
     table, names = options.output / TABLE, [trial.directory.name for trial in trials]
     settings = {"forwards": forwards, "trials": names, "options": options.to_json()}
     if workers is not None:
@@ -264,17 +359,25 @@ def _open_directory(
             is_same = False
         if not is_same:
             expected = "a table of trials with the same budget, learning rates and options"
-            raise OutputError(table, "a table of other trials", expected, "choose another output directory")
+            raise OutputError(
+                table, "a table of other trials", expected, "choose another output directory"
+            )
     if workers is not None and is_first(workers):
         workers.all_gather(None)
     return settings
 
 
-_SHARE = 0.2  # of the run's forward passes that the trials may take; fewer trials run if all do not fit
+# of the run's forward passes that the trials may take; fewer trials run if all do not fit
+_SHARE = 0.2
 
 
-def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[[str], object]) -> TrainOptions:
-    """Choose a run's learning rate, and save the run with it. ``Trainer(..., resume=True)`` then takes its steps."""
+def with_chosen_rate(
+    options: TrainOptions, *, resume: bool, announce: Callable[[str], object]
+) -> TrainOptions:
+    """Choose a run's learning rate, and save the run with it.
+
+    ``Trainer(..., resume=True)`` then takes its steps.
+    """
     options.require_valid()
     method_of(options)  # checks the options that depend on neither model nor data
     with closing(RunDirectory(options.output, resume=resume)) as run:
@@ -295,7 +398,9 @@ def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[
                     run.remove_trials()
                 run.abandon()
             raise
-        best = _converged(ranking[0], "lr", f"remove {options.output}, and pass a smaller --lr, or better rows")
+        best = _converged(
+            ranking[0], "lr", f"remove {options.output}, and pass a smaller --lr, or better rows"
+        )
         results = [_result(trial, method.forwards) for trial in ranking]
         run.write_choice(best.lr, results)
         chosen = options.with_rate(best.lr)
@@ -307,14 +412,27 @@ def with_chosen_rate(options: TrainOptions, *, resume: bool, announce: Callable[
     )
     announce(f"Learning rate: {best.lr:g} (mean loss of each trial's last steps: {losses})")
     if len(ranking) > 1 and best.lr == max(rates):
-        announce("The largest rate that was tried is the best one; zo2 tune --learning-rates tries larger ones.")
+        announce(
+            "The largest rate that was tried is the best one; zo2 tune --learning-rates tries "
+            "larger ones."
+        )
     return chosen
 
 
 def _tried(options: TrainOptions) -> TrainOptions:
-    """Options of the trials: those of the run at a constant rate, without evaluations, samples and trackers."""
-    others: Any = {"evaluation": None, "evaluate_every": None, "keep_best": False, "samples": 0, "report_to": "none"}
-    tried = options.having(**others, lr=type(options.optimization).lr, decay=Decay.CONSTANT, warmup_steps=0)
+    """Options of the trials: those of the run at a constant rate, without evaluations, samples and
+    trackers.
+    """
+    others: Any = {
+        "evaluation": None,
+        "evaluate_every": None,
+        "keep_best": False,
+        "samples": 0,
+        "report_to": "none",
+    }
+    tried = options.having(
+        **others, lr=type(options.optimization).lr, decay=Decay.CONSTANT, warmup_steps=0
+    )
     digest = zlib.crc32(json.dumps(tried.to_json(), sort_keys=True).encode())
     return tried.having(output=options.output / f"{TRIALS}{digest:08x}")
 
@@ -332,7 +450,9 @@ def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
 def _result(trial: Trial, forwards: int) -> dict[str, Any]:
     """A trial's result, with the loss of each step, as JSON values."""
     with closing(Journal(trial.directory / JOURNAL)) as journal:
-        rows = [row for row in align_rows(metrics_of(trial.directory), journal).rows if "loss" in row]
+        rows = [
+            row for row in align_rows(metrics_of(trial.directory), journal).rows if "loss" in row
+        ]
     return {
         "lr": trial.lr,
         "steps": len(rows),
@@ -347,12 +467,21 @@ def _cost(inputs: RunInputs, plan: RunPlan | None, schedule: Schedule) -> list[s
     """Lines about the time and memory of the run and its trials."""
     options = inputs.options
     trials = (
-        f"Learning rate: {schedule.trials} rates are tried first, in short runs of up to {schedule.rounds[-1]} steps: "
-        f"{schedule.steps} steps, {schedule.forwards} forward passes of {counted(options.batching.batch_size, 'row')}"
+        f"Learning rate: {schedule.trials} rates are tried first, in short runs of up to "
+        f"{schedule.rounds[-1]} steps: "
+        f"{schedule.steps} steps, {schedule.forwards} forward passes of "
+        f"{counted(options.batching.batch_size, 'row')}"
     )
-    together = " They share the model and run together, as far as memory allows." if can_share(options) else ""
+    together = (
+        " They share the model and run together, as far as memory allows."
+        if can_share(options)
+        else ""
+    )
     if plan is None:
         return [f"{trials}.{together}"]
     seconds = schedule.steps * plan.seconds
     total = f"about {duration(seconds + plan.run_seconds)} in all"
-    return [told_line(options, inputs.model, plan), f"{trials}, about {duration(seconds)}; {total}.{together}"]
+    return [
+        told_line(options, inputs.model, plan),
+        f"{trials}, about {duration(seconds)}; {total}.{together}",
+    ]

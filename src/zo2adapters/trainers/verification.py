@@ -1,4 +1,6 @@
-"""Compares the engine with the whole model on a given checkpoint and machine, bit for bit: MeZO, or torch's optimizers."""
+"""Compares the engine with the whole model on a given checkpoint and machine, bit for bit: MeZO, or
+torch's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -47,47 +49,83 @@ def verify(
     method: OptimizerName | None = None,
     adapter: Adapter | None = None,
 ) -> tuple[int, str | None]:
-    """Take steps on random tokens block by block and on the whole model, and compare their numbers and what is trained.
+    """Take steps on random tokens block by block and on the whole model, and compare their numbers
+    and what is trained.
 
-    Returns the number of parameters that were compared, and the first difference as text; None if every bit is equal.
+    Returns the number of parameters that were compared, and the first difference as text; None if
+    every bit is equal.
 
     Memory: the whole model twice, and what its steps take. Without a method, steps are MeZO's.
     """
-    precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True) if method is None else opening.precision
-    given: Any = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
+    precision = (
+        precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
+        if method is None
+        else opening.precision
+    )
+    given: Any = {
+        "architecture": opening.architecture,
+        "dtype": opening.dtype,
+        "precision": precision,
+    }
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
     _require_fit(model, rows, tokens)
     whole = _whole_model(model, directory, opening.head, adapter)
     parameters = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
     with Engine(model, _steps_of_engine(size, method, adapter)) as engine:
-        trained = _share_trained(model, whole, engine.parameters_now() if adapter is not None else whole.named_parameters())
+        trained = _share_trained(
+            model,
+            whole,
+            engine.parameters_now() if adapter is not None else whole.named_parameters(),
+        )
         of_whole = _steps_of_whole(model, whole, trained, size, method)
         for step in range(steps):
-            batch = random_batch(model.config.get_text_config().vocab_size, rows, tokens, seed=seed + step)
-            batch = _labelled(batch, model.config, seed + step) if isinstance(model, HFHeadModel) else batch
+            batch = random_batch(
+                model.config.get_text_config().vocab_size, rows, tokens, seed=seed + step
+            )
+            batch = (
+                _labelled(batch, model.config, seed + step)
+                if isinstance(model, HFHeadModel)
+                else batch
+            )
             try:
                 ours = engine.step(batch, seed=seed + step if method is None else None)
             except NonFiniteLossError:
                 require_finite_base(model, directory)
                 raise
-            numbers = [*ours.losses, *ours.projected_grads, *(() if ours.grad_norm is None else (ours.grad_norm,))]
-            for number, (name, theirs) in zip(numbers, of_whole(step, batch, seed + step), strict=True):
+            numbers = [
+                *ours.losses,
+                *ours.projected_grads,
+                *(() if ours.grad_norm is None else (ours.grad_norm,)),
+            ]
+            for number, (name, theirs) in zip(
+                numbers, of_whole(step, batch, seed + step), strict=True
+            ):
                 if number != theirs:
                     return 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}"
         for name, tensor in engine.parameters_now():
-            difference = _first_difference(tensor, trained[name].detach()) if name in trained else None
+            difference = (
+                _first_difference(tensor, trained[name].detach()) if name in trained else None
+            )
             if difference is not None:
                 return parameters, f"after {counted(steps, 'step')}, {name}{difference}"
     return parameters, None
 
 
-def _steps_of_engine(size: StepSize, method: OptimizerName | None, adapter: Adapter | None) -> ZerothOrder | FirstOrder:
+def _steps_of_engine(
+    size: StepSize, method: OptimizerName | None, adapter: Adapter | None
+) -> ZerothOrder | FirstOrder:
     """How the engine makes the steps."""
     if method is None:
-        return ZerothOrder(MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay))
+        return ZerothOrder(
+            MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)
+        )
     if adapter is not None:
-        return FirstOrder(partial(_of_adapter(method), lr=size.rate, weight_decay=size.weight_decay))
-    return FirstOrder(make_block_update(method, weight_decay=size.weight_decay, switch_every=1), lr=size.rate)
+        return FirstOrder(
+            partial(_of_adapter(method), lr=size.rate, weight_decay=size.weight_decay)
+        )
+    return FirstOrder(
+        make_block_update(method, weight_decay=size.weight_decay, switch_every=1), lr=size.rate
+    )
 
 
 def _of_adapter(method: OptimizerName) -> Callable[..., torch.optim.Optimizer]:
@@ -97,15 +135,24 @@ def _of_adapter(method: OptimizerName) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _steps_of_whole(
-    model: HFBlockModel, whole: Any, trained: Mapping[str, nn.Parameter], size: StepSize, method: OptimizerName | None
+    model: HFBlockModel,
+    whole: Any,
+    trained: Mapping[str, nn.Parameter],
+    size: StepSize,
+    method: OptimizerName | None,
 ) -> Callable[[int, Batch, int], list[tuple[str, float]]]:
-    """A function that takes a step on the whole model: by MeZO, or by autograd and an optimizer with states of its own.
+    """A function that takes a step on the whole model: by MeZO, or by autograd and an optimizer
+    with states of its own.
 
     It returns the step's numbers by name, in the order of the engine's.
     """
     if method is None:
         mezo = MonolithicMeZO(
-            whole, autocast=model.autocast, lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay
+            whole,
+            autocast=model.autocast,
+            lr=size.rate,
+            zo_eps=size.zo_eps,
+            weight_decay=size.weight_decay,
         )
 
         def evaluated(step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
@@ -117,12 +164,18 @@ def _steps_of_whole(
     optimizer: Any = None
     update: Any = None
     if isinstance(model, PeftBlockModel):
-        optimizer = _of_adapter(method)(list(trained.values()), lr=size.rate, weight_decay=size.weight_decay)
+        optimizer = _of_adapter(method)(
+            list(trained.values()), lr=size.rate, weight_decay=size.weight_decay
+        )
     else:
         update = make_block_update(method, weight_decay=size.weight_decay, switch_every=1)
         states = StateMemory(update, model.layouts)
     layouts = enumerate(model.layouts)
-    names = {index: [spec.name for spec in layout.parameters] for index, layout in layouts if layout.parameters}
+    names = {
+        index: [spec.name for spec in layout.parameters]
+        for index, layout in layouts
+        if layout.parameters
+    }
     widens = update is not None and update.widens_gradients
 
     def differentiated(step: int, batch: Batch, seed: int) -> list[tuple[str, float]]:
@@ -134,8 +187,14 @@ def _steps_of_whole(
         with torch.autocast("cpu", dtype=model.autocast, enabled=model.autocast is not None):
             loss = whole(**batch, use_cache=False).loss
         loss.backward()
-        gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
-        gradients = {name: widened(gradient) if widens else gradient for name, gradient in gradients.items()}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in trained.items()
+            if parameter.grad is not None
+        }
+        gradients = {
+            name: widened(gradient) if widens else gradient for name, gradient in gradients.items()
+        }
         norm = nn.utils.get_total_norm(list(gradients.values()))
         if update is None:
             optimizer.step()
@@ -144,7 +203,9 @@ def _steps_of_whole(
             for index in segments:
                 weights = {name: trained[name].detach() for name in names[index]}
                 of_segment = {name: gradients[name] for name in names[index] if name in gradients}
-                update.apply(UpdateInputs(index, weights, of_segment, states.of(index, ()), step, size.rate))
+                update.apply(
+                    UpdateInputs(index, weights, of_segment, states.of(index, ()), step, size.rate)
+                )
         whole.zero_grad()
         return [("loss", float(loss.detach())), ("gradient norm", norm.item())]
 
@@ -158,12 +219,18 @@ def _require_fit(model: HFBlockModel, rows: int, tokens: int) -> None:
     weights = sum(layout.nbytes for layout in model.layouts)
     needed, free = 2 * weights + activation_bytes(model.config, rows, tokens), free_memory()
     if needed > free:
-        expected = f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations"
-        raise MemoryBudgetError("memory", f"{shown_bytes(free)} free", expected, "free memory, or use smaller batches")
+        expected = (
+            f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations"
+        )
+        raise MemoryBudgetError(
+            "memory", f"{shown_bytes(free)} free", expected, "free memory, or use smaller batches"
+        )
 
 
 def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapter | None) -> Any:
-    """The whole model as transformers loads it, with peft's modules in it if an adapter is trained."""
+    """The whole model as transformers loads it, with peft's modules in it if an adapter is
+    trained.
+    """
     loaded = head_of(head).class_of(model.config)
     if adapter is None:
         stored = model.layouts[0].parameters[0].dtype
@@ -185,7 +252,9 @@ def _whole_model(model: HFBlockModel, directory: Path, head: str, adapter: Adapt
 def _share_trained(
     model: HFBlockModel, whole: nn.Module, values: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, nn.Parameter]:
-    """Give the whole model the values of what is trained; only these parameters then require gradients."""
+    """Give the whole model the values of what is trained; only these parameters then require
+    gradients.
+    """
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     trained = {name: parameter for name, parameter in whole.named_parameters() if name in names}
     assert trained.keys() == names, "every trained parameter is compared"
@@ -199,7 +268,11 @@ def _share_trained(
 
 def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:
     """The batch with random labels for its rows and the config's padding token."""
-    generator, rows, classes = torch.Generator().manual_seed(seed), len(batch["input_ids"]), int(config.num_labels or 1)
+    generator, rows, classes = (
+        torch.Generator().manual_seed(seed),
+        len(batch["input_ids"]),
+        int(config.num_labels or 1),
+    )
     shape = (rows,) if rates_once(config) else (rows, classes)
     numbers = torch.rand(shape, generator=generator)
     labels = torch.randint(classes, (rows,), generator=generator) if classifies(config) else numbers
@@ -214,15 +287,26 @@ def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) ->
     mask = torch.ones_like(ids)
     if batch_size > 1:
         mask[-1, max(tokens // 2, 2) :] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, IGNORE_INDEX),
+    }
 
 
 def _first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """Text about the first element whose bits differ in two tensors of one shape; None if all bits are equal."""
+    """Text about the first element whose bits differ in two tensors of one shape; None if all bits
+    are equal.
+    """
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
-    unequal = (ours.contiguous().view(integer) != theirs.contiguous().view(integer)).flatten().nonzero()
+    unequal = (
+        (ours.contiguous().view(integer) != theirs.contiguous().view(integer)).flatten().nonzero()
+    )
     if not len(unequal):
         return None
     index = int(unequal[0])
     a, b = ours.flatten()[index].item(), theirs.flatten()[index].item()
-    return f", element {index} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, whole {b!r}"
+    return (
+        f", element {index} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, "
+        f"whole {b!r}"
+    )

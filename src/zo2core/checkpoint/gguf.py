@@ -1,11 +1,14 @@
-"""Reader of GGUF files, the checkpoints of llama.cpp: headers are read and checked, tensors are read by range.
+"""Reader of GGUF files, the checkpoints of llama.cpp: headers are read and checked, tensors are
+read by range.
 
-Format (https://github.com/ggml-org/ggml/blob/master/docs/models.md), little endian: ``GGUF``, a version, the numbers of
-tensors and of metadata values; the values, each with a key and a type; for each tensor its name, its sizes (of a row first),
-its type and its offset in the data, which begin at the next multiple of the alignment. A model may be split into files
-named ``NAME-00001-of-0000N.gguf``, each with a header of its own; the first has the metadata.
+Format (https://github.com/ggml-org/ggml/blob/master/docs/models.md), little endian: ``GGUF``, a
+version, the numbers of tensors and of metadata values; the values, each with a key and a type; for
+each tensor its name, its sizes (of a row first), its type and its offset in the data, which begin
+at the next multiple of the alignment. A model may be split into files named
+``NAME-00001-of-0000N.gguf``, each with a header of its own; the first has the metadata.
 
-Each size in a header is compared with the size of the file before it is used. Long values stay in the file.
+Each size in a header is compared with the size of the file before it is used. Long values stay in
+the file.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ _MOST_VALUES, _MOST_TENSORS, _MOST_FILES = 1 << 12, 1 << 16, 1 << 10  # far abov
 _MOST_AXES = 4  # axes of a tensor, ggml's limit
 _LARGEST_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
-_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # layouts of numbers, by the type's number
+# layouts of numbers, by the type's number
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _TYPES = {block.number: name for name, block in GGUF_BLOCKS.items()} | {28: "F64", 40: "NVFP4"}
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
@@ -90,7 +94,11 @@ class GGUFFile:
         with _opened(self.path, value.start) as cursor:
             for _ in range(value.length):
                 is_text = value.kind == _STRING
-                yield cursor.text(cursor.integer(), key) if is_text else cursor.scalar(_SCALARS[value.kind])
+                yield (
+                    cursor.text(cursor.integer(), key)
+                    if is_text
+                    else cursor.scalar(_SCALARS[value.kind])
+                )
 
 
 def is_gguf(path: Path | str) -> bool:
@@ -99,7 +107,8 @@ def is_gguf(path: Path | str) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read and check the header of a GGUF file and, if its model is split, the headers of its other files.
+    """Read and check the header of a GGUF file and, if its model is split, the headers of its other
+    files.
 
     The data of tensors are not read.
     """
@@ -108,9 +117,19 @@ def read_gguf(path: Path) -> GGUFFile:
     if count in (0, 1):
         return first
     named = _SPLIT_NAME.fullmatch(path.name)
-    if not isinstance(count, int) or not 1 < count <= _MOST_FILES or named is None or int(named["count"]) != count:
+    if (
+        not isinstance(count, int)
+        or not 1 < count <= _MOST_FILES
+        or named is None
+        or int(named["count"]) != count
+    ):
         expected = f"a file NAME-00001-of-N.gguf of N files, 2 to {_MOST_FILES}, as its header says"
-        raise malformed(path, f"this name, and split.count {str(count)[:40]}", expected, remedy="keep the files' own names")
+        raise malformed(
+            path,
+            f"this name, and split.count {str(count)[:40]}",
+            expected,
+            remedy="keep the files' own names",
+        )
     tensors: dict[str, TensorEntry] = {}
     for number in range(count):
         part = first
@@ -121,13 +140,23 @@ def read_gguf(path: Path) -> GGUFFile:
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
             found = f"split.no {str(part.metadata.get('split.no'))[:40]}, counted from 0"
             remedy = "pass the path of the file 00001, with all others beside it"
-            raise malformed(part.path, found, f"file {number} of {count}, as its name says", remedy=remedy)
+            raise malformed(
+                part.path, found, f"file {number} of {count}, as its name says", remedy=remedy
+            )
         for name in sorted(tensors.keys() & part.tensors.keys()):
-            raise malformed(f"{part.path}: {name}", "a tensor that an earlier file has", "each tensor in one file")
+            raise malformed(
+                f"{part.path}: {name}",
+                "a tensor that an earlier file has",
+                "each tensor in one file",
+            )
         tensors |= part.tensors
     total = first.metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise malformed(path, f"{len(tensors)} tensors in {count} files", f"{str(total)[:40]}, as split.tensors.count says")
+        raise malformed(
+            path,
+            f"{len(tensors)} tensors in {count} files",
+            f"{str(total)[:40]}, as split.tensors.count says",
+        )
     metadata = {key: value for key, value in first.metadata.items() if key not in _SPLIT_KEYS}
     return GGUFFile(path, metadata, first.kinds, tensors)
 
@@ -144,13 +173,19 @@ class _Cursor:
         """Refuse a length that is longer than the rest of the file."""
         rest = self.size - self.file.tell()
         if nbytes > rest:
-            raise malformed(self.path, f"{what} of {nbytes} bytes, where {rest} are left", "a header that lies in the file")
+            raise malformed(
+                self.path,
+                f"{what} of {nbytes} bytes, where {rest} are left",
+                "a header that lies in the file",
+            )
 
     def bytes(self, nbytes: int, what: str) -> bytes:
         self.require(nbytes, what)
         content = self.file.read(nbytes)
         if len(content) != nbytes:
-            raise malformed(self.path, f"{what} that ends early", "a file that stays as it is while it is read")
+            raise malformed(
+                self.path, f"{what} that ends early", "a file that stays as it is while it is read"
+            )
         return content
 
     def scalar(self, kind: str) -> Scalar:
@@ -167,7 +202,9 @@ class _Cursor:
         try:
             return self.bytes(length, what).decode()
         except UnicodeDecodeError as error:
-            raise malformed(f"{self.path}: {what[:80]}", f"bytes that are not UTF-8 ({error.reason})", "text") from error
+            raise malformed(
+                f"{self.path}: {what[:80]}", f"bytes that are not UTF-8 ({error.reason})", "text"
+            ) from error
 
     def skip(self, nbytes: int, what: str) -> None:
         self.require(nbytes, what)
@@ -177,7 +214,9 @@ class _Cursor:
 @contextlib.contextmanager
 def _opened(path: Path, start: int = 0) -> Iterator[_Cursor]:
     """A context with a cursor on a file. Errors of the system become ``CheckpointError``."""
-    typed = system_errors_as(CheckpointError, path, expected="a readable GGUF file", remedy="check the path")
+    typed = system_errors_as(
+        CheckpointError, path, expected="a readable GGUF file", remedy="check the path"
+    )
     with typed, open_regular(path) as file:
         file.seek(start)
         yield _Cursor(path, file)
@@ -190,11 +229,19 @@ def _read_file(path: Path) -> GGUFFile:
         version = cursor.integer("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            found = "a file for big-endian machines" if swapped else f"version {version} of the format"
-            expected, remedy = "version 2 or 3, little endian", "convert the model with a recent llama.cpp"
+            found = (
+                "a file for big-endian machines" if swapped else f"version {version} of the format"
+            )
+            expected, remedy = (
+                "version 2 or 3, little endian",
+                "convert the model with a recent llama.cpp",
+            )
             raise UnsupportedModelError(path, found, expected, remedy)
         tensors, values = cursor.integer(), cursor.integer()
-        for count, most, what in ((tensors, _MOST_TENSORS, "tensors"), (values, _MOST_VALUES, "metadata values")):
+        for count, most, what in (
+            (tensors, _MOST_TENSORS, "tensors"),
+            (values, _MOST_VALUES, "metadata values"),
+        ):
             if count > most:
                 raise malformed(path, f"{count} {what}", f"at most {most}")
         metadata, kinds = dict[str, Value](), dict[str, int]()
@@ -205,15 +252,25 @@ def _read_file(path: Path) -> GGUFFile:
             kinds[key] = cursor.integer("I")
             metadata[key] = _value(cursor, kinds[key], key)
         alignment = metadata.get("general.alignment", 32)
-        if not (type(alignment) is int and 0 < alignment <= _LARGEST_ALIGNMENT and alignment & (alignment - 1) == 0):
+        if not (
+            type(alignment) is int
+            and 0 < alignment <= _LARGEST_ALIGNMENT
+            and alignment & (alignment - 1) == 0
+        ):
             raise malformed(path, f"general.alignment {str(alignment)[:40]}", "a power of 2")
         entries = [_tensor(cursor) for _ in range(tensors)]
         start = -(-cursor.file.tell() // alignment) * alignment
-        return GGUFFile(path, metadata, kinds, _placed(path, entries, start, cursor.size, alignment))
+        return GGUFFile(
+            path, metadata, kinds, _placed(path, entries, start, cursor.size, alignment)
+        )
 
 
-def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, alignment: int) -> dict[str, TensorEntry]:
-    """Check the offsets of tensors, which count from ``start``, and return entries that count from the file's beginning."""
+def _placed(
+    path: Path, entries: list[TensorEntry], start: int, size: int, alignment: int
+) -> dict[str, TensorEntry]:
+    """Check the offsets of tensors, which count from ``start``, and return entries that count from
+    the file's beginning.
+    """
     placed: dict[str, TensorEntry] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.start):
@@ -221,9 +278,15 @@ def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, align
         if entry.name in placed:
             raise malformed(where, "a name that occurs twice", "each tensor once")
         if offset % alignment:
-            raise malformed(where, f"data at offset {offset}", f"a multiple of {alignment}, the file's alignment")
+            raise malformed(
+                where,
+                f"data at offset {offset}",
+                f"a multiple of {alignment}, the file's alignment",
+            )
         if offset < end:
-            raise malformed(where, f"data at offset {offset}", f"{end}, where the tensor before it ends")
+            raise malformed(
+                where, f"data at offset {offset}", f"{end}, where the tensor before it ends"
+            )
         end = offset + entry.nbytes
         if start + end > size:
             found = f"{entry.nbytes} bytes at {start + offset} in a file of {size}"
@@ -242,13 +305,18 @@ def _tensor(cursor: _Cursor) -> TensorEntry:
     number, offset = cursor.integer("I"), cursor.integer()
     kind = _TYPES.get(number, f"type {number}")
     if kind not in GGUF_BLOCKS:
-        expected, remedy = f"one of {', '.join(GGUF_BLOCKS)}", "use a file in one of these types; llama-quantize makes one"
+        expected, remedy = (
+            f"one of {', '.join(GGUF_BLOCKS)}",
+            "use a file in one of these types; llama-quantize makes one",
+        )
         raise UnsupportedModelError(where, f"a tensor in {kind}", expected, remedy)
     block = GGUF_BLOCKS[kind]
     if not all(0 < size < 1 << 40 for size in shape) or shape[-1] % block.weights:
         expected = f"sizes of at least 1, and rows of whole blocks of {block.weights}, in {kind}"
         raise malformed(where, f"shape {list(shape)}", expected)
-    return TensorEntry(name, kind, shape, cursor.path, offset, math.prod(shape) // block.weights * block.nbytes)
+    return TensorEntry(
+        name, kind, shape, cursor.path, offset, math.prod(shape) // block.weights * block.nbytes
+    )
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Value:
@@ -263,7 +331,9 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Value:
         cursor.skip(length, "a string")
         return StoredText(start, length)
     if kind != _ARRAY:
-        raise malformed(f"{cursor.path}: {key[:80]}", f"a value of type {kind}", "a type from 0 to 12")
+        raise malformed(
+            f"{cursor.path}: {key[:80]}", f"a value of type {kind}", "a type from 0 to 12"
+        )
     element, count = cursor.integer("I"), cursor.integer()
     start = cursor.file.tell()
     if element in _SCALARS:
@@ -273,5 +343,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Value:
         for _ in range(count):
             cursor.skip(cursor.integer(), "a string")
     else:
-        raise malformed(f"{cursor.path}: {key[:80]}", f"an array of type {element}", "numbers or strings")
+        raise malformed(
+            f"{cursor.path}: {key[:80]}", f"an array of type {element}", "numbers or strings"
+        )
     return StoredArray(element, count, start)

@@ -1,14 +1,15 @@
-"""Shards in safetensors: headers are read by safetensors, ranges straight into the caller's memory; written as a stream.
+"""Shards in safetensors: headers are read by safetensors, ranges straight into the caller's memory;
+written as a stream.
 
-Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length; the header; the data of the
-tensors, one after the other. Checkpoints of several shards have a ``model.safetensors.index.json``, whose ``weight_map``
-gives the shard of each tensor.
+Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length;
+the header; the data of the tensors, one after the other. Checkpoints of several shards have a
+``model.safetensors.index.json``, whose ``weight_map`` gives the shard of each tensor.
 
 Trade-off: positioned reads instead of a memory map, so that only the caller's buffer holds weights.
 
-Headers that are written are known beforehand, and tensors are written one at a time. A directory appears whole or not at
-all: everything is written to a private directory beside it, which is renamed at the end. Only new files are opened for
-writing: a planted link is not followed.
+Headers that are written are known beforehand, and tensors are written one at a time. A directory
+appears whole or not at all: everything is written to a private directory beside it, which is
+renamed at the end. Only new files are opened for writing: a planted link is not followed.
 """
 
 from __future__ import annotations
@@ -111,8 +112,11 @@ class Piece(NamedTuple):
 def parse_header(path: Path) -> dict[str, TensorEntry]:
     """Read and check one shard's header; its data is not read."""
     try:
-        # Mapped without the permission to write, which needs no memory. A FIFO would be waited for: it is refused first.
-        typed = system_errors_as(CheckpointError, path, expected="a readable safetensors file", remedy="check the path")
+        # Mapped without the permission to write, which needs no memory. A FIFO would be waited for:
+        # it is refused first.
+        typed = system_errors_as(
+            CheckpointError, path, expected="a readable safetensors file", remedy="check the path"
+        )
         with typed, open_regular(path) as file, safe_open(path, "np") as shard:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
@@ -124,28 +128,36 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
         if dtype not in DTYPES:
             raise malformed(f"{path}: {name}", f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
-        entries[name] = TensorEntry(name, dtype, shape, path, start, math.prod(shape) * DTYPES[dtype].itemsize)
+        entries[name] = TensorEntry(
+            name, dtype, shape, path, start, math.prod(shape) * DTYPES[dtype].itemsize
+        )
         start += entries[name].nbytes
     return entries
 
 
-def malformed(where: object, found: str, expected: str, *, remedy: str = "download the file again") -> CheckpointError:
+def malformed(
+    where: object, found: str, expected: str, *, remedy: str = "download the file again"
+) -> CheckpointError:
     """The error for a file that is missing, damaged, or of another format."""
     return CheckpointError(where, found, expected, remedy)
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Find every tensor of a checkpoint directory: one file, or several with an index. Only headers are read.
+    """Find every tensor of a checkpoint directory: one file, or several with an index.
+
+    Only headers are read.
 
     Args:
-        directory: Directory of ``model.safetensors``, or of shards and ``model.safetensors.index.json``.
+        directory: Directory of ``model.safetensors``, or of shards and
+            ``model.safetensors.index.json``.
 
     Returns:
         Location of each tensor by name.
 
     Raises:
-        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is malformed, or the index or a
-            link names a file outside the directory. Links of the hub's cache are followed.
+        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is
+            malformed, or the index or a link names a file outside the directory. Links of the hub's
+            cache are followed.
     """
     index_path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).exists() and not index_path.exists():
@@ -153,23 +165,35 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         return parse_header(directory / SINGLE_FILE)
     if not index_path.exists():
         remedy = "pass a directory with a model in the Hugging Face layout"
-        raise malformed(directory, "no safetensors weights", f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy)
+        raise malformed(
+            directory, "no safetensors weights", f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy
+        )
     require_own_file(index_path, directory)
     weight_map = parse_index(index_path)
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         require_own_file(directory / shard, directory)
-        found = parse_header(directory / shard)  # maybe with copies of tensors; the index names the shard that counts
-        entries |= {name: entry for name, entry in found.items() if weight_map.get(name, shard) == shard}
+        # maybe with copies of tensors; the index names the shard that counts
+        found = parse_header(directory / shard)
+        entries |= {
+            name: entry for name, entry in found.items() if weight_map.get(name, shard) == shard
+        }
     for name, shard in weight_map.items():
         if name not in entries:
             remedy = "download the shard and the index again, from one revision"
-            raise malformed(directory / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says", remedy=remedy)
+            raise malformed(
+                directory / shard,
+                f"no tensor {name}",
+                f"the tensor, as {INDEX_FILE} says",
+                remedy=remedy,
+            )
     return entries
 
 
 def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
-    """Read an index: the shard of each tensor, a file with this suffix in the index's own directory."""
+    """Read an index: the shard of each tensor, a file with this suffix in the index's own
+    directory.
+    """
     try:
         with open_regular(path) as file:
             raw = file.read(_MAX_INDEX + 1)
@@ -181,14 +205,18 @@ def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(path, reason(error), "a readable index", "check the file") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
+        raise malformed(
+            path, f"no usable index ({error})", "a JSON object with a weight_map"
+        ) from error
     for name, shard in pairs:
         # Printable: no NUL and no lone surrogate, with which a file cannot be opened.
         plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
         if not plain or shard in {"", ".", ".."} or not shard.endswith(suffix):
             expected = f"the name of a file{suffix and f' *{suffix}'} in the index's own directory"
             remedy = "do not use this checkpoint unless you know why its index points elsewhere"
-            raise malformed(f"{path}: {name}", f"shard {str(shard)[:200]!r}", expected, remedy=remedy)
+            raise malformed(
+                f"{path}: {name}", f"shard {str(shard)[:200]!r}", expected, remedy=remedy
+            )
     return dict(pairs)
 
 
@@ -196,7 +224,12 @@ def check_float(entry: TensorEntry) -> torch.dtype:
     """Return a tensor's floating-point dtype."""
     if entry.torch_dtype is None:
         remedy = "use the unquantised checkpoint, or one whose config.json says how it is quantised"
-        raise malformed(f"{entry.path}: {entry.name}", f"dtype {entry.dtype}", f"one of {', '.join(_FLOATS)}", remedy=remedy)
+        raise malformed(
+            f"{entry.path}: {entry.name}",
+            f"dtype {entry.dtype}",
+            f"one of {', '.join(_FLOATS)}",
+            remedy=remedy,
+        )
     return entry.torch_dtype
 
 
@@ -204,8 +237,9 @@ class SafetensorsReader:
     """The tensors of a checkpoint by parameter name, read on demand. The files are never written.
 
     Args:
-        entries: Location by parameter name: of its tensor, or of the pieces of tensors that make up the parameter, in the
-            order of its elements. All tensors of a parameter have one dtype; those of an encoded parameter are bytes.
+        entries: Location by parameter name: of its tensor, or of the pieces of tensors that make up
+            the parameter, in the order of its elements. All tensors of a parameter have one dtype;
+            those of an encoded parameter are bytes.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry | Sequence[Piece]]) -> None:
@@ -213,18 +247,25 @@ class SafetensorsReader:
             name: (Piece.whole(entry),) if isinstance(entry, TensorEntry) else tuple(entry)
             for name, entry in entries.items()
         }
-        self._ends = {name: list(accumulate(piece.numel for piece in pieces)) for name, pieces in self._pieces.items()}
+        self._ends = {
+            name: list(accumulate(piece.numel for piece in pieces))
+            for name, pieces in self._pieces.items()
+        }
         self._files: dict[Path, RangedFile] = {}
         self._lock = threading.Lock()
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of names, dtypes, shapes and of 4 KiB each of every tensor's beginning, middle and end."""
+        """SHA-256 of names, dtypes, shapes and of 4 KiB each of every tensor's beginning, middle
+        and end.
+        """
         digest = hashlib.sha256()
         for name, pieces in sorted(self._pieces.items()):
             for piece in pieces:
                 part = [] if piece == Piece.whole(piece.entry) else [piece.start, piece.numel]
-                digest.update(json.dumps([name, piece.entry.dtype, piece.entry.shape, *part]).encode())
+                digest.update(
+                    json.dumps([name, piece.entry.dtype, piece.entry.shape, *part]).encode()
+                )
                 for sample in self.samples(piece.entry):
                     digest.update(sample)
         return digest.hexdigest()
@@ -232,11 +273,14 @@ class SafetensorsReader:
     def page_offset(self, spec: ParameterSpec) -> int | None:
         """Offset in bytes of a parameter from the start of a page in its shard.
 
-        None if the parameter is converted when it is read, or its offset is not a multiple of its item size.
+        None if the parameter is converted when it is read, or its offset is not a multiple of its
+        item size.
         """
         entry, start, _ = self._pieces[spec.name][0]
         offset = (entry.start + start * spec.stored_dtype.itemsize) % PAGE
-        as_stored = entry.dtype == "U8" if spec.encoding is not None else entry.torch_dtype == spec.dtype
+        as_stored = (
+            entry.dtype == "U8" if spec.encoding is not None else entry.torch_dtype == spec.dtype
+        )
         return offset if as_stored and offset % spec.stored_dtype.itemsize == 0 else None
 
     def itemsize(self, parameter: str) -> int:
@@ -256,7 +300,9 @@ class SafetensorsReader:
         """
         size = min(_SAMPLE, entry.nbytes)
         samples = [bytearray(size) for _ in range(3)]
-        for sample, offset in zip(samples, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
+        for sample, offset in zip(
+            samples, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True
+        ):
             self.read_bytes(entry, offset, memoryview(sample))
         return samples
 
@@ -280,10 +326,13 @@ class SafetensorsReader:
             part = out[done : done + numel - skipped]
             self._read_range(entry, begin + skipped, part)
             done += part.numel()
-        assert done == out.numel(), f"{parameter} ends at element {start + done}"  # else memory would stay unfilled
+        # else memory would stay unfilled
+        assert done == out.numel(), f"{parameter} ends at element {start + done}"
 
     def _read_range(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        dtype = torch.uint8 if out.dtype is torch.uint8 and entry.dtype == "U8" else check_float(entry)
+        dtype = (
+            torch.uint8 if out.dtype is torch.uint8 and entry.dtype == "U8" else check_float(entry)
+        )
         if dtype == out.dtype:
             self.read_bytes(entry, start * dtype.itemsize, byte_view(out))
             return
@@ -316,7 +365,9 @@ class SafetensorsReader:
 
 
 def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
-    """Whether two tensors agree in dtype, shape and 4 KiB each of their beginning, middle and end."""
+    """Whether two tensors agree in dtype, shape and 4 KiB each of their beginning, middle and
+    end.
+    """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     with contextlib.closing(SafetensorsReader({})) as reader:
@@ -324,30 +375,43 @@ def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
 
 
 def require_own_file(path: Path, directory: Path) -> Path:
-    """Refuse a file of a model's directory that is a link to another directory; the file need not exist.
+    """Refuse a file of a model's directory that is a link to another directory; the file need not
+    exist.
 
-    A model may come from an untrusted source: a link in its directory could make this program read any file of the machine
-    and copy it into an export. Links inside the directory are followed and, in the hub's cache, links to blobs of the same
-    model. The directory itself may be a link.
+    A model may come from an untrusted source: a link in its directory could make this program read
+    any file of the machine and copy it into an export. Links inside the directory are followed and,
+    in the hub's cache, links to blobs of the same model. The directory itself may be a link.
     """
     target, root = (Path(os.path.realpath(item)) for item in (path, directory))
     cached = root.parent.parent  # in the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
     is_snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if target.is_relative_to(root) or (is_snapshot and target.is_relative_to(cached / "blobs")):
         return target
-    remedy = "do not use this model unless you know why it links there; if so, replace the link by a copy"
-    raise malformed(path, f"a link to {target}", "a file of the model's own directory", remedy=remedy)
+    remedy = (
+        "do not use this model unless you know why it links there; if so, replace the link by a "
+        "copy"
+    )
+    raise malformed(
+        path, f"a link to {target}", "a file of the model's own directory", remedy=remedy
+    )
 
 
 @runtime_checkable
 class CustomExport(Protocol):
-    """A model with an export format of its own, such as an adapter, instead of a checkpoint of all parameters."""
+    """A model with an export format of its own, such as an adapter, instead of a checkpoint of all
+    parameters.
+    """
 
     @property
     def exported_parameters(self) -> Collection[str]:
         """Names of the parameters that ``write`` needs."""
 
-    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
+    def write(
+        self,
+        directory: Path,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        files: Mapping[str, Path | bytes],
+    ) -> None:
         """Write the export; its directory appears whole or not at all."""
 
 
@@ -373,10 +437,19 @@ def write_checkpoint(
 ) -> None:
     """Write a model directory that ``from_pretrained`` loads. One tensor at a time is in memory."""
     form = form or SavedForm()
-    written = {spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters}
+    written = {
+        spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters
+    }
     runs = {spec.name: form.parts_of(spec) for spec in parameters}
-    saved = {part.tensor: replace(written[name], name=part.tensor, shape=part.shape) for name in runs for part in runs[name]}
-    others = [ParameterSpec(name, tuple(t.shape), t.dtype, index=-1, decays=False) for name, t in form.constants.items()]
+    saved = {
+        part.tensor: replace(written[name], name=part.tensor, shape=part.shape)
+        for name in runs
+        for part in runs[name]
+    }
+    others = [
+        ParameterSpec(name, tuple(t.shape), t.dtype, index=-1, decays=False)
+        for name, t in form.constants.items()
+    ]
     with new_checkpoint(directory, [*saved.values(), *others], companions, max_shard) as locations:
         missing = set(written)
         for name, tensor in tensors:
@@ -392,7 +465,9 @@ def write_checkpoint(
             _write(*locations[name], tensor.contiguous().view(-1), tensor.dtype)
 
 
-def _write(file: IO[bytes], start: int, elements: torch.Tensor, dtype: torch.dtype, first: int = 0) -> None:
+def _write(
+    file: IO[bytes], start: int, elements: torch.Tensor, dtype: torch.dtype, first: int = 0
+) -> None:
     file.seek(start + first * dtype.itemsize)
     step = elements.numel() if elements.dtype is dtype else _STAGING
     for begin in range(0, elements.numel(), max(step, 1)):
@@ -402,9 +477,14 @@ def _write(file: IO[bytes], start: int, elements: torch.Tensor, dtype: torch.dty
 
 @contextlib.contextmanager
 def new_checkpoint(
-    directory: Path, tensors: Sequence[ParameterSpec], companions: Mapping[str, Path | bytes], max_shard: int
+    directory: Path,
+    tensors: Sequence[ParameterSpec],
+    companions: Mapping[str, Path | bytes],
+    max_shard: int,
 ) -> Iterator[dict[str, tuple[IO[bytes], int]]]:
-    """Make a directory with headers and companions, and yield the file and offset of each tensor's data by name."""
+    """Make a directory with headers and companions, and yield the file and offset of each tensor's
+    data by name.
+    """
     shards = _cut(tensors, max_shard)
     names = shard_names(len(shards))
     locations: dict[str, tuple[IO[bytes], int]] = {}
@@ -418,7 +498,9 @@ def new_checkpoint(
                     locations[spec.name] = (file, start)
                     start += spec.nbytes
             yield locations
-        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
+        weight_map = {
+            spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs
+        }
         write_index(partial, weight_map, total_size=sum(spec.nbytes for spec in tensors))
 
 
@@ -427,11 +509,15 @@ def new_directory(directory: Path) -> Iterator[Path]:
     """Make a directory that appears whole and durable, or not at all."""
     require_unused(directory)
     remedy = "free space or choose another directory"
-    with system_errors_as(OutputError, directory, expected="a directory that can be written", remedy=remedy):
+    with system_errors_as(
+        OutputError, directory, expected="a directory that can be written", remedy=remedy
+    ):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # Private and with a random name, so that other users can plant nothing in it. The directory inside it gets the
-        # permissions of any new one.
-        enclosure = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+        # Private and with a random name, so that other users can plant nothing in it. The directory
+        # inside it gets the permissions of any new one.
+        enclosure = Path(
+            tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent)
+        )
         try:
             partial = enclosure / directory.name
             partial.mkdir()
@@ -456,14 +542,20 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 def shard_names(count: int) -> list[str]:
     """File names of a checkpoint with ``count`` shards, as the hub's tools expect them."""
-    return [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return (
+        [SINGLE_FILE]
+        if count == 1
+        else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    )
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: int) -> None:
     """Write the index of a checkpoint if it has several shards."""
     if not (directory / SINGLE_FILE).exists():
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
-        write_companions(directory, {INDEX_FILE: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()})
+        write_companions(
+            directory, {INDEX_FILE: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
+        )
 
 
 def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) -> None:
@@ -474,7 +566,9 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
                 file.write(content)
                 continue
             remedy = "restore the base model's files"
-            with system_errors_as(CheckpointError, content, expected="a readable file", remedy=remedy):
+            with system_errors_as(
+                CheckpointError, content, expected="a readable file", remedy=remedy
+            ):
                 source = open_regular(content)
             with source:
                 shutil.copyfileobj(source, file, _STAGING)
@@ -498,7 +592,9 @@ def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> int:
     return file.write(header_bytes({"format": "pt"}, tensors))
 
 
-def header_bytes(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+def header_bytes(
+    metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]
+) -> bytes:
     """The header of a safetensors file with its length in front; the data follows."""
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0

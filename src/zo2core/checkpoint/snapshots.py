@@ -1,10 +1,11 @@
 """Snapshots of a first-order run: the state from which it resumes, one file each.
 
-A gradient is not a scalar, so a step cannot be replayed from the journal. A resumed run loads the last snapshot and repeats
-the later steps, with the same bits. A snapshot is a safetensors file, so that other programs can read its tensors. The rest
-of the state is JSON in the header's ``__metadata__``, after the SHA-256 of the whole file, for which these 64 digits count
-as zeros. A file appears whole and durable under its name, or not at all. It has the journal's checksum at its step, so that
-a snapshot of another run is not used.
+A gradient is not a scalar, so a step cannot be replayed from the journal. A resumed run loads the
+last snapshot and repeats the later steps, with the same bits. A snapshot is a safetensors file, so
+that other programs can read its tensors. The rest of the state is JSON in the header's
+``__metadata__``, after the SHA-256 of the whole file, for which these 64 digits count as zeros. A
+file appears whole and durable under its name, or not at all. It has the journal's checksum at its
+step, so that a snapshot of another run is not used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zo2core.checkpoint.shards import DTYPE_NAMES, header_bytes, malformed
-from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason, system_errors_as
+from zo2core.errors import (
+    CheckpointError,
+    OptionError,
+    OutputError,
+    ZO2Warning,
+    reason,
+    system_errors_as,
+)
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import make_directory, open_regular, read_regular, replace_file
 
@@ -39,14 +47,18 @@ class Snapshot(NamedTuple):
     """The state of a run after a step."""
 
     step: int  # number of steps taken
-    state: Mapping[str, Any]  # an engine's state: nested mappings and lists of tensors, numbers, strings and None
+    # an engine's state: nested mappings and lists of tensors, numbers, strings and None
+    state: Mapping[str, Any]
 
 
 class Snapshots:
     """The snapshots in a run's directory. One engine writes them; others may read meanwhile."""
 
     def __init__(
-        self, directory: Path, chain: Callable[[int], int | None], require_version: Callable[[int, str], None]
+        self,
+        directory: Path,
+        chain: Callable[[int], int | None],
+        require_version: Callable[[int, str], None],
     ) -> None:
         self._directory = directory
         self._chain = chain
@@ -65,7 +77,9 @@ class Snapshots:
         return sorted(int(match[1]) for match in found if match is not None)
 
     def write(self, snapshot: Snapshot, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot durably, and remove older ones except the one before it, which serves as a fallback."""
+        """Write a snapshot durably, and remove older ones except the one before it, which serves as
+        a fallback.
+        """
         step, chain = snapshot.step, self._chain(snapshot.step)
         assert chain is not None, "the step was taken"
         tensors: dict[str, torch.Tensor] = {}
@@ -94,7 +108,12 @@ class Snapshots:
 
     def _replace(self, step: int, content: bytes | Sequence[bytes | memoryview]) -> None:
         remedy = "free space or repair the disk; the run resumes from the snapshot before"
-        with system_errors_as(OutputError, self.path(step), expected="a file that can be written and synced", remedy=remedy):
+        with system_errors_as(
+            OutputError,
+            self.path(step),
+            expected="a file that can be written and synced",
+            remedy=remedy,
+        ):
             make_directory(self._directory)
             replace_file(self.path(step), content)
             self.written += self.path(step).stat().st_size
@@ -106,8 +125,14 @@ class Snapshots:
             snapshot, chain = _from_file(path)
         except OSError as error:
             steps = ", ".join(map(str, self.steps))
-            found, expected = f"no snapshot of step {step} ({reason(error)})", "one of the steps that have a snapshot"
-            remedy = "pass one of these steps, with --at on the command line; a first-order run keeps no others"
+            found, expected = (
+                f"no snapshot of step {step} ({reason(error)})",
+                "one of the steps that have a snapshot",
+            )
+            remedy = (
+                "pass one of these steps, with --at on the command line; a first-order run keeps "
+                "no others"
+            )
             remedy = remedy if steps else "resume the run to its end, which writes its model"
             raise malformed(path, found, f"{expected}: {steps or 'none'}", remedy=remedy) from error
         if snapshot.step != step:
@@ -129,7 +154,8 @@ class Snapshots:
                 continue
             for damage in damages:
                 warnings.warn(
-                    f"{damage.where}: {damage.found}. The run resumes from the snapshot of step {step}, and repeats the "
+                    f"{damage.where}: {damage.found}. The run resumes from the snapshot of step "
+                    f"{step}, and repeats the "
                     "later steps with the same bits",
                     ZO2Warning,
                     stacklevel=2,
@@ -138,8 +164,12 @@ class Snapshots:
             return snapshot
         if damages:
             found = "; ".join(f"{Path(damage.where).name}: {damage.found}" for damage in damages)
-            remedy = "restore one from a backup, or remove these files to repeat the run from its start"
-            raise malformed(self._directory, found, "an undamaged snapshot", remedy=remedy) from damages[0]
+            remedy = (
+                "restore one from a backup, or remove these files to repeat the run from its start"
+            )
+            raise malformed(
+                self._directory, found, "an undamaged snapshot", remedy=remedy
+            ) from damages[0]
         return None
 
     def clear_partial(self) -> None:
@@ -149,12 +179,16 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
 
-def _to_parts(snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
+def _to_parts(
+    snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]
+) -> list[bytes | memoryview]:
     """The header and the bytes of the tensors, which are not copied."""
     state = _encoded(snapshot.state, "", tensors)
     contents = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}", "state": state}
     metadata = {"sha256": "0" * 64, "zo2": json.dumps(contents, separators=(",", ":"))}
-    raw = header_bytes(metadata, [(name, DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in tensors.items()])
+    raw = header_bytes(
+        metadata, [(name, DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in tensors.items()]
+    )
     assert raw[8:].startswith(_BEGIN), "the digits are at a fixed offset"
     data = [byte_view(tensor) for tensor in tensors.values() if tensor.numel()]
     digest = hashlib.sha256(raw)
@@ -168,19 +202,40 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
     with open_regular(path) as file:
         raw = file.read(_DIGITS.stop)
         digest = hashlib.sha256(raw[: _DIGITS.start] + b"0" * 64)
-        if len(raw) < _DIGITS.stop or hashlib.file_digest(file, lambda: digest).hexdigest().encode() != raw[_DIGITS]:
-            raise _damaged(path, "a damaged snapshot: its checksum does not match", "the bytes that were written")
+        if (
+            len(raw) < _DIGITS.stop
+            or hashlib.file_digest(file, lambda: digest).hexdigest().encode() != raw[_DIGITS]
+        ):
+            raise _damaged(
+                path,
+                "a damaged snapshot: its checksum does not match",
+                "the bytes that were written",
+            )
     try:
         with safe_open(path, "pt") as opened:
             contents = json.loads(opened.metadata()["zo2"])
             if contents["format"] != FORMAT:
-                raise _damaged(path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}")
-            state = _decoded(contents["state"], {name: opened.get_tensor(name) for name in opened.offset_keys()})
+                raise _damaged(
+                    path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}"
+                )
+            state = _decoded(
+                contents["state"], {name: opened.get_tensor(name) for name in opened.offset_keys()}
+            )
         if not isinstance(state, dict):
             raise TypeError(f"a {type(state).__name__} as state")
         return Snapshot(int(contents["step"]), state), int(contents["chain"], 16)
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
+    except (
+        SafetensorError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise _damaged(
+            path, f"not a snapshot of this format ({error})", "a file that a run wrote"
+        ) from error
 
 
 def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
@@ -191,7 +246,12 @@ def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> obje
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         items = value.items()
-        return {_ITEMS: [[key, _encoded(inner, f"{name}.{key}" if name else str(key), tensors)] for key, inner in items]}
+        return {
+            _ITEMS: [
+                [key, _encoded(inner, f"{name}.{key}" if name else str(key), tensors)]
+                for key, inner in items
+            ]
+        }
     if isinstance(value, list | tuple):
         return [_encoded(inner, f"{name}.{index}", tensors) for index, inner in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):

@@ -1,9 +1,11 @@
-"""Byte ranges of files, read and written past the page cache if the file system supports direct I/O.
+"""Byte ranges of files, read and written past the page cache if the file system supports direct
+I/O.
 
-A model that is read once a step would evict everything else from the page cache, which also counts towards the process's
-memory limit. Direct I/O requires page-aligned offsets, lengths and addresses. If memory and file offset have the same
-position within a page, whole pages are read in place; the rest goes through a small buffer of the calling thread. If direct
-I/O is refused, buffered reads drop their pages from the cache.
+A model that is read once a step would evict everything else from the page cache, which also counts
+towards the process's memory limit. Direct I/O requires page-aligned offsets, lengths and addresses.
+If memory and file offset have the same position within a page, whole pages are read in place; the
+rest goes through a small buffer of the calling thread. If direct I/O is refused, buffered reads
+drop their pages from the cache.
 
 Large memory has a checksum for each chunk, computed on any thread, and one of them all in order.
 """
@@ -27,7 +29,8 @@ import xxhash
 from zo2core.io.durable import close_locked, open_descriptor, open_locked, require_same_file
 
 PAGE = 4096  # bytes; a multiple of the block size of today's disks
-STAGING = 6 << 20  # bytes of a thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
+# bytes of a thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
+STAGING = 6 << 20
 IN_PLACE = 1 << 20  # bytes from which it pays to read the partial first and last pages separately
 
 _thread = threading.local()
@@ -36,8 +39,12 @@ _thread = threading.local()
 class RangedFile:
     """A file whose ranges any thread may read, and write if it was opened for writing."""
 
-    def __init__(self, path: Path, *, writable: bool = False, _descriptor: int | None = None) -> None:
-        """Open the file for direct I/O, in addition to a descriptor that is open for writing, if there is one."""
+    def __init__(
+        self, path: Path, *, writable: bool = False, _descriptor: int | None = None
+    ) -> None:
+        """Open the file for direct I/O, in addition to a descriptor that is open for writing, if
+        there is one.
+        """
         writing = open_locked(path, os.O_CREAT) if writable else _descriptor
         self._path = path
         self._flags = os.O_RDONLY if writing is None else os.O_RDWR
@@ -75,7 +82,11 @@ class RangedFile:
     def write(self, offset: int, data: memoryview) -> None:
         """Write memory at a byte offset; ``sync`` makes it durable."""
         is_aligned = not (offset % PAGE or len(data) % PAGE or _address(data) % PAGE)
-        done = self._try_direct(lambda descriptor: _write_pages(descriptor, offset, data)) if is_aligned else 0
+        done = (
+            self._try_direct(lambda descriptor: _write_pages(descriptor, offset, data))
+            if is_aligned
+            else 0
+        )
         while done < len(data):
             done += os.pwrite(self._open_buffered(), data[done:], offset + done)
 
@@ -88,7 +99,8 @@ class RangedFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._supports_direct = False  # some file systems accept the flag and refuse the transfers
+            # some file systems accept the flag and refuse the transfers
+            self._supports_direct = False
             return 0
 
     def sync(self) -> None:
@@ -98,9 +110,16 @@ class RangedFile:
                 os.fdatasync(descriptor)
 
     def close(self) -> None:
-        """Close the file, which ends its lock. No other thread may be using it. May be called twice."""
+        """Close the file, which ends its lock.
+
+        No other thread may be using it. May be called twice.
+        """
         with self._lock:
-            descriptors = [descriptor for descriptor in (self._direct, self._buffered) if descriptor is not None]
+            descriptors = [
+                descriptor
+                for descriptor in (self._direct, self._buffered)
+                if descriptor is not None
+            ]
             self._direct = self._buffered = None
         for descriptor in descriptors:
             close_locked(descriptor)
@@ -120,7 +139,8 @@ def whole_pages(nbytes: int) -> int:
 def anonymous_memory(nbytes: int) -> mmap.mmap:
     """Page-aligned zeros, in huge pages if the system has them.
 
-    Direct I/O pins every page that it reads into: with small pages, measured disks reached less than half their rate.
+    Direct I/O pins every page that it reads into: with small pages, measured disks reached less
+    than half their rate.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # no huge pages here
@@ -129,7 +149,10 @@ def anonymous_memory(nbytes: int) -> mmap.mmap:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's bytes. It does not keep the tensor's memory alive."""
+    """A writable view of a contiguous CPU tensor's bytes.
+
+    It does not keep the tensor's memory alive.
+    """
     return view_of(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
@@ -149,11 +172,15 @@ def chunk_checksum(chunk: memoryview) -> int:
 
 def combined_checksum(checksums: Iterable[int]) -> str:
     """XXH3 of chunks' checksums in order, 8 bytes each, little-endian; 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
+    return xxhash.xxh3_64_hexdigest(
+        b"".join(checksum.to_bytes(8, "little") for checksum in checksums)
+    )
 
 
 def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
-    """Read whole pages in place if there are enough of them, the rest through the buffer; return the bytes read."""
+    """Read whole pages in place if there are enough of them, the rest through the buffer; return
+    the bytes read.
+    """
     head = min(-offset % PAGE, len(out))
     body = (len(out) - head) // PAGE * PAGE
     if (_address(out) - offset) % PAGE != 0 or body < IN_PLACE:
@@ -167,14 +194,18 @@ def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
 
 
 def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:
-    """Read the pages around a range into this thread's buffer and copy the range; return the bytes read."""
+    """Read the pages around a range into this thread's buffer and copy the range; return the bytes
+    read.
+    """
     staging = _staging()
     done = 0
     while done < len(out):
         skip = (offset + done) % PAGE
         wanted = min(len(out) - done, STAGING - skip)
         pages = -(-(skip + wanted) // PAGE) * PAGE
-        count = _read_up_to(descriptor, offset + done - skip, staging[:pages], at_least=skip + wanted)
+        count = _read_up_to(
+            descriptor, offset + done - skip, staging[:pages], at_least=skip + wanted
+        )
         if count < skip + wanted:
             break
         ctypes.memmove(_address(out[done:]), _address(staging) + skip, wanted)  # releases the GIL
@@ -189,10 +220,13 @@ def _staging() -> memoryview:
     return staging
 
 
-def _read_up_to(descriptor: int, offset: int, out: memoryview, *, at_least: int, unit: int = PAGE) -> int:
+def _read_up_to(
+    descriptor: int, offset: int, out: memoryview, *, at_least: int, unit: int = PAGE
+) -> int:
     """Read until ``at_least`` bytes are read or the file ends; return the bytes read.
 
-    After a short read the next one starts at a multiple of ``unit``, which direct I/O needs; the last page may be short.
+    After a short read the next one starts at a multiple of ``unit``, which direct I/O needs; the
+    last page may be short.
     """
     done = 0
     while done < at_least:
@@ -205,7 +239,9 @@ def _read_up_to(descriptor: int, offset: int, out: memoryview, *, at_least: int,
 
 
 def _write_pages(descriptor: int, offset: int, data: memoryview) -> int:
-    """Write whole pages, until all are written or a write ends within one; return the bytes written."""
+    """Write whole pages, until all are written or a write ends within one; return the bytes
+    written.
+    """
     done = 0
     while done < len(data) and done % PAGE == 0:
         done += os.pwrite(descriptor, data[done:], offset + done)

@@ -1,13 +1,14 @@
 r"""Safe opening and durable writing of files, and files of records that are appended.
 
-Every file that this project writes is created or opened here. A new file is created only at a free path; a file that is
-written again has one writer, which holds a lock. A symbolic link at the path of a written file is refused, so that its
-target is not overwritten. Files to read may be links, as in the hub's cache. Only regular files are opened: opening a FIFO
-would wait for its other end.
+Every file that this project writes is created or opened here. A new file is created only at a free
+path; a file that is written again has one writer, which holds a lock. A symbolic link at the path
+of a written file is refused, so that its target is not overwritten. Files to read may be links, as
+in the hub's cache. Only regular files are opened: opening a FIFO would wait for its other end.
 
-A file of records has one JSON object a line, whose last member is a checksum: ``{...,"crc32":"89abcdef"}\n``. The checksum
-is the CRC-32 of all bytes of the line before the comma in front of it. A record counts once its whole line is on disk; a
-torn last line is dropped, damage anywhere else is an error.
+A file of records has one JSON object a line, whose last member is a checksum:
+``{...,"crc32":"89abcdef"}\n``. The checksum is the CRC-32 of all bytes of the line before the comma
+in front of it. A record counts once its whole line is on disk; a torn last line is dropped, damage
+anywhere else is an error.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class DisturbedFileError(OSError):
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, if it does not exist. On return their names are durable."""
+    """Make a directory and its missing parents, if it does not exist.
+
+    On return their names are durable.
+    """
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -87,10 +91,12 @@ def open_no_follow(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_locked(path: Path, flags: int = 0) -> int:
-    """Open a file for reading and writing and lock it until ``close_locked``. Links are not followed.
+    """Open a file for reading and writing and lock it until ``close_locked``.
 
-    The lock is an exclusive ``flock`` on the file itself. It ends with the process, and needs no lock file. A second writer
-    is refused, in this process as in another one. Readers need no lock.
+    Links are not followed.
+
+    The lock is an exclusive ``flock`` on the file itself. It ends with the process, and needs no
+    lock file. A second writer is refused, in this process as in another one. Readers need no lock.
     """
     descriptor: int | None = None
     try:
@@ -98,18 +104,22 @@ def open_locked(path: Path, flags: int = 0) -> int:
         _locked.add(descriptor)
         if not lock_descriptor(descriptor, blocking=False):
             raise LockedFileError(path)
-        require_same_file(descriptor, path)  # its last writer may have removed it before the lock was free
+        # its last writer may have removed it before the lock was free
+        require_same_file(descriptor, path)
         return descriptor
     except BaseException as error:
         if descriptor is not None:
-            if flags & os.O_EXCL and not isinstance(error, LockedFileError):  # else another engine owns the file
+            if flags & os.O_EXCL and not isinstance(error, LockedFileError):
+                # else another engine owns the file
                 path.unlink(missing_ok=True)
             close_locked(descriptor)
         raise
 
 
 def close_locked(descriptor: int) -> None:
-    """Close a descriptor of ``open_locked``; on return the lock is free, even if a child is just being forked."""
+    """Close a descriptor of ``open_locked``; on return the lock is free, even if a child is just
+    being forked.
+    """
     if descriptor in _locked:
         _locked.discard(descriptor)
         with contextlib.suppress(OSError):
@@ -128,9 +138,11 @@ def require_same_file(descriptor: int, path: str | os.PathLike[str]) -> None:
 
 
 def _release_in_child() -> None:
-    """Give up the parent's locks in a forked child: a lock is held as long as any process has the descriptor open.
+    """Give up the parent's locks in a forked child: a lock is held as long as any process has the
+    descriptor open.
 
-    The descriptors are redirected to the null device, so that the child's copies of objects cannot write to the files.
+    The descriptors are redirected to the null device, so that the child's copies of objects cannot
+    write to the files.
     """
     if _locked:
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -144,12 +156,17 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Open a new file for writing. An existing path is refused, and a link there is not followed."""
+    """Open a new file for writing.
+
+    An existing path is refused, and a link there is not followed.
+    """
     return path.open("xb")
 
 
 def partial_path(path: Path) -> Path:
-    """The hidden sibling to which ``replace_file`` writes first; nobody else's file has such a name."""
+    """The hidden sibling to which ``replace_file`` writes first; nobody else's file has such a
+    name.
+    """
     return path.with_name(f".{path.name}.partial")
 
 
@@ -197,14 +214,19 @@ class DamagedRecordError(ValueError):
 
 
 class RecordFile:
-    """Records on disk. Reading takes no lock; a writer holds one from ``lock`` or the first record on."""
+    """Records on disk.
+
+    Reading takes no lock; a writer holds one from ``lock`` or the first record on.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()  # the process may change its directory
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
-        self._size: int | None = 0  # bytes of the file; None where a record, even a whole one, may follow ``_end``
-        self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it did not exist
+        # bytes of the file; None where a record, even a whole one, may follow ``_end``
+        self._size: int | None = 0
+        # device and inode of the file; None: it did not exist
+        self._identity: tuple[int, int] | None = None
         self._created = False  # this object created the file
         self._settled = False  # the file's name and the records of earlier processes are durable
         self.loaded: list[Record] = []  # records of the file when it was opened
@@ -219,15 +241,19 @@ class RecordFile:
             self._require_undisturbed(self._open_for_writing())
 
     def append(
-        self, record: Record, count: Callable[[], object] = lambda: None, is_counted: Callable[[], bool] = lambda: True
+        self,
+        record: Record,
+        count: Callable[[], object] = lambda: None,
+        is_counted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Write a record, and count it in memory; on return it is durable.
 
         Args:
             record: The record.
             count: Adds the record to what this process has in memory.
-            is_counted: Whether ``count`` has had its effect. After any exception, also an interrupt, the record is removed
-                from the file if it has not: file and memory both have the record, or neither has.
+            is_counted: Whether ``count`` has had its effect. After any exception, also an
+                interrupt, the record is removed from the file if it has not: file and memory both
+                have the record, or neither has.
         """
         end = self._end
         try:
@@ -257,7 +283,9 @@ class RecordFile:
         self._end = self._size
 
     def settle(self) -> None:
-        """Make the loaded records durable: the process that wrote the last one may have been killed before its sync."""
+        """Make the loaded records durable: the process that wrote the last one may have been killed
+        before its sync.
+        """
         if not self._settled and self._end > 0:
             sync_path(self._path)
             sync_path(self._path.parent)
@@ -325,13 +353,17 @@ class RecordFile:
         return self._descriptor
 
     def _require_undisturbed(self, descriptor: int) -> None:
-        """Raise if the path leads to another file, or the file's size is not the one that this object left."""
+        """Raise if the path leads to another file, or the file's size is not the one that this
+        object left.
+        """
         require_same_file(descriptor, self._path)
         status = os.fstat(descriptor)
         if _identity(status) != self._identity:
             raise DisturbedFileError
         if self._size is not None and status.st_size != self._size:
-            raise DisturbedFileError(f"{status.st_size} bytes, where this process left {self._size}")
+            raise DisturbedFileError(
+                f"{status.st_size} bytes, where this process left {self._size}"
+            )
 
 
 def to_json(record: Record) -> bytes:
@@ -351,7 +383,11 @@ def from_line(line: bytes) -> Record:
     """Parse a line of ``to_line``."""
     if not _checksum_holds(line):
         is_earlier = line[8:10] == b" {" and all(digit in b"0123456789abcdef" for digit in line[:8])
-        raise ValueError("a line of an earlier version, which is not read" if is_earlier else "checksum does not hold")
+        raise ValueError(
+            "a line of an earlier version, which is not read"
+            if is_earlier
+            else "checksum does not hold"
+        )
     record: Record = json.loads(line[:-_MEMBER_BYTES] + b"}")
     if CHECKSUM in record:
         raise ValueError("two checksums")

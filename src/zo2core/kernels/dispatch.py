@@ -1,7 +1,9 @@
-"""Chooses the kernel: compiled or Triton's if it is installed and supports the tensors, else the reference.
+"""Chooses the kernel: compiled or Triton's if it is installed and supports the tensors, else the
+reference.
 
-All give the same bits. The compiled kernels are the C files beside this one, through ctypes: for CPU tensors of 32 and 16
-bits. The library is built when the package is installed; where that was not possible, everything runs on the reference.
+All give the same bits. The compiled kernels are the C files beside this one, through ctypes: for
+CPU tensors of 32 and 16 bits. The library is built when the package is installed; where that was
+not possible, everything runs on the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None if they were not built, or, with one warning, if they cannot be used."""
+    """The compiled functions; None if they were not built, or, with one warning, if they cannot be
+    used.
+    """
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_native{suffix}")
         if path.exists():
@@ -49,17 +53,22 @@ def functions() -> ctypes.CDLL:
 
 
 def _loaded(path: Path) -> ctypes.CDLL | None:
-    """Load a library; None, with a warning, if it is damaged or was built for other hardware or from other sources."""
+    """Load a library; None, with a warning, if it is damaged or was built for other hardware or
+    from other sources.
+    """
     try:
         _require_whole(path)
         loaded = ctypes.CDLL(str(path))
         revision = loaded.zo2core_revision()
         if revision != _REVISION:
-            raise OSError(f"{path}: revision {revision} of the kernels, where {_REVISION} is expected")
+            raise OSError(
+                f"{path}: revision {revision} of the kernels, where {_REVISION} is expected"
+            )
         _declare(loaded)
     except (OSError, AttributeError) as error:  # the latter for a function that is not in it
         warnings.warn(
-            f"compiled kernels are not used ({' '.join(str(error).split())[:300]}); all runs on the reference instead, "
+            f"compiled kernels are not used ({' '.join(str(error).split())[:300]}); all runs on "
+            "the reference instead, "
             "slower and with the same bits. Install zo2core again to build them",
             ZO2Warning,
             stacklevel=2,
@@ -69,14 +78,19 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse a truncated file: the loader would map missing pages, and the process would end when it touches them.
+    """Refuse a truncated file: the loader would map missing pages, and the process would end when
+    it touches them.
 
-    A 64-bit ELF file ends with its section headers, whose offset, size and number are at bytes 40, 58 and 60.
+    A 64-bit ELF file ends with its section headers, whose offset, size and number are at bytes 40,
+    58 and 60.
     """
     with path.open("rb") as file:
         header = file.read(64)
         if len(header) == 64 and header[:6] == b"\x7fELF\x02\x01":
-            (offset,), (size, number) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+            (offset,), (size, number) = (
+                struct.unpack_from("<Q", header, 40),
+                struct.unpack_from("<HH", header, 58),
+            )
             length = file.seek(0, 2)
             if offset + size * number > length:
                 raise OSError(f"{path}: {length} bytes of {offset + size * number}")
@@ -88,8 +102,33 @@ def _declare(loaded: ctypes.CDLL) -> None:
     matrix = (integer, pointer, pointer, pointer)
     for name, arguments in {
         "fill": (integer, pointer, u64, integer, u64, u32, u64),
-        "walk": (integer, pointer, pointer, integer, pointer, u64, pointer, size, size, pointer, integer, u32, u64),
-        "move_each": (integer, pointer, integer, pointer, u64, pointer, size, pointer, integer, u32),
+        "walk": (
+            integer,
+            pointer,
+            pointer,
+            integer,
+            pointer,
+            u64,
+            pointer,
+            size,
+            size,
+            pointer,
+            integer,
+            u32,
+            u64,
+        ),
+        "move_each": (
+            integer,
+            pointer,
+            integer,
+            pointer,
+            u64,
+            pointer,
+            size,
+            pointer,
+            integer,
+            u32,
+        ),
         "twister_seed": (pointer, u64),
         "twister_fill": (pointer, integer, pointer, u64),
         "twister_skip": (pointer, integer, u64),
@@ -109,7 +148,9 @@ def _declare(loaded: ctypes.CDLL) -> None:
 
 
 def run_in_halves(run: Callable[[int, int], None], rows: int, helper: Executor | None) -> None:
-    """Run a function of the first row and the end of the last one over all rows; a helper runs the second half."""
+    """Run a function of the first row and the end of the last one over all rows; a helper runs the
+    second half.
+    """
     if helper is None:
         run(0, rows)
         return
@@ -125,7 +166,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in DTYPES or library() is None:
         return False
-    for tensor in tensors:  # noqa: SIM110 - called for every parameter: a generator takes as long as a small one
+    for tensor in tensors:
         if not (tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous()):
             return False
     return True
@@ -134,14 +175,21 @@ def takes(*tensors: torch.Tensor) -> bool:
 def rounds_to(*tensors: torch.Tensor | None) -> bool:
     """Whether results can be rounded to all of these tensors; None entries are skipped."""
     for tensor in tensors:
-        if tensor is not None and not (tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous()):
+        if tensor is not None and not (
+            tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous()
+        ):
             return False
     return True
 
 
 def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether the compiled kernels are installed and can decode these bytes into this memory."""
-    return library() is not None and stored.device.type == "cpu" and stored.is_contiguous() and rounds_to(out)
+    return (
+        library() is not None
+        and stored.device.type == "cpu"
+        and stored.is_contiguous()
+        and rounds_to(out)
+    )
 
 
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
@@ -169,10 +217,10 @@ def apply(
         theta: The range's weights, 1-D, contiguous, changed in place.
         program: Instructions to run.
         z: The range's directions, one for each seed of the program, or how they are drawn.
-        out: Memory for the perturbed copy that ``program.then`` makes: ``theta`` itself, or memory that does not overlap it;
-            if its dtype is another one, the copy is rounded to it once.
-        rounded: Memory for a second copy of the result (``out``, or ``theta`` without it), rounded once to its dtype; it
-            overlaps no other tensor.
+        out: Memory for the perturbed copy that ``program.then`` makes: ``theta`` itself, or memory
+            that does not overlap it; if its dtype is another one, the copy is rounded to it once.
+        rounded: Memory for a second copy of the result (``out``, or ``theta`` without it), rounded
+            once to its dtype; it overlaps no other tensor.
     """
     assert (out is None) == (program.then is None)
     draw, zs = (z, ()) if isinstance(z, Draw) else (None, z)
@@ -182,8 +230,16 @@ def apply(
             directions: object = coded.directions.data_ptr()
             drawn = _DISTRIBUTIONS[draw.distribution], draw.parameter, draw.start
         else:
-            directions, drawn = (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs]), (0, 0, 0)
-        memory = DTYPES[theta.dtype], theta.data_ptr(), *_results(theta, out, rounded), theta.numel()
+            directions, drawn = (
+                (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs]),
+                (0, 0, 0),
+            )
+        memory = (
+            DTYPES[theta.dtype],
+            theta.data_ptr(),
+            *_results(theta, out, rounded),
+            theta.numel(),
+        )
         run = coded.instructions.data_ptr(), in_place, in_place + (out is not None), directions
         functions().zo2core_walk(*memory, *run, *drawn)
         return
@@ -191,14 +247,18 @@ def apply(
     if (kernels := triton_kernels(theta)) is None:
         reference.apply(theta, program, z, out=out)
     elif draw is not None:
-        kernels.apply_drawing([theta], program, draw.distribution, [draw.parameter], draw.start, outs=outs)
+        kernels.apply_drawing(
+            [theta], program, draw.distribution, [draw.parameter], draw.start, outs=outs
+        )
     else:
         kernels.apply([theta], program, [[given] for given in zs], outs)
     if rounded is not None:
         rounded.copy_(theta if out is None else out)
 
 
-def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+def fill(
+    out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0
+) -> None:
     """Do what ``reference.fill`` does."""
     if takes(out):
         drawn = out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
@@ -212,38 +272,63 @@ def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, sta
         reference.fill(out[first : first + length], distribution, seed, parameter, start + first)
 
 
-def perturb_each(theta: Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: Tensor) -> None:
+def perturb_each(
+    theta: Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: Tensor
+) -> None:
     """Write one perturbed copy of the weights for each instruction, drawing its direction.
 
     Args:
         theta: A whole parameter, 1-D, contiguous; only read.
-        perturbations: Program of ``Perturb`` instructions, one a row; a shift of 0 copies the weights.
+        perturbations: Program of ``Perturb`` instructions, one a row; a shift of 0 copies the
+            weights.
         distribution: Distribution of z.
         parameter: Index of the parameter in registration order.
-        out: (instructions, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
+        out: (instructions, elements), contiguous, of any floating-point dtype, to which a row is
+            rounded once.
     """
     if takes(theta) and rounds_to(out):
-        coded, memory = table(perturbations, theta.device), (DTYPES[out.dtype], out.data_ptr(), theta.numel())
-        moves = coded.instructions.data_ptr(), len(perturbations.instructions), coded.directions.data_ptr()
+        coded, memory = (
+            table(perturbations, theta.device),
+            (DTYPES[out.dtype], out.data_ptr(), theta.numel()),
+        )
+        moves = (
+            coded.instructions.data_ptr(),
+            len(perturbations.instructions),
+            coded.directions.data_ptr(),
+        )
         drawn = _DISTRIBUTIONS[distribution], parameter
-        functions().zo2core_move_each(DTYPES[theta.dtype], theta.data_ptr(), *memory, *moves, *drawn)
+        functions().zo2core_move_each(
+            DTYPES[theta.dtype], theta.data_ptr(), *memory, *moves, *drawn
+        )
         return
     for row, perturbation in zip(out, perturbations.instructions, strict=True):
         assert isinstance(perturbation, Perturb), "only perturbations make copies"
         if perturbation.shift == 0:
             row.copy_(theta)
         else:
-            program = Program((perturbations.seeds[perturbation.direction],), (), then=perturbation._replace(direction=0))
+            program = Program(
+                (perturbations.seeds[perturbation.direction],),
+                (),
+                then=perturbation._replace(direction=0),
+            )
             apply(theta, program, Draw(distribution, parameter), out=row)
 
 
-def _results(theta: Tensor, out: Tensor | None, rounded: Tensor | None) -> tuple[int | None, int, int | None]:
-    """A kernel's output arguments: address of an unrounded output, and dtype and address of a rounded one."""
+def _results(
+    theta: Tensor, out: Tensor | None, rounded: Tensor | None
+) -> tuple[int | None, int, int | None]:
+    """A kernel's output arguments: address of an unrounded output, and dtype and address of a
+    rounded one.
+    """
     if out is not None and out.dtype is not theta.dtype:
         assert rounded is None, "one other dtype at a time"
         out, rounded = None, out
     unrounded = None if out is None else out.data_ptr()
-    return (unrounded, 0, None) if rounded is None else (unrounded, DTYPES[rounded.dtype], rounded.data_ptr())
+    return (
+        (unrounded, 0, None)
+        if rounded is None
+        else (unrounded, DTYPES[rounded.dtype], rounded.data_ptr())
+    )
 
 
 def triton_kernels(tensor: Tensor) -> ModuleType | None:
@@ -255,14 +340,18 @@ def triton_kernels(tensor: Tensor) -> ModuleType | None:
 @cache
 def _triton_kernels() -> ModuleType | None:
     """The Triton kernels, imported for the first CUDA tensor; None without Triton."""
-    return importlib.import_module("zo2core.kernels.triton_kernels") if find_spec("triton") else None
+    return (
+        importlib.import_module("zo2core.kernels.triton_kernels") if find_spec("triton") else None
+    )
 
 
-def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executor | None = None) -> None:
+def form(
+    base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executor | None = None
+) -> None:
     """Write ``base + left right^T``, summed in float32 and rounded once.
 
-    Products are added one after the other, so that every machine forms the same weights: a library's matrix product sums in
-    an order of its own choice.
+    Products are added one after the other, so that every machine forms the same weights: a
+    library's matrix product sums in an order of its own choice.
 
     Args:
         base: (rows, columns), contiguous, of a floating-point dtype.
@@ -277,11 +366,14 @@ def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor, helper: Executo
     elif takes(base, out):
         columns, rank = right.shape
         padded = torch.nn.functional.pad(right.float(), (0, 0, 0, -columns % _PANEL))
-        panels = padded.view(len(padded) // _PANEL, _PANEL, rank).transpose(1, 2).contiguous()  # forming.c's layout
+        # forming.c's layout
+        panels = padded.view(len(padded) // _PANEL, _PANEL, rank).transpose(1, 2).contiguous()
 
         def run(first: int, last: int) -> None:
             rows = (matrix[first:last].data_ptr() for matrix in (base, out, left))
-            functions().zo2core_form(DTYPES[base.dtype], *rows, panels.data_ptr(), last - first, columns, rank)
+            functions().zo2core_form(
+                DTYPES[base.dtype], *rows, panels.data_ptr(), last - first, columns, rank
+            )
 
         run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
     else:

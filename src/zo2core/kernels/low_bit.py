@@ -1,7 +1,8 @@
 """Low-bit transfer: weights rounded to 16 bits, or to 8 bits with a scale for each output row.
 
-Weights may be sent to a device in fewer bits than they are stored in (ZO2, arXiv 2503.12668, section 5.5). The device then
-computes with the decoded weights. Encoding and decoding are elementwise, in a fixed order, with the same bits everywhere.
+Weights may be sent to a device in fewer bits than they are stored in (ZO2, arXiv 2503.12668,
+section 5.5). The device then computes with the decoded weights. Encoding and decoding are
+elementwise, in a fixed order, with the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ _SCALED_AT_ONCE = 1 << 18  # elements, which stay in a cache
 
 
 def low_bit_layout(layout: BlockLayout) -> BlockLayout:
-    """Layout of a segment in transfer: parameters packed in their transfer dtypes, then the scales of their rows."""
-    encoded = tuple(replace(spec, dtype=spec.transfer_dtype or spec.dtype) for spec in layout.parameters)
+    """Layout of a segment in transfer: parameters packed in their transfer dtypes, then the scales
+    of their rows.
+    """
+    encoded = tuple(
+        replace(spec, dtype=spec.transfer_dtype or spec.dtype) for spec in layout.parameters
+    )
     scales = tuple(_scales(spec) for spec in layout.parameters if spec.transfer_dtype is FP8)
     return replace(layout, parameters=(*encoded, *scales), offsets=None)
 
 
 def scales_positions(layout: BlockLayout) -> list[int | None]:
-    """For each parameter of a segment, the position of its scales in the transfer layout; None if it has none."""
+    """For each parameter of a segment, the position of its scales in the transfer layout; None if
+    it has none.
+    """
     positions = iter(range(len(layout.parameters), 2 * len(layout.parameters)))
     return [next(positions) if spec.transfer_dtype is FP8 else None for spec in layout.parameters]
 
@@ -37,7 +44,9 @@ def scales_positions(layout: BlockLayout) -> list[int | None]:
 def low_bit_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of memory in which ``round_low_bit`` rounds any of the parameters of these segments."""
     encoded = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
-    return max((_low_bit_bytes(spec) + aligned(_scales(spec).nbytes) for spec in encoded), default=0)
+    return max(
+        (_low_bit_bytes(spec) + aligned(_scales(spec).nbytes) for spec in encoded), default=0
+    )
 
 
 def encode(theta: Tensor, encoded: Tensor, scales: Tensor | None) -> None:
@@ -46,16 +55,24 @@ def encode(theta: Tensor, encoded: Tensor, scales: Tensor | None) -> None:
     Args:
         theta: Stored weights, 1-D.
         encoded: Memory for the rounded weights, 1-D, of the transfer dtype.
-        scales: Memory for the scales of 8-bit rows, 1-D float32: for each row the smallest power of 2 that brings its
-            largest magnitude into the dtype's range. Multiplying by it is exact, so encoding decoded weights is exact, too.
+        scales: Memory for the scales of 8-bit rows, 1-D float32: for each row the smallest power of
+            2 that brings its largest magnitude into the dtype's range. Multiplying by it is exact,
+            so encoding decoded weights is exact, too.
     """
     if scales is None:
         encoded.copy_(theta)
         return
     rows = theta.view(len(scales), -1)
-    if theta.dtype is torch.float32 and dispatch.takes(theta) and dispatch.takes(scales) and encoded.is_cpu:
+    if (
+        theta.dtype is torch.float32
+        and dispatch.takes(theta)
+        and dispatch.takes(scales)
+        and encoded.is_cpu
+    ):
         addresses = (tensor.data_ptr() for tensor in (encoded, scales, theta))
-        if dispatch.functions().zo2core_encode_float8(*addresses, _LARGEST_FP8, _LEAST_SCALE, *rows.shape):
+        if dispatch.functions().zo2core_encode_float8(
+            *addresses, _LARGEST_FP8, _LEAST_SCALE, *rows.shape
+        ):
             return  # else a row is not finite
     torch.linalg.vector_norm(rows, ord=torch.inf, dim=1, out=scales)
     half_to_one, exponent = torch.frexp(scales.div_(_LARGEST_FP8).clamp_(min=_LEAST_SCALE))
@@ -75,9 +92,14 @@ def decode(encoded: Tensor, scales: Tensor | None, out: Tensor) -> None:
         out: Memory for the weights, 1-D, of the stored dtype.
     """
     if scales is not None and dispatch.decodes(encoded, out):
-        rows, addresses = out.view(len(scales), -1), (tensor.data_ptr() for tensor in (out, encoded, scales))
+        rows, addresses = (
+            out.view(len(scales), -1),
+            (tensor.data_ptr() for tensor in (out, encoded, scales)),
+        )
         block = 1, max(rows.shape[1], 1)
-        dispatch.functions().zo2core_decode_float8(dispatch.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block)
+        dispatch.functions().zo2core_decode_float8(
+            dispatch.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block
+        )
         return
     out.copy_(encoded)
     if scales is not None:
@@ -96,7 +118,11 @@ def round_low_bit(spec: ParameterSpec, theta: Tensor, out: Tensor, memory: Tenso
     assert spec.transfer_dtype is not None
     nbytes, at = spec.numel * spec.transfer_dtype.itemsize, _low_bit_bytes(spec)
     encoded = memory[:nbytes].view(spec.transfer_dtype)
-    scales = memory[at : at + _scales(spec).nbytes].view(torch.float32) if spec.transfer_dtype is FP8 else None
+    scales = (
+        memory[at : at + _scales(spec).nbytes].view(torch.float32)
+        if spec.transfer_dtype is FP8
+        else None
+    )
     encode(theta, encoded, scales)
     decode(encoded, scales, out)
 

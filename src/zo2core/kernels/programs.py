@@ -1,21 +1,25 @@
-"""Programs: what missing updates do to a weight, or what perturbs it from one evaluation to the next, and tables of them.
+"""Programs: what missing updates do to a weight, or what perturbs it from one evaluation to the
+next, and tables of them.
 
-MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) it adds +1, -2 and, to restore them, +1 times
-``zo_eps * z(s)`` (MeZO, arXiv 2305.17333, Algorithm 1). Each of these moves rounds, so that the program that replays a step
-includes them.
+MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) it adds +1, -2 and, to
+restore them, +1 times ``zo_eps * z(s)`` (MeZO, arXiv 2305.17333, Algorithm 1). Each of these moves
+rounds, so that the program that replays a step includes them.
 
-Note: Folding the shift. ``(k * z) * eps`` equals ``z * (k * eps)`` bit for bit when k is a power of two, because scaling
-by k is then exact on both sides of the rounding, if k is at least 1: halving a subnormal number rounds. MeZO's shifts, 1 and
--2, are folded; other shifts are multiplied in two steps.
+Note: Folding the shift. ``(k * z) * eps`` equals ``z * (k * eps)`` bit for bit when k is a power of
+two, because scaling by k is then exact on both sides of the rounding, if k is at least 1: halving a
+subnormal number rounds. MeZO's shifts, 1 and -2, are folded; other shifts are multiplied in two
+steps.
 
-Note: Tables. Compiled kernels read a program as two tables, made once for each device. A row of ``instructions`` is five
-32-bit words, native.c's ``struct instruction``: kind, direction, and three float32 scalars, which depend on the kind:
+Note: Tables. Compiled kernels read a program as two tables, made once for each device. A row of
+``instructions`` is five 32-bit words, native.c's ``struct instruction``: kind, direction, and three
+float32 scalars, which depend on the kind:
 
     0  perturb             shift, zo_eps, -
     1  perturb, folded     shift * zo_eps, -, -        see the note on folding
     2  descend             projected_grad, lr, weight_decay
 
-A row of ``directions`` is two 64-bit words, native.c's ``struct direction``: the seed, and 0 for a z that the kernel draws.
+A row of ``directions`` is two 64-bit words, native.c's ``struct direction``: the seed, and 0 for a
+z that the kernel draws.
 """
 
 from __future__ import annotations
@@ -27,7 +31,16 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.types import Descend, Distribution, Evaluation, Perturb, Program, Table, Update, aligned
+from zo2core.types import (
+    Descend,
+    Distribution,
+    Evaluation,
+    Perturb,
+    Program,
+    Table,
+    Update,
+    aligned,
+)
 
 _PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)  # kinds of instructions
 
@@ -43,7 +56,8 @@ class Draw(NamedTuple):
 class Trajectory(NamedTuple):
     """The updates and evaluations of a sweep."""
 
-    updates: Sequence[Update]  # all updates of the run; the list may grow, but a sweep applies only those of its version
+    # all updates of the run; the list may grow, but a sweep applies only those of its version
+    updates: Sequence[Update]
     version: int  # the present version: updates 0..version-1 are applied
     evaluations: Sequence[Evaluation | None]  # in order; None stands for unperturbed weights
     zo_eps: float
@@ -53,14 +67,18 @@ class Trajectory(NamedTuple):
 def compile_updates(
     updates: Sequence[Update], then: Evaluation | None = None, zo_eps: float = 1.0
 ) -> Mapping[bool, Program]:
-    """Compile consecutive updates to two programs, by whether weight decay applies to a parameter."""
+    """Compile consecutive updates to two programs, by whether weight decay applies to a
+    parameter.
+    """
     plain = _compiled(updates, then, zo_eps, decays=False)
     decay = any(update.weight_decay != 0 for update in updates)
     return {False: plain, True: _compiled(updates, then, zo_eps, decays=True) if decay else plain}
 
 
 def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: float) -> Program:
-    """Compile the perturbations from one evaluation to another; None stands for unperturbed weights."""
+    """Compile the perturbations from one evaluation to another; None stands for unperturbed
+    weights.
+    """
     moves = _moves(before, after)
     seeds = tuple(dict.fromkeys(seed for seed, _ in moves))
     return Program(seeds, tuple(Perturb(seeds.index(seed), shift, zo_eps) for seed, shift in moves))
@@ -72,7 +90,8 @@ def seeds_of(update: Update) -> tuple[int, ...]:
 
 
 def split_updates(updates: Sequence[Update], most_seeds: int) -> Iterator[Sequence[Update]]:
-    """Split updates, in order, into parts of at most ``most_seeds`` directions, or of one update that has more.
+    """Split updates, in order, into parts of at most ``most_seeds`` directions, or of one update
+    that has more.
 
     There is at least one part; without updates it is empty.
     """
@@ -86,13 +105,17 @@ def split_updates(updates: Sequence[Update], most_seeds: int) -> Iterator[Sequen
     yield updates[start:]
 
 
-def _compiled(updates: Sequence[Update], then: Evaluation | None, zo_eps: float, *, decays: bool) -> Program:
+def _compiled(
+    updates: Sequence[Update], then: Evaluation | None, zo_eps: float, *, decays: bool
+) -> Program:
     drawn = [seed for update in updates for seed in seeds_of(update)]
     seeds = tuple(dict.fromkeys(drawn if then is None else [*drawn, then.seed]))
     direction = {seed: i for i, seed in enumerate(seeds)}
     instructions: list[Perturb | Descend] = []
     for update in updates:
-        instructions += [Perturb(direction[seed], shift, update.zo_eps) for seed, shift in _moves_of(update)]
+        instructions += [
+            Perturb(direction[seed], shift, update.zo_eps) for seed, shift in _moves_of(update)
+        ]
         decay = update.weight_decay if decays else 0.0
         instructions += [
             Descend(direction[seed], projected_grad, update.lr, decay)
@@ -103,7 +126,9 @@ def _compiled(updates: Sequence[Update], then: Evaluation | None, zo_eps: float,
 
 
 def _moves_of(update: Update) -> list[tuple[int, float]]:
-    """Return the in-place perturbations of an update's evaluations, and back: seed and shift of each."""
+    """Return the in-place perturbations of an update's evaluations, and back: seed and shift of
+    each.
+    """
     if not update.perturb_in_place:
         return []
     path: Sequence[Evaluation | None] = (None, *update.evaluations, None)
@@ -136,7 +161,10 @@ def _row(instruction: Perturb | Descend) -> tuple[int, float, float, float]:
 
 
 def table(program: Program, device: torch.device) -> Table:
-    """The program in a device's memory, with ``then`` as its last instruction. Made at the first call."""
+    """The program in a device's memory, with ``then`` as its last instruction.
+
+    Made at the first call.
+    """
     if device not in program.tables:
         program.tables.setdefault(device, _coded(program, device))
     return program.tables[device]
@@ -148,9 +176,12 @@ def _coded(program: Program, device: torch.device) -> Table:
     rows = [_row(instruction) for instruction in run]
     instructions = torch.empty((len(rows), 5), dtype=torch.int32)
     instructions[:, 0] = torch.tensor([kind for kind, *_ in rows], dtype=torch.int32)
-    instructions[:, 1] = torch.tensor([instruction.direction for instruction in run], dtype=torch.int32)
+    instructions[:, 1] = torch.tensor(
+        [instruction.direction for instruction in run], dtype=torch.int32
+    )
     scalars = torch.tensor([coded[1:] for coded in rows], dtype=torch.float64).view(len(rows), 3)
-    instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)  # rounded as C rounds a double
+    # rounded as C rounds a double
+    instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)
     directions = torch.tensor([(seed, 0) for seed in program.seeds], dtype=torch.int64)
     # One copy for both. Both are aligned alike: Triton would compile again for another alignment.
     begin, end = aligned(instructions.nbytes), aligned(instructions.nbytes) + directions.nbytes
@@ -159,4 +190,8 @@ def _coded(program: Program, device: torch.device) -> Table:
     packed[begin:] = directions.view(-1).view(torch.uint8)
     on_device = packed.to(device, non_blocking=True)
     words, seeds = on_device[: instructions.nbytes], on_device[begin:].view(torch.int64)
-    return Table(words.view(torch.int32).view(-1, 5), words.view(torch.float32).view(-1, 5), seeds.view(-1, 2))
+    return Table(
+        words.view(torch.int32).view(-1, 5),
+        words.view(torch.float32).view(-1, 5),
+        seeds.view(-1, 2),
+    )

@@ -1,30 +1,35 @@
-"""The reference that every faster kernel is compared with, in torch operations: MeZO's elementwise arithmetic, and noise.
+"""The reference that every faster kernel is compared with, in torch operations: MeZO's elementwise
+arithmetic, and noise.
 
-Each operation rounds to the parameter's dtype, in the association order of MeZO's own trainer; Python scalars act in the
-kernel's wider type. Operations that could contract into a fused multiply-add (``alpha=``, ``addcmul``) are not used.
+Each operation rounds to the parameter's dtype, in the association order of MeZO's own trainer;
+Python scalars act in the kernel's wider type. Operations that could contract into a fused
+multiply-add (``alpha=``, ``addcmul``) are not used.
 
 All tensors are 1-D and contiguous and, unless stated otherwise, have the same dtype and length.
 
-Noise is drawn by a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a
-counter and a key into four 32-bit words, the same on every device. There is no state, so any thread can draw any range at
-any time.
+Noise is drawn by a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC 2011) turns a counter and a key into four 32-bit words, the same on every device. There is
+no state, so any thread can draw any range at any time.
 
-Note: Order of the numbers. The key is the seed (low word, high word), the counter (block low, block high, parameter, 0),
-with the parameter's index in registration order. A call gives 4 Gaussian or 128 Rademacher numbers; so that vector units
-write without shuffling, a *group* of consecutive calls interleaves its numbers:
+Note: Order of the numbers. The key is the seed (low word, high word), the counter (block low, block
+high, parameter, 0), with the parameter's index in registration order. A call gives 4 Gaussian or
+128 Rademacher numbers; so that vector units write without shuffling, a *group* of consecutive calls
+interleaves its numbers:
 
-    Gaussian     64 calls, 256 elements: element e has group e // 256, word (e % 256) // 64, call e % 64 of the group
-    Rademacher   8 calls, 1024 elements: element e has group e // 1024, bit (e % 1024) // 32 of word (e % 32) // 8
+    Gaussian     64 calls, 256 elements: element e has group e // 256, word (e % 256) // 64, call e
+    % 64 of the group Rademacher   8 calls, 1024 elements: element e has group e // 1024, bit (e %
+    1024) // 32 of word (e % 32) // 8
                  of call e % 8 of the group; a set bit is -1
 
-Note: Gaussian numbers. Box and Muller's transform of words (0, 1) and of words (2, 3), in float32: radius and angle are
+Note: Gaussian numbers. Box and Muller's transform of words (0, 1) and of words (2, 3), in float32:
+radius and angle are
 
     u = (word // 2 + 0.5) / 2**31     radius = sqrt(-2 log u)     angle = 2 pi word' / 2**32
 
-The logarithm and the sine are polynomials, and each addition and multiplication rounds by itself (no fused multiply-add),
-so that every device with IEEE numbers and a correctly rounded square root gives the same bits. A number is within 1e-6
-of the exact result, and none is beyond 6.67, which a true Gaussian exceeds once in 4e10 draws. It is then rounded to the
-parameter's dtype.
+The logarithm and the sine are polynomials, and each addition and multiplication rounds by itself
+(no fused multiply-add), so that every device with IEEE numbers and a correctly rounded square root
+gives the same bits. A number is within 1e-6 of the exact result, and none is beyond 6.67, which a
+true Gaussian exceeds once in 4e10 draws. It is then rounded to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb) -> None:
     """``out = theta + ((shift * z) * zo_eps)`` (MeZO, Algorithm 1, PerturbParameters).
 
     Args:
-        out: Result; may be ``theta``, or of another dtype, to which the result is rounded once more.
+        out: Result; may be ``theta``, or of another dtype, to which the result is rounded once
+            more.
         theta: Weights.
         z: Direction.
         by: Shift and scale; its direction is not used.
@@ -71,11 +77,13 @@ def perturb(out: Tensor, theta: Tensor, z: Tensor, by: Perturb) -> None:
 
 
 def descend(theta: Tensor, z: Tensor, by: Descend) -> None:
-    """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it is 0.
+    """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it
+    is 0.
 
-    MeZO's trainer writes the decay term for every decayed parameter, also with a decay of 0. Leaving it out gives the same
-    bits: ``x + 0 * theta`` differs from ``x`` at most in the sign of a zero, which matters to ``theta - x`` only if theta is
-    -0. No weight is -0 after MeZO's perturbations, the last two of which have opposite signs.
+    MeZO's trainer writes the decay term for every decayed parameter, also with a decay of 0.
+    Leaving it out gives the same bits: ``x + 0 * theta`` differs from ``x`` at most in the sign of
+    a zero, which matters to ``theta - x`` only if theta is -0. No weight is -0 after MeZO's
+    perturbations, the last two of which have opposite signs.
 
     Args:
         theta: Weights, changed in place.
@@ -88,7 +96,9 @@ def descend(theta: Tensor, z: Tensor, by: Descend) -> None:
     theta.sub_(step.mul_(by.lr))
 
 
-def apply(theta: Tensor, program: Program, z: Draw | Sequence[Tensor], *, out: Tensor | None = None) -> None:
+def apply(
+    theta: Tensor, program: Program, z: Draw | Sequence[Tensor], *, out: Tensor | None = None
+) -> None:
     """Run a program on a range of a parameter, a chunk at a time. See ``dispatch.apply``."""
     length = chunk(theta) if isinstance(z, Draw) or not theta.is_cpu else _GIVEN_CHUNK
     for first in range(0, theta.numel(), length):
@@ -110,20 +120,25 @@ def apply(theta: Tensor, program: Program, z: Draw | Sequence[Tensor], *, out: T
 
 
 def words(seed: int, parameter: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Philox4x32-10 of ``count`` counters from block ``first`` on: int64 (4, count), each below 2**32."""
+    """Philox4x32-10 of ``count`` counters from block ``first`` on: int64 (4, count), each below
+    2**32.
+    """
     block = torch.arange(first, first + count, device=device)
     c0, c1 = block & _WORD, block >> 32
     c2, c3 = torch.full_like(block, parameter), torch.zeros_like(block)
     k0, k1 = seed & _WORD, seed >> 32
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the product wraps, which leaves its 64 bits right
+        # the product wraps, which leaves its 64 bits right
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD
         c2, c3 = (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
         k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
     return torch.stack((c0, c1, c2, c3))
 
 
-def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+def fill(
+    out: Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0
+) -> None:
     """Write the elements from ``start`` on of a parameter's z.
 
     Args:
@@ -148,16 +163,21 @@ def fill(out: Tensor, distribution: Distribution, seed: int, parameter: int, sta
 
 
 def box_muller(radial: Tensor, angular: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each pair of words, int64 below 2**32, into two independent Gaussian numbers, float32."""
+    """Turn each pair of words, int64 below 2**32, into two independent Gaussian numbers,
+    float32.
+    """
     u = (radial >> 1).float() + 0.5
     bits = u.view(torch.int32)
     exponent = (bits - _SQRT_HALF) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0
     squared = _horner(_LOG, f) * f + (exponent - 31).float() * -1.3862944
-    radius = squared.double().sqrt().float()  # correctly rounded, unlike torch's float32 square root on some machines
+    # correctly rounded, unlike torch's float32 square root on some machines
+    radius = squared.double().sqrt().float()
 
     quarter = (angular + 0x20000000) >> 30 & 3  # the nearest axis, counted from 0 degrees
-    from_axis = (angular << 2 & _WORD).where(angular << 2 & 0x80000000 == 0, (angular << 2 & _WORD) - (1 << 32)) >> 2
+    from_axis = (angular << 2 & _WORD).where(
+        angular << 2 & 0x80000000 == 0, (angular << 2 & _WORD) - (1 << 32)
+    ) >> 2
     t = from_axis.float() * 2.0**-29  # -1 to 1: 45 degrees to either side
     y = t * t
     sine, cosine = _horner(_SINE, y) * t, _horner(_COSINE, y)
@@ -178,8 +198,13 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write ``base + left right^T``. See ``dispatch.form``."""
     columns, rows = right.float().t().contiguous(), max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
-    for weights, factors, memory in zip(*(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True):
-        sums, product = torch.zeros_like(weights, dtype=torch.float32), torch.empty_like(weights, dtype=torch.float32)
+    for weights, factors, memory in zip(
+        *(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True
+    ):
+        sums, product = (
+            torch.zeros_like(weights, dtype=torch.float32),
+            torch.empty_like(weights, dtype=torch.float32),
+        )
         for k, column in enumerate(columns):
             sums += torch.mul(factors[:, k, None], column, out=product)
         memory.copy_(weights.float() + sums)

@@ -1,10 +1,12 @@
-"""One-pass CUDA kernels in Triton, with the bits of the reference. Directions are drawn in the kernel or passed in.
+"""One-pass CUDA kernels in Triton, with the bits of the reference.
 
-One launch changes all parameters of a segment: launching from Python takes longer than most parameters' arithmetic. A table
-says where each lies.
+Directions are drawn in the kernel or passed in.
 
-The module is imported for CUDA tensors only. Kernels are launched without fused multiply-adds (LAUNCH). The tests run them
-under Triton's interpreter, and compile them to PTX.
+One launch changes all parameters of a segment: launching from Python takes longer than most
+parameters' arithmetic. A table says where each lies.
+
+The module is imported for CUDA tensors only. Kernels are launched without fused multiply-adds
+(LAUNCH). The tests run them under Triton's interpreter, and compile them to PTX.
 """
 
 from __future__ import annotations
@@ -44,11 +46,22 @@ def _box_muller(radial, angular):
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    p = _horner7(f, 0.20213786, -0.3244516, 0.3450166, -0.3980033, 0.4993982, -0.6667012, 1.0000073, -1.9999999)
+    p = _horner7(
+        f,
+        0.20213786,
+        -0.3244516,
+        0.3450166,
+        -0.3980033,
+        0.4993982,
+        -0.6667012,
+        1.0000073,
+        -1.9999999,
+    )
     radius = tl.sqrt_rn(p * f + (exponent - 31).to(tl.float32) * -1.3862944)
 
     quarter = angular + 0x20000000
-    t = ((angular << 2).to(tl.int32, bitcast=True) >> 2).to(tl.float32) * 1.862645149230957e-09  # 2**-29
+    # 2**-29
+    t = ((angular << 2).to(tl.int32, bitcast=True) >> 2).to(tl.float32) * 1.862645149230957e-09
     y = t * t
     sine = _horner3(y, -3.595045e-05, 0.002490001, -0.080745436, 0.7853982) * t
     cosine = _horner3(y, -0.0003188805, 0.015849914, -0.30842426, 1.0)
@@ -62,14 +75,19 @@ def _box_muller(radial, angular):
 
 @triton.jit
 def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Draw z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,). ``reference`` has the order."""
+    """Draw z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,).
+
+    ``reference`` has the order.
+    """
     if GAUSSIAN:
         call = element // 4 + tl.arange(0, BLOCK // 4)
     else:  # each call four times: word (i % 32) // 8 of call i % 8 of group i // 32
         i = tl.arange(0, BLOCK // 32)
         call = element // 128 + i // 32 * 8 + i % 8
     c0 = call.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, (call >> 32).to(tl.uint32), c0 * 0 + parameter.to(tl.uint32), c0 * 0)
+    w0, w1, w2, w3 = tl.philox(
+        seed, c0, (call >> 32).to(tl.uint32), c0 * 0 + parameter.to(tl.uint32), c0 * 0
+    )
     if GAUSSIAN:
         z0, z1 = _box_muller(w0, w1)
         z2, z3 = _box_muller(w2, w3)
@@ -85,7 +103,10 @@ def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _run_instruction(weights, z, kind, scale, rate, weight_decay, number: tl.constexpr):
-    """Run one instruction, rounding to the weights' dtype after every operation. See ``table`` for the kinds."""
+    """Run one instruction, rounding to the weights' dtype after every operation.
+
+    See ``table`` for the kinds.
+    """
     step = (z * scale).to(number).to(tl.float32)
     if kind == 2:
         if weight_decay != 0:
@@ -101,14 +122,17 @@ def _run_instruction(weights, z, kind, scale, rate, weight_decay, number: tl.con
 
 @triton.jit
 def _place(places, ROWS: tl.constexpr):
-    """Find this program instance's parameter in the table: its column, and the instance's number among the parameter's."""
+    """Find this program instance's parameter in the table: its column, and the instance's number
+    among the parameter's.
+    """
     instance = tl.program_id(0).to(tl.int64)
     firsts = tl.load(places + tl.arange(0, ROWS))
     column = places + tl.sum((firsts <= instance).to(tl.int32)) - 1
     return column, instance - tl.load(column)
 
 
-# Triton would compile again for an argument that is 1 or a multiple of 16, and pass a 1 as a constant without a dtype.
+# Triton would compile again for an argument that is 1 or a multiple of 16, and pass a 1 as a
+# constant without a dtype.
 @triton.jit(do_not_specialize=["first", "in_place", "length", "parameter"])
 def _run(
     theta,
@@ -119,7 +143,8 @@ def _run(
     scalars,  # float32, the same memory: scale, rate and weight decay come last
     directions,  # int64, two for each direction: the seed comes first
     first,  # the first instruction to run
-    in_place,  # end of the instructions that change theta; the others change the copy that is written to out
+    # end of the instructions that change theta; the others change the copy that is written to out
+    in_place,
     length,  # end of all instructions
     parameter,
     GIVEN: tl.constexpr,
@@ -148,7 +173,11 @@ def _run(
         if not GIVEN:
             direction = tl.load(instructions + 5 * i + 1)
             if direction != drawn:
-                z = _draw(tl.load(directions + 2 * direction), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
+                z = (
+                    _draw(tl.load(directions + 2 * direction), parameter, element, GAUSSIAN, BLOCK)
+                    .to(number)
+                    .to(tl.float32)
+                )
                 drawn = direction
         kind = tl.load(instructions + 5 * i)
         scale = tl.load(scalars + 5 * i + 2)
@@ -179,7 +208,9 @@ def _form(base, out, left, right, rows, columns, rank, HIGH: tl.constexpr, WIDE:
     sums = tl.zeros((HIGH, WIDE), tl.float32)
     for k in range(rank):
         by_row = tl.load(left + row * rank + k, mask=row < rows, other=0.0)
-        by_column = tl.load(right + k * columns.to(tl.int64) + column, mask=column < columns, other=0.0)
+        by_column = tl.load(
+            right + k * columns.to(tl.int64) + column, mask=column < columns, other=0.0
+        )
         sums += by_row[:, None] * by_column[None, :]
     tl.store(out + at, (weights + sums).to(out.dtype.element_ty), mask=inside)
 
@@ -192,15 +223,24 @@ def takes(theta: torch.Tensor) -> bool:
 class _Places(NamedTuple):
     """Where the parameters of one launch lie."""
 
-    table: torch.Tensor  # int64 (7, rows): first instance; offsets of theta, out and z; elements; index; start
+    # int64 (7, rows): first instance; offsets of theta, out and z; elements; index; start
+    table: torch.Tensor
     instances: int
 
 
 @lru_cache(maxsize=4096)
 def _places(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> _Places:
-    """Number the instances of a launch, and copy its table to the device. The host does not wait for the copy."""
+    """Number the instances of a launch, and copy its table to the device.
+
+    The host does not wait for the copy.
+    """
     rows = max(triton.next_power_of_2(len(columns)), 2)
-    firsts = [0, *accumulate(triton.cdiv(start % BLOCK + numel, BLOCK) for _, _, _, numel, _, start in columns)]
+    firsts = [
+        0,
+        *accumulate(
+            triton.cdiv(start % BLOCK + numel, BLOCK) for _, _, _, numel, _, start in columns
+        ),
+    ]
     table = torch.full((7, rows), torch.iinfo(torch.int64).max, pin_memory=device.type == "cuda")
     table[0, : len(columns)] = torch.tensor(firsts[:-1])
     table[1:, : len(columns)] = torch.tensor(columns).T
@@ -220,10 +260,22 @@ def _launch_over(
     parameters: Sequence[int] | None = None,
     start: int = 0,
 ) -> _Places:
-    """Return the places of these tensors. Indices count from the first parameter's, so that equal blocks share a table."""
-    indices = [0] * len(thetas) if parameters is None else [parameter - parameters[0] for parameter in parameters]
-    numels, offsets = [theta.numel() for theta in thetas], map(_offsets, (thetas, outs or thetas, zs or thetas))
-    return _places(thetas[0].device, tuple(zip(*offsets, numels, indices, [start] * len(thetas), strict=True)))
+    """Return the places of these tensors.
+
+    Indices count from the first parameter's, so that equal blocks share a table.
+    """
+    indices = (
+        [0] * len(thetas)
+        if parameters is None
+        else [parameter - parameters[0] for parameter in parameters]
+    )
+    numels, offsets = (
+        [theta.numel() for theta in thetas],
+        map(_offsets, (thetas, outs or thetas, zs or thetas)),
+    )
+    return _places(
+        thetas[0].device, tuple(zip(*offsets, numels, indices, [start] * len(thetas), strict=True))
+    )
 
 
 def apply_drawing(
@@ -242,23 +294,34 @@ def apply_drawing(
         places = _launch_over(thetas, outs, parameters=parameters, start=start)
         memory = thetas[0], (thetas if outs is None else outs)[0], thetas[0], places.table
         run = *table(program, thetas[0].device), 0, in_place, length, parameters[0]
-        _launch(_run, places, *memory, *run, GIVEN=False, GAUSSIAN=distribution is Distribution.GAUSSIAN)
+        _launch(
+            _run, places, *memory, *run, GIVEN=False, GAUSSIAN=distribution is Distribution.GAUSSIAN
+        )
 
 
 def _launch(kernel: Any, places: _Places, *arguments: object, **constants: bool) -> None:
     """Launch a kernel over places; the first argument is on the GPU to launch on."""
     if places.instances > 0:
         with _current(arguments[0]):
-            kernel[(places.instances,)](*arguments, ROWS=places.table.shape[1], BLOCK=BLOCK, **constants, **LAUNCH)
+            kernel[(places.instances,)](
+                *arguments, ROWS=places.table.shape[1], BLOCK=BLOCK, **constants, **LAUNCH
+            )
 
 
-def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+def fill(
+    out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0
+) -> None:
     """Do what ``dispatch.fill`` does."""
     if out.numel() == 0:
         return
-    blocks, is_gaussian = triton.cdiv(start % BLOCK + out.numel(), BLOCK), distribution is Distribution.GAUSSIAN
+    blocks, is_gaussian = (
+        triton.cdiv(start % BLOCK + out.numel(), BLOCK),
+        distribution is Distribution.GAUSSIAN,
+    )
     with _current(out):
-        _fill[(blocks,)](out, seed, out.numel(), parameter, start, GAUSSIAN=is_gaussian, BLOCK=BLOCK, **LAUNCH)
+        _fill[(blocks,)](
+            out, seed, out.numel(), parameter, start, GAUSSIAN=is_gaussian, BLOCK=BLOCK, **LAUNCH
+        )
 
 
 def apply(
@@ -267,18 +330,34 @@ def apply(
     zs: Sequence[Sequence[torch.Tensor]],
     outs: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Do what ``dispatch.apply`` does, for parameters of one dtype: one launch for each run along one direction.
+    """Do what ``dispatch.apply`` does, for parameters of one dtype: one launch for each run along
+    one direction.
 
     ``zs`` has each direction's numbers, by parameter.
     """
     coded, in_place = table(program, thetas[0].device), len(program.instructions)
-    run = program.instructions if outs is None or program.then is None else (*program.instructions, program.then)
+    run = (
+        program.instructions
+        if outs is None or program.then is None
+        else (*program.instructions, program.then)
+    )
     first = 0
     for direction, along in groupby(run, lambda instruction: instruction.direction):
         last = first + len(list(along))
         places = _launch_over(thetas, outs, zs[direction])
         memory = thetas[0], (thetas if outs is None else outs)[0], zs[direction][0], places.table
-        _launch(_run, places, *memory, *coded, first, min(in_place, last), last, 0, GIVEN=True, GAUSSIAN=True)
+        _launch(
+            _run,
+            places,
+            *memory,
+            *coded,
+            first,
+            min(in_place, last),
+            last,
+            0,
+            GIVEN=True,
+            GAUSSIAN=True,
+        )
         first = last
 
 
@@ -289,11 +368,16 @@ def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch
         return
     tiles = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
     with _current(base):
-        _form[tiles](base, out, left, right, rows, columns, len(right), HIGH=TILE[0], WIDE=TILE[1], **LAUNCH)
+        _form[tiles](
+            base, out, left, right, rows, columns, len(right), HIGH=TILE[0], WIDE=TILE[1], **LAUNCH
+        )
 
 
 def _current(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's GPU the current one for a launch. That takes as long as a launch: it is done only if needed."""
+    """Make a tensor's GPU the current one for a launch.
+
+    That takes as long as a launch: it is done only if needed.
+    """
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

@@ -2,11 +2,12 @@
 
 A sweep forward and backward computes gradients, and an optimizer changes the parameters.
 
-An adapter's parameters are in memory. All parameters of a model change where they are stored: in memory, or on disk.
+An adapter's parameters are in memory. All parameters of a model change where they are stored: in
+memory, or on disk.
 
-Each of several workers computes the gradients of its rows. All workers add up these gradients in the order of ranks, as one
-process does that runs the shards as micro-batches. So all have the same bits, and the same optimizer gives them the same
-parameters.
+Each of several workers computes the gradients of its rows. All workers add up these gradients in
+the order of ranks, as one process does that runs the shards as micro-batches. So all have the same
+bits, and the same optimizer gives them the same parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError, without_effect
 from zo2core.journal import json_object
 from zo2core.planning.speeds import kept_blocks
-from zo2core.protocols import BlockModel, BlockUpdate, DifferentiableModel, Forward, Objective, Store, UpdateInputs
+from zo2core.protocols import (
+    BlockModel,
+    BlockUpdate,
+    DifferentiableModel,
+    Forward,
+    Objective,
+    Store,
+    UpdateInputs,
+)
 from zo2core.ranges import require_number, require_whole
 from zo2core.runner import Runner, RunOptions, StepBatch, Steps, Trained, TrainedSteps
 from zo2core.sources import SegmentStore
@@ -47,7 +56,8 @@ from zo2core.sweep.gradient_visitor import (
 from zo2core.types import HALVES, LARGEST, Batch, BlockLayout, Commit, StepResult, widened
 from zo2core.workers import Split, Workers, require_equal
 
-TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
+# parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
+TRAINED_COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +105,9 @@ class LossScale:
         return self._scaling is not None and self.scale > 1.0
 
     def unscaled(self, gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Divide a float32 gradient of the scaled loss by the scale; into ``out``, if it is given."""
+        """Divide a float32 gradient of the scaled loss by the scale; into ``out``, if it is
+        given.
+        """
         if self._scaling is None:
             return gradient
         return torch.mul(gradient, torch.tensor(1.0 / self.scale, dtype=torch.float32), out=out)
@@ -114,13 +126,22 @@ class LossScale:
 
     def values(self) -> dict[str, Any]:
         """What later steps depend on, as JSON."""
-        return {} if self._scaling is None else {"loss_scale": self.scale, "good_steps": self._good_steps}
+        return (
+            {}
+            if self._scaling is None
+            else {"loss_scale": self.scale, "good_steps": self._good_steps}
+        )
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Continue with what ``values`` returned."""
         values = values if isinstance(values, Mapping) else {"loss_scale": values}
         scale, steps = values.get("loss_scale", 1.0), values.get("good_steps", 0)
-        if not isinstance(scale, float) or not 1.0 <= scale <= LARGEST or type(steps) is not int or steps < 0:
+        if (
+            not isinstance(scale, float)
+            or not 1.0 <= scale <= LARGEST
+            or type(steps) is not int
+            or steps < 0
+        ):
             raise optimizers.unusable_state(f"{values!r:.80} as the scale of the loss")
         if self._scaling is not None and "loss_scale" in values:
             self.scale, self._good_steps = scale, steps
@@ -130,23 +151,28 @@ class LossScale:
 class FirstOrder:
     """The first-order method.
 
-    With a function that makes a ``torch.optim`` optimizer, an adapter is trained, which stays in memory over a base that is
-    only read. With a ``BlockUpdate`` all parameters are: each segment is updated in the backward pass, where it is stored.
-    Losses, gradients and parameters are those of ``torch.autograd`` and the same optimizer on the whole model, bit for bit.
+    With a function that makes a ``torch.optim`` optimizer, an adapter is trained, which stays in
+    memory over a base that is only read. With a ``BlockUpdate`` all parameters are: each segment is
+    updated in the backward pass, where it is stored. Losses, gradients and parameters are those of
+    ``torch.autograd`` and the same optimizer on the whole model, bit for bit.
 
     Args:
-        optimizer: ``partial(torch.optim.AdamW, lr=2e-4)``, called with the trained parameters in registration order; or a
-            ``BlockUpdate``: ``LOMO()``, ``TorchOptimizer(...)``, ``BAdam(...)``. None: for a custom training loop, which
-            calls ``gradients`` and changes ``parameters`` itself.
-        lr: Learning rate, or a function of the 0-based step. None: that of a ``torch.optim`` optimizer.
-        clip: Largest 2-norm of all gradients together; None does not clip. With a ``BlockUpdate`` each step sweeps twice
-            then, first to measure the norm (LOMO, arXiv 2306.09782, section 3.3.1), unless a single segment is trained.
-        clip_value: Largest absolute value of a gradient's elements, before the norm is clipped; None does not clip them.
-            For a ``BlockUpdate``.
-        scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step whose gradients overflow is
-            skipped. To find this before the first update, each step sweeps twice. For a ``BlockUpdate``.
-        options: The ``torch.optim`` optimizer and its options, as JSON values for the journal of a run that is kept. None:
-            its class and the options that its state has.
+        optimizer: ``partial(torch.optim.AdamW, lr=2e-4)``, called with the trained parameters in
+            registration order; or a ``BlockUpdate``: ``LOMO()``, ``TorchOptimizer(...)``,
+            ``BAdam(...)``. None: for a custom training loop, which calls ``gradients`` and changes
+            ``parameters`` itself.
+        lr: Learning rate, or a function of the 0-based step. None: that of a ``torch.optim``
+            optimizer.
+        clip: Largest 2-norm of all gradients together; None does not clip. With a ``BlockUpdate``
+            each step sweeps twice then, first to measure the norm (LOMO, arXiv 2306.09782, section
+            3.3.1), unless a single segment is trained.
+        clip_value: Largest absolute value of a gradient's elements, before the norm is clipped;
+            None does not clip them. For a ``BlockUpdate``.
+        scaling: How the loss is scaled, for forwards in float16; None does not scale it. A step
+            whose gradients overflow is skipped. To find this before the first update, each step
+            sweeps twice. For a ``BlockUpdate``.
+        options: The ``torch.optim`` optimizer and its options, as JSON values for the journal of a
+            run that is kept. None: its class and the options that its state has.
 
     Raises:
         OptionError: if an option is out of its range, or has no effect.
@@ -168,7 +194,9 @@ class FirstOrder:
             raise OptionError("lr", "None", expected, "pass FirstOrder(lr=...)")
         if self.update is None and (self.clip_value is not None or self.scaling is not None):
             option = "clip_value" if self.scaling is None else "scaling"
-            raise without_effect(option, "an optimizer of an adapter", "a BlockUpdate, which trains all parameters")
+            raise without_effect(
+                option, "an optimizer of an adapter", "a BlockUpdate, which trains all parameters"
+            )
 
     @property
     def update(self) -> BlockUpdate | None:
@@ -180,9 +208,18 @@ class FirstOrder:
         """The method as JSON values, for the journal."""
         if self.update is None:
             fixed = {} if self.lr is None or callable(self.lr) else {"lr": self.lr}
-            return {**_described(self.optimizer), "clip_norm": self.clip, **fixed} if self.options is None else self.options
+            return (
+                {**_described(self.optimizer), "clip_norm": self.clip, **fixed}
+                if self.options is None
+                else self.options
+            )
         scaling = {} if self.scaling is None else {"loss_scaling": asdict(self.scaling)}
-        return {**self.update.options, "clip_value": self.clip_value, "clip_norm": self.clip, **scaling}
+        return {
+            **self.update.options,
+            "clip_value": self.clip_value,
+            "clip_norm": self.clip,
+            **scaling,
+        }
 
     def rate(self, step: int) -> float:
         """Learning rate of a step."""
@@ -190,13 +227,16 @@ class FirstOrder:
         return self.lr(step) if callable(self.lr) else self.lr
 
     def measures_first(self, segments: int) -> bool:
-        """Whether a step that trains so many segments has to measure all gradients before the first update."""
+        """Whether a step that trains so many segments has to measure all gradients before the first
+        update.
+        """
         return self.scaling is not None or (self.clip is not None and segments > 1)
 
 
 @dataclass(frozen=True)
 class AtSnapshot:
-    """The method of an engine that evaluates and exports the parameters of a snapshot, and takes no steps.
+    """The method of an engine that evaluates and exports the parameters of a snapshot, and takes no
+    steps.
 
     Args:
         step: Number of steps taken when the snapshot was taken.
@@ -209,15 +249,27 @@ class AtSnapshot:
 
 def _described(factory: Any) -> dict[str, Any]:
     """Name and options of an optimizer that a function makes."""
-    plain, keywords = (bool, int, float, str, list, tuple, type(None)), getattr(factory, "keywords", {})
+    plain, keywords = (
+        (bool, int, float, str, list, tuple, type(None)),
+        getattr(factory, "keywords", {}),
+    )
     made = getattr(factory, "func", factory)
-    options = {name: value if isinstance(value, plain) else repr(value) for name, value in keywords.items()}
+    options = {
+        name: value if isinstance(value, plain) else repr(value) for name, value in keywords.items()
+    }
     return {"name": getattr(made, "__name__", type(made).__name__), **options}
 
 
-def require_trainable(model: BlockModel, method: FirstOrder, update: BlockUpdate, options: RunOptions) -> None:
+def require_trainable(
+    model: BlockModel, method: FirstOrder, update: BlockUpdate, options: RunOptions
+) -> None:
     """Refuse what first-order steps of all parameters cannot do right."""
-    halves = [spec.name for layout in model.layouts for spec in layout.parameters if spec.dtype is torch.float16]
+    halves = [
+        spec.name
+        for layout in model.layouts
+        for spec in layout.parameters
+        if spec.dtype is torch.float16
+    ]
     if method.scaling is not None and halves and not update.widens_gradients:
         raise OptionError(
             "scaling",
@@ -244,16 +296,27 @@ def require_trainable(model: BlockModel, method: FirstOrder, update: BlockUpdate
 
 
 def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[int, int]:
-    """Memory for gradients and for the optimizer's states: of the segment that takes most, if states last for a turn."""
-    apart: Sequence[Sequence[BlockLayout]] = [layouts] if update.turn is None else [[layout] for layout in layouts]
-    return max(((segment_gradient_bytes(update, one), optimizers.state_bytes(update, one)) for one in apart), key=sum)
+    """Memory for gradients and for the optimizer's states: of the segment that takes most, if
+    states last for a turn.
+    """
+    apart: Sequence[Sequence[BlockLayout]] = (
+        [layouts] if update.turn is None else [[layout] for layout in layouts]
+    )
+    return max(
+        (
+            (segment_gradient_bytes(update, one), optimizers.state_bytes(update, one))
+            for one in apart
+        ),
+        key=sum,
+    )
 
 
 def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
     """Memory for the gradients of the largest segment, and for what the optimizer makes of them.
 
-    While gradients are summed, there are two of each. While they are converted and clipped, there are two of one parameter
-    at a time. Then the optimizer has its copies of one parameter beside the gradients of the whole segment.
+    While gradients are summed, there are two of each. While they are converted and clipped, there
+    are two of one parameter at a time. Then the optimizer has its copies of one parameter beside
+    the gradients of the whole segment.
     """
     most = 0
     for layout in layouts:
@@ -267,11 +330,15 @@ def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) 
 
 
 class StepRows:
-    """The micro-batches of a step, of which this process runs its part, and adds up gradients with the other workers."""
+    """The micro-batches of a step, of which this process runs its part, and adds up gradients with
+    the other workers.
+    """
 
     outputs: Sequence[torch.Tensor]  # of the head, in the present sweep, once it has run
 
-    def __init__(self, runner: Runner, trained: Trained, batch: StepBatch, forward: Forward | None) -> None:
+    def __init__(
+        self, runner: Runner, trained: Trained, batch: StepBatch, forward: Forward | None
+    ) -> None:
         wholes, workers = microbatch.batches_of(batch), runner.workers
         self.forward, objective = microbatch.with_objective(forward, runner.model)
         self._trained, self._workers, self._digest = trained, workers, workers.digest(wholes)
@@ -286,10 +353,14 @@ class StepRows:
         """The loss of all workers' outputs, of which this worker's have a gradient."""
         if self._workers.size == 1:
             return self._whole.loss(outputs)
-        listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]  # all bits, as JSON
+        # all bits, as JSON
+        listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
         digests, gathered = zip(*self._workers.all_gather([self._digest, listed]), strict=True)
         require_equal(digests, "batches")
-        of_workers = [[torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in listed] for listed in gathered]
+        of_workers = [
+            [torch.tensor(value, dtype=getattr(torch, dtype)) for dtype, value in listed]
+            for listed in gathered
+        ]
         of_workers[self._workers.rank] = [output.cpu() for output in outputs]
         return self._whole.loss(list(chain.from_iterable(of_workers)))
 
@@ -297,7 +368,9 @@ class StepRows:
         """Add up the gradients of all workers, and return the loss."""
         loss = float(self.loss(outputs))
         if self._workers.size > 1:
-            assert isinstance(self._trained, TrainedParameters), "workers were refused where all parameters are trained"
+            assert isinstance(self._trained, TrainedParameters), (
+                "workers were refused where all parameters are trained"
+            )
             add_up(list(self._trained.parameters.values()), self._workers)
         return loss
 
@@ -309,15 +382,22 @@ def _divided(
     if workers.size == 1:
         return microbatch.split_batches(wholes, rows, forward), slice(None)
     parts = [_parts_of_workers(whole, forward, workers.size) for whole in wholes]
-    shards = [[batch for of_whole in parts for batch in of_whole[rank]] for rank in range(workers.size)]
+    shards = [
+        [batch for of_whole in parts for batch in of_whole[rank]] for rank in range(workers.size)
+    ]
     cuts = [list(microbatch.split_batches(shard, rows, forward).batches) for shard in shards]
-    if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
-        cuts = [[batch for batch in batches if microbatch.labelled_tokens(batch)] for batches in cuts]
+    if forward is None:
+        # parts without a labelled token have no loss; where none has any, one is left and refused
+        cuts = [
+            [batch for batch in batches if microbatch.labelled_tokens(batch)] for batches in cuts
+        ]
         cuts[0] = cuts[0] if any(cuts) else shards[0][:1]
     batches = list(chain.from_iterable(cuts))
     tokens = [microbatch.labelled_tokens(batch) for batch in batches] if forward is None else []
     start = sum(map(len, cuts[: workers.rank]))
-    micro_batches = microbatch.MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
+    micro_batches = microbatch.MicroBatches(
+        forward if isinstance(forward, Objective) else None, batches, tokens
+    )
     return micro_batches, slice(start, start + len(cuts[workers.rank]))
 
 
@@ -325,9 +405,15 @@ def _parts_of_workers(whole: Batch, forward: Forward | None, size: int) -> list[
     """Each worker's part of a batch, in the order of ranks."""
     if forward is None:
         if (count := microbatch.rows_to_shard([whole])) is None:
-            found, expected = "no labels of shape (rows, tokens)", "a batch with labels, whose rows are split among workers"
+            found, expected = (
+                "no labels of shape (rows, tokens)",
+                "a batch with labels, whose rows are split among workers",
+            )
             raise BatchError("batch", found, expected, "add labels")
-        return [[microbatch.shard_of_rows(whole, rows.start, rows.stop)] for rows in _slices(count, size)]
+        return [
+            [microbatch.shard_of_rows(whole, rows.start, rows.stop)]
+            for rows in _slices(count, size)
+        ]
     if not isinstance(forward, Objective):
         raise OptionError(
             "forward",
@@ -354,16 +440,28 @@ def _slices(count: int, size: int) -> list[slice]:
 def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
     """Set each parameter's gradient to the sum of all workers', in the order of ranks.
 
-    All gradients are exchanged as one tensor of bytes, which ends with a byte for each that says whether it is there.
+    All gradients are exchanged as one tensor of bytes, which ends with a byte for each that says
+    whether it is there.
     """
-    ordered = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that offsets are aligned
+    # so that offsets are aligned
+    ordered = sorted(parameters, key=lambda parameter: -parameter.element_size())
     # A gradient that is missing is -0.0, which changes no bit of a sum.
-    own = [torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad for parameter in ordered]
-    present = torch.tensor([parameter.grad is not None for parameter in ordered], dtype=torch.uint8, device=own[0].device)
-    message = torch.cat([*(gradient.detach().reshape(-1).view(torch.uint8) for gradient in own), present])
+    own = [
+        torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad
+        for parameter in ordered
+    ]
+    present = torch.tensor(
+        [parameter.grad is not None for parameter in ordered],
+        dtype=torch.uint8,
+        device=own[0].device,
+    )
+    message = torch.cat(
+        [*(gradient.detach().reshape(-1).view(torch.uint8) for gradient in own), present]
+    )
     sizes = [*(gradient.nbytes for gradient in own), len(own)]
     *of_parameters, presents = zip(
-        *(torch.split(received, sizes) for received in workers.all_gather_tensors(message)), strict=True
+        *(torch.split(received, sizes) for received in workers.all_gather_tensors(message)),
+        strict=True,
     )
     any_present = torch.stack(presents).any(dim=0).tolist()
     for parameter, parts, has_gradient in zip(ordered, of_parameters, any_present, strict=True):
@@ -386,16 +484,26 @@ class GradientSteps(TrainedSteps, ABC):
         workers, device, timeline = runner.workers, runner.device, runner.recorder.timeline
         if workers.size > 1 and workers.split not in ("auto", "rows", f"1x{workers.size}"):
             found = f"{workers.split}, {workers.size} workers for one gradient"
-            raise without_effect("split", found, "rows, since a first-order step has no directions to split")
+            raise without_effect(
+                "split", found, "rows, since a first-order step has no directions to split"
+            )
         model, options = runner.model, runner.options
-        spill = next((path for path in (options.spill, options.run) if path is not None), tempfile.gettempdir())
+        spill = next(
+            (path for path in (options.spill, options.run) if path is not None),
+            tempfile.gettempdir(),
+        )
         file = ActivationFile(Path(spill), timeline)
         inputs = KeptActivations(
-            file if device.in_place else ActivationOffload(device, timeline, file, runner.waiting_bytes)
+            file
+            if device.in_place
+            else ActivationOffload(device, timeline, file, runner.waiting_bytes)
         )
         runner.opened.callback(inputs.close)
         assert isinstance(model, DifferentiableModel), "it was required"
-        self._method, self._leaves = method, [model.leaves(index) for index in range(len(model.layouts))]
+        self._method, self._leaves = (
+            method,
+            [model.leaves(index) for index in range(len(model.layouts))],
+        )
         self._visits = GradientVisits(
             layouts=model.layouts,
             trained=self.trained,
@@ -420,7 +528,9 @@ class GradientSteps(TrainedSteps, ABC):
         """Change the parameters, and record the step."""
 
     def _differentiate(self, names: Collection[str]) -> None:
-        """Have autograd compute the gradients of these parameters, wherever they are used, and of no others."""
+        """Have autograd compute the gradients of these parameters, wherever they are used, and of
+        no others.
+        """
         trained = []
         for leaves in self._leaves:
             for name, leaf in leaves.items():
@@ -429,14 +539,18 @@ class GradientSteps(TrainedSteps, ABC):
         self._visits = replace(self._visits, leaves=trained)
 
     def _swept(self, rows: StepRows, *, together: bool, loss_scale: float = 1.0) -> float:
-        """Compute gradients and the loss: as many micro-batches are in a sweep as have room at a block, or all of them."""
+        """Compute gradients and the loss: as many micro-batches are in a sweep as have room at a
+        block, or all of them.
+        """
         runner, outputs, start = self._runner, list[torch.Tensor](), 0
         allowed = runner.activation_bytes + runner.spare_bytes()
 
         def left(held: int, running: int) -> int:
             return allowed - gradient_bytes(held, running, 0)
 
-        groups = microbatch.grouped(rows.batches, rows.forward, lambda held, running: together or left(held, running) >= 0)
+        groups = microbatch.grouped(
+            rows.batches, rows.forward, lambda held, running: together or left(held, running) >= 0
+        )
         for group, held, running in list(groups) or [([], 0, 0)]:
             visitor = GradientVisitor(
                 self._visits,
@@ -454,7 +568,9 @@ class GradientSteps(TrainedSteps, ABC):
 
 
 class AdapterSteps(GradientSteps):
-    """Steps of parameters in memory, such as an adapter's: gradients are computed and clipped, then the optimizer steps."""
+    """Steps of parameters in memory, such as an adapter's: gradients are computed and clipped, then
+    the optimizer steps.
+    """
 
     trained: TrainedParameters
 
@@ -462,7 +578,9 @@ class AdapterSteps(GradientSteps):
         super().__init__(runner, method)
         assert not isinstance(method.optimizer, BlockUpdate), "it trains what is in memory"
         self._factory, parameters = method.optimizer, list(self.trained.parameters.values())
-        self.optimizer: Any = None if self._factory is None else optimizers.make_optimizer(self._factory, parameters)
+        self.optimizer: Any = (
+            None if self._factory is None else optimizers.make_optimizer(self._factory, parameters)
+        )
         self._differentiate(self.trained.parameters)
 
     def gradients(self, batch: StepBatch, forward: Forward | None) -> float:
@@ -478,7 +596,10 @@ class AdapterSteps(GradientSteps):
         """All on which later steps depend, as copies."""
         return {
             "steps": self.version,
-            "parameters": {name: value.detach().cpu().clone() for name, value in self.trained.parameters.items()},
+            "parameters": {
+                name: value.detach().cpu().clone()
+                for name, value in self.trained.parameters.items()
+            },
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
         }
 
@@ -486,7 +607,9 @@ class AdapterSteps(GradientSteps):
         """Continue from a copy of a snapshot."""
         _require_state(state)
         if self._factory is not None:
-            optimizers.require_optimizer_state(state["optimizer"], self._factory, list(self.trained.parameters.values()))
+            optimizers.require_optimizer_state(
+                state["optimizer"], self._factory, list(self.trained.parameters.values())
+            )
         self.load(state["parameters"])
         if self._factory is not None:
             self.optimizer.load_state_dict(optimizers.copied_state(state["optimizer"]))
@@ -499,7 +622,10 @@ class AdapterSteps(GradientSteps):
                 "optimizer",
                 found="None, and a call of step",
                 expected="an optimizer",
-                remedy="pass an optimizer to the engine, or call gradients and then the step of your optimizer",
+                remedy=(
+                    "pass an optimizer to the engine, or call gradients and then the step of your "
+                    "optimizer"
+                ),
             )
         if self._method.lr is not None:
             for group in optimizer.param_groups:
@@ -507,7 +633,9 @@ class AdapterSteps(GradientSteps):
         try:
             loss = self.gradients(batch, forward)
             norm = self._clipped(loss)
-            commit = Commit(self.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0)))
+            commit = Commit(
+                self.version, loss, norm, float(optimizer.param_groups[0].get("lr", 0.0))
+            )
             self.record(commit)
             optimizer.step()
         finally:
@@ -516,25 +644,37 @@ class AdapterSteps(GradientSteps):
 
     def _clipped(self, loss: float) -> float:
         """Clip the gradients, and return their norm before clipping."""
-        parameters = [parameter for parameter in self.trained.parameters.values() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        parameters = [
+            parameter
+            for parameter in self.trained.parameters.values()
+            if parameter.grad is not None
+        ]
+        norm = nn.utils.get_total_norm(
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
             found = f"loss {loss}, norm of the gradients {norm.item()}"
-            raise _not_finite(self.version, found, "a finite loss and a finite norm", "no step was taken")
+            raise _not_finite(
+                self.version, found, "a finite loss and a finite norm", "no step was taken"
+            )
         if self._method.clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._method.clip, norm)
         return norm.item()
 
 
 class _FusedStep:
-    """What a step does with the gradients of each segment: they are measured, clipped, and change the weights."""
+    """What a step does with the gradients of each segment: they are measured, clipped, and change
+    the weights.
+    """
 
     def __init__(self, method: FirstOrder, steps: FusedSteps, rows: StepRows) -> None:
         self._method, self._steps, self._rows = method, steps, rows
         self._norms: dict[str, torch.Tensor] = {}  # by name, 0-d
-        self._loss: float | None = None  # of the sweep that measures the norms, once the head has run
+        # of the sweep that measures the norms, once the head has run
+        self._loss: float | None = None
         self.overflowed = False  # whether a gradient of the scaled loss is not finite
-        self.total: torch.Tensor | None = None  # norm of all gradients, if a sweep before has measured it
+        # norm of all gradients, if a sweep before has measured it
+        self.total: torch.Tensor | None = None
         self.lr = 0.0
         self.changed = 0  # segments that are changed, or were being changed when it failed
 
@@ -550,7 +690,9 @@ class _FusedStep:
             self._add_norms(gradients)
         value, norm, scale = self._method.clip_value, self._method.clip, None
         if norm is not None:
-            scale = torch.clamp(norm / ((self.norm() if self.total is None else self.total) + 1e-6), max=1.0)
+            scale = torch.clamp(
+                norm / ((self.norm() if self.total is None else self.total) + 1e-6), max=1.0
+            )
         for name, gradient in gradients.items():
             out = gradient if name in converted else None  # others may share memory
             if value is not None:
@@ -559,27 +701,46 @@ class _FusedStep:
                 gradients[name] = torch.mul(gradients[name], scale, out=out)
 
     def update(
-        self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], store: Store
+        self,
+        segment: int,
+        weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        store: Store,
     ) -> None:
         """Change a segment's weights."""
         self.changed += 1
         steps = self._steps
         states = steps.states.of(segment, store)
-        steps.update.apply(UpdateInputs(segment, weights, gradients, states, steps.version, self.lr))
+        steps.update.apply(
+            UpdateInputs(segment, weights, gradients, states, steps.version, self.lr)
+        )
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients together, 0-d; 0 if one overflowed. The order of the names decides its last bit."""
-        norms = [] if self.overflowed else [self._norms[name] for name in self._steps.trained.forms if name in self._norms]
+        """The norm of all gradients together, 0-d; 0 if one overflowed.
+
+        The order of the names decides its last bit.
+        """
+        norms = (
+            []
+            if self.overflowed
+            else [self._norms[name] for name in self._steps.trained.forms if name in self._norms]
+        )
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def _convert(self, gradients: dict[str, torch.Tensor]) -> set[str]:
-        """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by the scale of the loss."""
+        """Convert 16-bit gradients to float32, if the optimizer wants them so, and divide them by
+        the scale of the loss.
+        """
         widens, scale = self._steps.update.widens_gradients, self._steps.scale
-        converted = {name for name, gradient in gradients.items() if widens and gradient.dtype in HALVES}
+        converted = {
+            name for name, gradient in gradients.items() if widens and gradient.dtype in HALVES
+        }
         for name, gradient in gradients.items():
             if name in converted:
                 gradients[name] = widened(gradient)
-            gradients[name] = scale.unscaled(gradients[name], gradients[name] if name in converted else None)
+            gradients[name] = scale.unscaled(
+                gradients[name], gradients[name] if name in converted else None
+            )
         return converted
 
     def _add_norms(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -594,7 +755,8 @@ class _FusedStep:
             changed = f"{self.changed} segments had been changed: resume from the last snapshot"
             raise _not_finite(
                 self._steps.version,
-                f"loss {loss}" + (f", and a gradient of {wrong[0]} that is not finite" if wrong else ""),
+                f"loss {loss}"
+                + (f", and a gradient of {wrong[0]} that is not finite" if wrong else ""),
                 "a finite loss and finite gradients",
                 changed if self.changed else "no step was taken",
             )
@@ -602,11 +764,12 @@ class _FusedStep:
 
 
 class FusedSteps(GradientSteps):
-    """Steps of all parameters, in host memory: each segment is updated as soon as its gradients are there.
+    """Steps of all parameters, in host memory: each segment is updated as soon as its gradients are
+    there.
 
-    One segment's gradients are in memory at a time. A norm of all gradients is then known only when all updates are made. So
-    clipping by norm takes a backward pass before, which only measures (LOMO, arXiv 2306.09782, section 3.3.1), unless a
-    single segment is trained.
+    One segment's gradients are in memory at a time. A norm of all gradients is then known only when
+    all updates are made. So clipping by norm takes a backward pass before, which only measures
+    (LOMO, arXiv 2306.09782, section 3.3.1), unless a single segment is trained.
     """
 
     trained: StoredParameters
@@ -617,7 +780,9 @@ class FusedSteps(GradientSteps):
         super().__init__(runner, method)
         self.update, self.scale = method.update, LossScale(method.scaling)
         self._options = json_object("update", method.journal_options)
-        self.states: optimizers.StateMemory | optimizers.StatesInStores = optimizers.StateMemory(self.update, runner.layouts)
+        self.states: optimizers.StateMemory | optimizers.StatesInStores = optimizers.StateMemory(
+            self.update, runner.layouts
+        )
 
     @property
     def _next_version(self) -> int | None:
@@ -629,7 +794,8 @@ class FusedSteps(GradientSteps):
         if self.version:
             raise OptionError(
                 "load_parameters",
-                found=f"a run of {self.version} steps, whose optimizer's state belongs to its weights",
+                found=f"a run of {self.version} steps, whose optimizer's state belongs to its "
+                "weights",
                 expected="a run without steps",
                 remedy="use load_state_dict, or a new engine",
             )
@@ -653,7 +819,9 @@ class FusedSteps(GradientSteps):
         assert isinstance(self.states, optimizers.StateMemory), "other states are committed on disk"
         _require_state(state)
         if state.get("method") != self._options:
-            raise optimizers.unusable_state(f"a state of the optimizer {state.get('method')!r:.200}")
+            raise optimizers.unusable_state(
+                f"a state of the optimizer {state.get('method')!r:.200}"
+            )
         self.require(state["parameters"])
         self.update.settle()
         self.scale.load_values(state.get("values", {}))
@@ -666,7 +834,9 @@ class FusedSteps(GradientSteps):
         segments = self.update.segments(self.version, self.trained.segments)
         if segments != self._segments:
             self._segments = segments
-            self._differentiate({name for segment in segments for name in self.trained.names_of(segment)})
+            self._differentiate(
+                {name for segment in segments for name in self.trained.names_of(segment)}
+            )
         step = _FusedStep(self._method, self, rows)
         self.states.begin(self.version)
         if self._method.measures_first(len(segments)):
@@ -695,16 +865,19 @@ class FusedSteps(GradientSteps):
 
 
 class CommittedSteps(FusedSteps):
-    """Steps of all parameters on disk, where those of a step, with its states, are a generation that is committed together.
+    """Steps of all parameters on disk, where those of a step, with its states, are a generation
+    that is committed together.
 
-    An optimizer that forgets its states after a turn, as ``BAdam`` does, keeps them in memory. The segment of the turn stays
-    there, too, and is written once, when the turn ends; that is the commit.
+    An optimizer that forgets its states after a turn, as ``BAdam`` does, keeps them in memory. The
+    segment of the turn stays there, too, and is written once, when the turn ends; that is the
+    commit.
     """
 
     refusal = (
         "an engine whose weights and states are committed on disk",
         "an engine that keeps them in memory",
-        "call commit(), from which the run resumes; for other weights, begin a run of a checkpoint with them",
+        "call commit(), from which the run resumes; for other weights, begin a run of a "
+        "checkpoint with them",
     )
     load, snapshot, restore = Steps.load, Steps.snapshot, Steps.restore
 
@@ -720,7 +893,9 @@ class CommittedSteps(FusedSteps):
         self._every = every
         self.version = self._generations.step
         self.scale.load_values(self._generations.values)
-        versions = {segment: self._generations.version(segment) for segment in range(len(runner.layouts))}
+        versions = {
+            segment: self._generations.version(segment) for segment in range(len(runner.layouts))
+        }
         self.trained.versions = versions
         self._source.pin(self._kept())
 
@@ -734,7 +909,9 @@ class CommittedSteps(FusedSteps):
 
     @property
     def _next_version(self) -> int:
-        """Where segments are written, their version is the number of steps, and not that of their updates."""
+        """Where segments are written, their version is the number of steps, and not that of their
+        updates.
+        """
         return self.version + 1
 
     def step(self, batch: StepBatch, forward: Forward | None, *, seed: int | None) -> StepResult:
@@ -750,7 +927,10 @@ class CommittedSteps(FusedSteps):
         self.refuse(asked)
 
     def commit(self) -> None:
-        """Commit the present step durably. An optimizer with turns is committed at their ends only."""
+        """Commit the present step durably.
+
+        An optimizer with turns is committed at their ends only.
+        """
         turn = self.update.turn
         if self.version == self.committed or (turn is not None and self.version % turn):
             return
@@ -775,7 +955,9 @@ class CommittedSteps(FusedSteps):
 
 
 def _require_state(state: Mapping[str, Any]) -> None:
-    missing = {"steps", "parameters", "optimizer"} - (state.keys() if isinstance(state, Mapping) else set())
+    missing = {"steps", "parameters", "optimizer"} - (
+        state.keys() if isinstance(state, Mapping) else set()
+    )
     if missing:
         raise optimizers.unusable_state(f"a state without {', '.join(sorted(missing))}")
     if type(state["steps"]) is not int or state["steps"] < 0:
@@ -783,9 +965,13 @@ def _require_state(state: Mapping[str, Any]) -> None:
 
 
 def steps_of(runner: Runner, method: FirstOrder) -> GradientSteps:
-    """Choose the kind of steps by where trained parameters are, and go on from what a run has kept."""
+    """Choose the kind of steps by where trained parameters are, and go on from what a run has
+    kept.
+    """
     fused = FusedSteps if runner.options.commit_every is None else CommittedSteps
-    steps = (AdapterSteps if isinstance(runner.trained, TrainedParameters) else fused)(runner, method)
+    steps = (AdapterSteps if isinstance(runner.trained, TrainedParameters) else fused)(
+        runner, method
+    )
     if runner.options.run is not None:
         steps.resume(Path(runner.options.run))
     return steps

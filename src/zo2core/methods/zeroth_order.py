@@ -1,4 +1,5 @@
-"""Zeroth-order steps, which need only forwards: a step is one sweep of evaluations and one record in the journal.
+"""Zeroth-order steps, which need only forwards: a step is one sweep of evaluations and one record
+in the journal.
 
 The weights change when they are next visited: that visit replays the record.
 """
@@ -28,12 +29,12 @@ class ZerothOrder:
     """The zeroth-order method (MeZO, arXiv 2305.17333, Algorithm 1, for any estimator).
 
     Args:
-        estimator: Lists the evaluations of a step, and computes its update from their losses. None takes no steps, and
-            replays those of the journal.
-        perturbation: ``DensePerturbation()``, the default of a new run, or ``LowRankPerturbation(rank=...)``. None: the
-            journal's.
-        noise: Draws z. None: the generator that the journal names, else the one that the estimator or the perturbation
-            needs, else ``SequentialNoise``, which draws MeZO's numbers.
+        estimator: Lists the evaluations of a step, and computes its update from their losses. None
+            takes no steps, and replays those of the journal.
+        perturbation: ``DensePerturbation()``, the default of a new run, or
+            ``LowRankPerturbation(rank=...)``. None: the journal's.
+        noise: Draws z. None: the generator that the journal names, else the one that the estimator
+            or the perturbation needs, else ``SequentialNoise``, which draws MeZO's numbers.
         seed: Seed of the run; the directions of a step depend only on it and on the step.
 
     Raises:
@@ -47,13 +48,18 @@ class ZerothOrder:
 
     def __post_init__(self) -> None:
         estimator = self.estimator
-        if estimator is None or (not isinstance(estimator, type) and callable(getattr(estimator, "evaluations", None))):
+        if estimator is None or (
+            not isinstance(estimator, type) and callable(getattr(estimator, "evaluations", None))
+        ):
             return
         raise OptionError(
             "estimator",
             found=repr(estimator)[:80],
             expected="an estimator, such as MeZOSGD(lr=1e-6, zo_eps=1e-3)",
-            remedy="pass an estimator, or Engine(model), which evaluates and exports a model without one",
+            remedy=(
+                "pass an estimator, or Engine(model), which evaluates and exports a model without "
+                "one"
+            ),
         )
 
 
@@ -78,7 +84,8 @@ class OpenStep(NamedTuple):
         if at.rows is not None:
             raise OptionError(
                 "estimator",
-                found="a direction for each group of rows, and batches that are not divided into groups",
+                found="a direction for each group of rows, and batches that are not divided into "
+                "groups",
                 expected="step(batch), which divides them",
                 remedy="use MultiQueryRGE to compute the losses yourself",
             )
@@ -114,20 +121,33 @@ class ZerothOrderSteps(Steps):
             )
         tokens = 0
         if open_step.split.parts > 1:
-            slices = [open_step.split.rows(runner.workers.rank, len(batch["labels"])) for batch in batches]
-            batches = [microbatch.rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
+            slices = [
+                open_step.split.rows(runner.workers.rank, len(batch["labels"])) for batch in batches
+            ]
+            batches = [
+                microbatch.rows_of(batch, rows.start, rows.stop)
+                for batch, rows in zip(batches, slices, strict=True)
+            ]
             tokens = sum(map(microbatch.labelled_tokens, batches))
             if tokens == 0:
                 if self.version == self._first_version:
-                    runner.sweep(self.version, [], runner.model)  # the first sweep computes the base's digests
+                    # the first sweep computes the base's digests
+                    runner.sweep(self.version, [], runner.model)
                 return self._take(open_step, microbatch.losses_as_tensors([0.0] * len(indices)))
         micro_batches: dict[RowGroup | None, microbatch.MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
-            rows = batches if group is None else [microbatch.rows_of_group(batch, group) for batch in batches]
-            micro_batches[group] = microbatch.split_batches(rows, runner.options.micro_batch_size, objective)
+            rows = (
+                batches
+                if group is None
+                else [microbatch.rows_of_group(batch, group) for batch in batches]
+            )
+            micro_batches[group] = microbatch.split_batches(
+                rows, runner.options.micro_batch_size, objective
+            )
             prepared[group] = list(runner.prepared(micro_batches[group].batches, run))
-        # Where weights are perturbed in place, the sweep passes the evaluations of the workers before, without batches.
+        # Where weights are perturbed in place, the sweep passes the evaluations of the workers
+        # before, without batches.
         first = 0 if self._estimator.perturb_in_place else indices.start
         swept = [
             (at, prepared[at.rows] if index in indices else ())
@@ -135,7 +155,10 @@ class ZerothOrderSteps(Steps):
         ]
         outputs = runner.sweep(self.version, swept, run)
         local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
-        losses = [micro_batches[evaluation.rows].loss(of_evaluation) for evaluation, of_evaluation in local]
+        losses = [
+            micro_batches[evaluation.rows].loss(of_evaluation)
+            for evaluation, of_evaluation in local
+        ]
         return self._take(open_step, losses, tokens)
 
     def ask(self, *, seed: int | None) -> tuple[Evaluation, ...]:
@@ -144,11 +167,20 @@ class ZerothOrderSteps(Steps):
         return self._open_step.local
 
     def path_through(self, groups: Groups) -> Groups:
-        """The evaluations of a sweep through some of the open step's, in its order, with their batches."""
+        """The evaluations of a sweep through some of the open step's, in its order, with their
+        batches.
+        """
         batches = dict(groups)
-        path = max((self._require_open_step().path_to(at) for at in batches if at is not None), key=len, default=())
+        path = max(
+            (self._require_open_step().path_to(at) for at in batches if at is not None),
+            key=len,
+            default=(),
+        )
         passed = [at for at in path if self._estimator.perturb_in_place or at in batches]
-        return [*((None, of_none) for at, of_none in groups if at is None), *((at, batches.get(at, ())) for at in passed)]
+        return [
+            *((None, of_none) for at, of_none in groups if at is None),
+            *((at, batches.get(at, ())) for at in passed),
+        ]
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
         """Take the step that ``ask`` began. See ``Engine.tell``."""
@@ -164,10 +196,22 @@ class ZerothOrderSteps(Steps):
         self._runner.update_loss.begin(step)
         shards_rows = shards_rows and not any(evaluation.rows for evaluation in evaluations)
         digest = workers.digest(batches) if batches else None
-        split = workers.split_of(len(evaluations), microbatch.rows_to_shard(batches) if shards_rows else None)
-        return OpenStep(step, lr, evaluations, started, split, split.evaluations(workers.rank, len(evaluations)), digest)
+        split = workers.split_of(
+            len(evaluations), microbatch.rows_to_shard(batches) if shards_rows else None
+        )
+        return OpenStep(
+            step,
+            lr,
+            evaluations,
+            started,
+            split,
+            split.evaluations(workers.rank, len(evaluations)),
+            digest,
+        )
 
-    def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0) -> StepResult:
+    def _take(
+        self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0
+    ) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
         runner, evaluations, expected = self._runner, open_step.evaluations, len(open_step.indices)
         if len(losses) != expected:
@@ -177,17 +221,28 @@ class ZerothOrderSteps(Steps):
                 expected=f"{expected}, one for each evaluation that ask() returned",
                 remedy="pass all losses in one call, in the order of the evaluations",
             )
-        context = (runner.journal.checksum, [tuple(at) for at in evaluations], open_step.batch, tuple(open_step.split))
-        gathered = runner.workers.gathered(open_step.split, len(evaluations), losses, tokens=tokens, context=context)
+        context = (
+            runner.journal.checksum,
+            [tuple(at) for at in evaluations],
+            open_step.batch,
+            tuple(open_step.split),
+        )
+        gathered = runner.workers.gathered(
+            open_step.split, len(evaluations), losses, tokens=tokens, context=context
+        )
         for evaluation, loss in zip(evaluations, gathered, strict=True):
             evaluation.require_finite(loss, step=open_step.step)
         past = runner.journal.updates
-        update = self._estimator.update(open_step.step, evaluations, gathered, open_step.lr, past).validated()
+        update = self._estimator.update(
+            open_step.step, evaluations, gathered, open_step.lr, past
+        ).validated()
         runner.append(update)
         self._open_step = None
         return runner.step_result(update, open_step.started)
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:
-            raise OptionError("at", "no open step", "a step that ask() started", "call ask() before")
+            raise OptionError(
+                "at", "no open step", "a step that ask() started", "call ask() before"
+            )
         return self._open_step

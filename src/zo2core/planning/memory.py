@@ -1,8 +1,10 @@
-"""What a run may take of memory (the caller's policy), and the plan of the run: its parts in bytes, and a budget.
+"""What a run may take of memory (the caller's policy), and the plan of the run: its parts in bytes,
+and a budget.
 
-A plan is derived once from the caller's request and the machine, before anything is opened. ``build`` makes the parts of a
-``RunSpec``, and ``zo2 plan`` prints their sizes. On a device activations come first: a block that stays saves one upload and
-offload a sweep, activations that stay save them at each block. Then as many blocks stay as fit.
+A plan is derived once from the caller's request and the machine, before anything is opened.
+``build`` makes the parts of a ``RunSpec``, and ``zo2 plan`` prints their sizes. On a device
+activations come first: a block that stays saves one upload and offload a sweep, activations that
+stay save them at each block. Then as many blocks stay as fit.
 
 The plan of a base that several runs share: what each run needs beside it, and all of them together.
 
@@ -25,13 +27,26 @@ from zo2core.io.direct_file import STAGING, whole_pages
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
 from zo2core.noise import PhiloxNoise, drawn_bytes, noise_bytes
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
-from zo2core.planning.speeds import MOST_USEFUL_BUCKETS, MeasuredSpeeds, WriteBackPolicy, write_interval
+from zo2core.planning.speeds import (
+    MOST_USEFUL_BUCKETS,
+    MeasuredSpeeds,
+    WriteBackPolicy,
+    write_interval,
+)
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator
 from zo2core.ranges import parse_size
 from zo2core.schedulers import SLOTS
 from zo2core.sources.low_bit import staging_bytes
 from zo2core.sources.segment_store import READERS
-from zo2core.types import BlockLayout, SegmentKind, aligned, shown_bytes, trained, unrounded_bytes, work_bytes
+from zo2core.types import (
+    BlockLayout,
+    SegmentKind,
+    aligned,
+    shown_bytes,
+    trained,
+    unrounded_bytes,
+    work_bytes,
+)
 
 _ENOUGH = 1.01  # times the smallest plan
 
@@ -63,20 +78,28 @@ class MemoryPlan:
 
     def table(self) -> str:
         """The parts, one a line, their sum and the budget."""
-        rows = [*self.parts, MemoryPart("together", self.nbytes), MemoryPart("allowed", self.budget)]
+        rows = [
+            *self.parts,
+            MemoryPart("together", self.nbytes),
+            MemoryPart("allowed", self.budget),
+        ]
         width = max(len(row.name) for row in rows)
         return "\n".join(f"{row.name:{width}s} {shown_bytes(row.nbytes):>10s}" for row in rows)
 
     def too_large(self, option: str, remedy: str) -> MemoryBudgetError:
         """The error for a smallest plan that does not fit.
 
-        The least that it tells is a little more: the text is rounded, and a process has not the same size every time.
+        The least that it tells is a little more: the text is rounded, and a process has not the
+        same size every time.
         """
         parts = ", ".join(f"{part.name} {shown_bytes(part.nbytes)}" for part in self.parts)
         return MemoryBudgetError(
             option,
             found=shown_bytes(self.budget),
-            expected=f"at least {shown_bytes(_ENOUGH * self.nbytes)}, a little more than the smallest plan: {parts}",
+            expected=(
+                f"at least {shown_bytes(_ENOUGH * self.nbytes)}, a little more than the smallest "
+                f"plan: {parts}"
+            ),
             remedy=remedy,
         )
 
@@ -101,12 +124,16 @@ class Machine:
     def of(cls, device: Device, neighbours: int = 1) -> Self:
         """The machine of a device."""
         on_host, free = device.torch_device.type == "cpu", device.free_memory
-        return cls(in_place=device.in_place, on_host=on_host, device_free=free, neighbours=neighbours)
+        return cls(
+            in_place=device.in_place, on_host=on_host, device_free=free, neighbours=neighbours
+        )
 
 
 @dataclass(frozen=True)
 class HostPlan(MemoryPlan):
-    """How a run uses host memory; the sum of its parts is the expected peak of the process's resident bytes."""
+    """How a run uses host memory; the sum of its parts is the expected peak of the process's
+    resident bytes.
+    """
 
     buckets: int | None  # number of buckets that blocks share; None: every block has one of its own
     keep_noise: bool  # z stays in memory from one evaluation to the next
@@ -117,7 +144,8 @@ class DevicePlan(MemoryPlan):
     """How a run uses a device's memory."""
 
     kept: int  # blocks that stay; the others pass through two slots
-    activation_bytes: int  # for forwards and activations; activations that do not fit wait in host memory
+    # for forwards and activations; activations that do not fit wait in host memory
+    activation_bytes: int
 
 
 def free_memory(*, root: Path = Path("/")) -> int:
@@ -126,7 +154,9 @@ def free_memory(*, root: Path = Path("/")) -> int:
 
 
 def _control_groups_free(root: Path) -> Iterator[int]:
-    """Yield the bytes left by each limit on this process; the kernel frees page cache first, so it counts as free."""
+    """Yield the bytes left by each limit on this process; the kernel frees page cache first, so it
+    counts as free.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -134,22 +164,32 @@ def _control_groups_free(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            top, limit_name, usage_name, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+            top, limit_name, usage_name, prefix = (
+                root / "sys/fs/cgroup",
+                "memory.max",
+                "memory.current",
+                "",
+            )
         elif "memory" in controllers.split(","):
             top, prefix = root / "sys/fs/cgroup/memory", "total_"
             limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = top / path.lstrip("/")
-        groups = [group, *group.parents] if group.is_dir() else [top]  # a container may hide the path
+        # a container may hide the path
+        groups = [group, *group.parents] if group.is_dir() else [top]
         for nested in (nested for nested in groups if nested.is_relative_to(top)):
             try:
                 limit = int((nested / limit_name).read_text())
                 usage = int((nested / usage_name).read_text())
-                stat = dict(line.split() for line in (nested / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.split() for line in (nested / "memory.stat").read_text().splitlines()
+                )
             except (OSError, ValueError):
                 continue  # "max", or no limit at this level
-            cache = sum(int(stat.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active"))
+            cache = sum(
+                int(stat.get(f"{prefix}{state}_file", 0)) for state in ("inactive", "active")
+            )
             yield max(limit - usage + cache, 0)
 
 
@@ -161,16 +201,17 @@ class MemoryPolicy:
     """How much memory a run may take.
 
     Args:
-        host: Total host memory of the process, in bytes or as a size ("6GiB"); "auto" uses the free memory. A ``HostPlan``
-            is used as it is.
-        device: Device memory of the run, in bytes or as a size; "auto" uses the free memory. A ``DevicePlan`` is used as it
-            is.
-        activations: Memory reserved for activations and logits, in host memory on the CPU and in device memory on a GPU. It
-            limits how many batches of an evaluation run in one sweep.
-        least_activations: Memory for activations if ``activations`` does not fit: on a device with memory of its own enough
-            for the running streams, while those of the others wait in host memory; on the CPU, for first-order steps alone,
-            enough for what is not written to disk. First-order steps also use it for what waits in host memory, if there is
-            no room for more. None: all activations stay where forwards run.
+        host: Total host memory of the process, in bytes or as a size ("6GiB"); "auto" uses the free
+            memory. A ``HostPlan`` is used as it is.
+        device: Device memory of the run, in bytes or as a size; "auto" uses the free memory. A
+            ``DevicePlan`` is used as it is.
+        activations: Memory reserved for activations and logits, in host memory on the CPU and in
+            device memory on a GPU. It limits how many batches of an evaluation run in one sweep.
+        least_activations: Memory for activations if ``activations`` does not fit: on a device with
+            memory of its own enough for the running streams, while those of the others wait in host
+            memory; on the CPU, for first-order steps alone, enough for what is not written to disk.
+            First-order steps also use it for what waits in host memory, if there is no room for
+            more. None: all activations stay where forwards run.
 
     Raises:
         OptionError: if a value is not a size.
@@ -200,25 +241,34 @@ class MemoryPolicy:
 
 
 Replay: TypeAlias = Literal["auto", "host", "device"]
-LowBitTransfer: TypeAlias = Literal["device", "host"]  # if the device replays, blocks are copied back
+# if the device replays, blocks are copied back
+LowBitTransfer: TypeAlias = Literal["device", "host"]
 
 
 def choose_low_bit_transfer(
     replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
 ) -> LowBitTransfer | None:
-    """Choose who replays blocks that are copied in fewer bits than they are stored in; None: they are copied as stored."""
+    """Choose who replays blocks that are copied in fewer bits than they are stored in; None: they
+    are copied as stored.
+    """
     if replay not in ("auto", "host", "device"):
-        raise OptionError("replay", repr(replay), "'auto', 'host' or 'device'", "pass one of the three")
+        raise OptionError(
+            "replay", repr(replay), "'auto', 'host' or 'device'", "pass one of the three"
+        )
     low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     require_drawable(layouts, noise, by_host=replay == "host")
     comes_back = all(spec.transfer_back for spec in low_bit)
     if in_place:
         if replay != "auto":
             expected = "a device with its own memory, such as a GPU, for this option"
-            raise without_effect("replay", f"{replay!r} on a device that computes in host memory", expected)
+            raise without_effect(
+                "replay", f"{replay!r} on a device that computes in host memory", expected
+            )
         return None
     if replay == "device" and not comes_back:
-        expected = "'host', or weights rounded to the transfer dtype (Precision(transfer_back=True))"
+        expected = (
+            "'host', or weights rounded to the transfer dtype (Precision(transfer_back=True))"
+        )
         found = "'device', to which weights are copied in fewer bits than they are stored in"
         raise without_effect("replay", found, expected)
     if replay == "host" or not comes_back:
@@ -226,20 +276,27 @@ def choose_low_bit_transfer(
     return "device" if low_bit else None
 
 
-def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:
-    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host replays."""
+def require_drawable(
+    layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False
+) -> None:
+    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host
+    replays.
+    """
     low_bit = any(spec.is_low_bit for layout in layouts for spec in layout.parameters)
     if (low_bit or by_host) and not isinstance(noise, CounterNoise):
         raise OptionError(
             "noise",
             found=f"{noise.name}, which only the computing device can draw",
-            expected="counter-based noise, since weights are rounded for transfer or the host replays",
-            remedy="pass noise=PhiloxNoise(), or copy the weights as they are stored and replay on the device",
+            expected=(
+                "counter-based noise, since weights are rounded for transfer or the host replays"
+            ),
+            remedy="pass noise=PhiloxNoise(), or copy the weights as they are stored and replay on "
+            "the device",
         )
 
 
-# Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and other programs may allocate
-# some meanwhile.
+# Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and
+# other programs may allocate some meanwhile.
 AUTO_SHARE = 0.9  # of the free memory
 DEVICE_SHARE = 0.95  # of the free memory; the rest is left to the allocator
 
@@ -249,7 +306,8 @@ class RunRequest:
     """The model and the caller's options on which a plan depends."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    on_disk: Sequence[BlockLayout]  # the same, laid out as in the buckets of a streamed source (``laid_out_as_on_disk``)
+    # the same, laid out as in the buckets of a streamed source (``laid_out_as_on_disk``)
+    on_disk: Sequence[BlockLayout]
     noise: NoiseGenerator = PhiloxNoise()  # noqa: RUF009 - frozen
     perturbation: Perturbation = DensePerturbation()  # noqa: RUF009 - frozen
     perturb_in_place: bool = False  # from one evaluation to the next
@@ -260,17 +318,25 @@ class RunRequest:
     write_back: WriteBackPolicy | None = None
     replay: Replay = "auto"
     overlap: bool = True
-    trained_copies: int = 0  # copies of trained parameters that first-order steps keep, with gradients and optimizer state
+    # copies of trained parameters that first-order steps keep, with gradients and optimizer state
+    trained_copies: int = 0
     gradient_bytes: int = 0  # of one segment, where weights change where they are stored
     optimizer_bytes: int = 0  # of the optimizer's state, in host memory
-    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
-    changing: int = 0  # streamed blocks that change from one generation on disk to the next; one bucket keeps one of them
+    # whether all blocks have to stay in memory, since changes are not written to disk
+    stays_in_memory: bool = False
+    # streamed blocks that change from one generation on disk to the next; one bucket keeps one of
+    # them
+    changing: int = 0
     is_read_only: bool = False  # whether stored weights never change, though none is frozen
     further: Sequence[MemoryPart] = ()  # in the memory in which forwards run
 
     @classmethod
     def of_base(
-        cls, layouts: Sequence[BlockLayout], on_disk: Sequence[BlockLayout], memory: MemoryPolicy, runs: Sequence[Self]
+        cls,
+        layouts: Sequence[BlockLayout],
+        on_disk: Sequence[BlockLayout],
+        memory: MemoryPolicy,
+        runs: Sequence[Self],
     ) -> Self:
         """The request of a base for several runs, with what each needs beside it."""
         activations = max(1, sum(run.memory.activation_bytes for run in runs))
@@ -288,8 +354,13 @@ class RunRequest:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a first-order method's copies of the trained parameters, and of a segment's gradients."""
-        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
+        """Bytes of a first-order method's copies of the trained parameters, and of a segment's
+        gradients.
+        """
+        return (
+            self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts))
+            + self.gradient_bytes
+        )
 
     @property
     def factor_bytes(self) -> int:
@@ -297,7 +368,9 @@ class RunRequest:
         return factor_bytes(self.perturbation, self.layouts, self.updates)
 
     def with_least_activations(self, *, in_place: bool) -> Self:
-        """The request of a run of a shared base, with as little memory for activations as it can do with."""
+        """The request of a run of a shared base, with as little memory for activations as it can do
+        with.
+        """
         least = self.memory.least_activations
         if least is None or not (in_place and self.spills):
             return self
@@ -305,19 +378,27 @@ class RunRequest:
 
     @property
     def spills(self) -> bool:
-        """Whether inputs of blocks that have no room in memory are written to disk, as in first-order steps."""
+        """Whether inputs of blocks that have no room in memory are written to disk, as in
+        first-order steps.
+        """
         return self.trained_copies > 0 or self.stays_in_memory or self.changing > 0
 
     @property
     def changes_weights(self) -> bool:
         """Whether stored weights change: if not, they are neither offloaded nor written back."""
         frozen = any(spec.frozen for layout in self.layouts for spec in layout.parameters)
-        return isinstance(self.perturbation, DensePerturbation) and not (frozen or self.is_read_only)
+        return isinstance(self.perturbation, DensePerturbation) and not (
+            frozen or self.is_read_only
+        )
 
     @property
     def has_to_write(self) -> bool:
         """Whether the caller asked for segments to be written at certain steps."""
-        return self.changes_weights and self.write_back is not None and not self.write_back.is_automatic
+        return (
+            self.changes_weights
+            and self.write_back is not None
+            and not self.write_back.is_automatic
+        )
 
     @property
     def work_bytes(self) -> int:
@@ -332,12 +413,15 @@ class RunSpec:
 
     layouts: Sequence[BlockLayout]  # of the buckets
     host_plan: HostPlan
-    device_plan: DevicePlan | None  # None if it computes in host memory, or transfers do not overlap
-    low_bit: LowBitTransfer | None  # who replays blocks that are copied in fewer bits; None: they are copied as stored
+    # None if it computes in host memory, or transfers do not overlap
+    device_plan: DevicePlan | None
+    # who replays blocks that are copied in fewer bits; None: they are copied as stored
+    low_bit: LowBitTransfer | None
     activation_bytes: int  # for activations in the memory in which forwards run
     waiting_bytes: int  # host memory for activations that do not fit there
     write_back: WriteBackPolicy | None  # None: no segment is written back
-    write_back_every: int | None = None  # versions that a segment may be ahead of its bytes on disk; None: never written
+    # versions that a segment may be ahead of its bytes on disk; None: never written
+    write_back_every: int | None = None
 
     @property
     def kept(self) -> int:
@@ -345,7 +429,9 @@ class RunSpec:
         return 0 if self.device_plan is None else self.device_plan.kept
 
     def spare_bytes(self, *, in_place: bool) -> int:
-        """Bytes that the plan leaves over in the memory in which forwards run, which is that of the host if ``in_place``."""
+        """Bytes that the plan leaves over in the memory in which forwards run, which is that of the
+        host if ``in_place``.
+        """
         plan = self.host_plan if self.device_plan is None and in_place else self.device_plan
         return 0 if plan is None else max(plan.spare, 0)
 
@@ -365,22 +451,34 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
     on_device = [copies] if machine.on_host else [factors, copies, *request.further]
     if machine.in_place and memory.least_activations is not None and not request.spills:
         found = f"{memory.least_activations!r} on a device that computes in host memory"
-        raise without_effect("memory.least_activations", found, "a GPU, where activations can wait in host memory")
+        raise without_effect(
+            "memory.least_activations", found, "a GPU, where activations can wait in host memory"
+        )
     has_slots = request.overlap and not machine.in_place
     if memory.device != "auto" and not has_slots:
-        expected = "a GPU and overlapping transfers for this option; `memory.host` limits host memory"
+        expected = (
+            "a GPU and overlapping transfers for this option; `memory.host` limits host memory"
+        )
         raise without_effect("memory.device", repr(memory.device), expected)
     device_plan = memory.device if isinstance(memory.device, DevicePlan) else None
     if has_slots and device_plan is None:
-        device_plan = plan_device_memory(request, machine, on_device, is_low_bit=low_bit is not None)
-    activation_bytes = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
+        device_plan = plan_device_memory(
+            request, machine, on_device, is_low_bit=low_bit is not None
+        )
+    activation_bytes = (
+        memory.activation_bytes if device_plan is None else device_plan.activation_bytes
+    )
     waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
     host_plan = memory.host
     if not isinstance(host_plan, HostPlan):
         further = [
-            MemoryPart("blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts)),
+            MemoryPart(
+                "blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts)
+            ),
             *([factors, *request.further] if machine.on_host else []),
-            MemoryPart(copies.name, request.optimizer_bytes + (copies.nbytes if machine.in_place else 0)),
+            MemoryPart(
+                copies.name, request.optimizer_bytes + (copies.nbytes if machine.in_place else 0)
+            ),
         ]
         least = memory.least_activation_bytes
         try:
@@ -393,14 +491,24 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
                 activation_bytes = min(least, activation_bytes)
             waiting = min(least, waiting)
             in_host_memory = activation_bytes if machine.in_place else waiting
-            host_plan = plan_host(request, machine, in_host_memory, further, most_buckets=MOST_USEFUL_BUCKETS)
+            host_plan = plan_host(
+                request, machine, in_host_memory, further, most_buckets=MOST_USEFUL_BUCKETS
+            )
     write_back = request.write_back if request.changes_weights else None
     stored = layouts if host_plan.buckets is None else request.on_disk
     spec = RunSpec(stored, host_plan, device_plan, low_bit, activation_bytes, waiting, write_back)
     if write_back is None:
         return spec
     in_place = request.perturb_in_place or not request.takes_steps
-    every = write_interval(write_back, stored, noise, speeds, in_place=in_place, buckets=host_plan.buckets, kept=spec.kept)
+    every = write_interval(
+        write_back,
+        stored,
+        noise,
+        speeds,
+        in_place=in_place,
+        buckets=host_plan.buckets,
+        kept=spec.kept,
+    )
     return replace(spec, write_back_every=every)
 
 
@@ -412,10 +520,16 @@ def plan_host(
     *,
     most_buckets: int | None = None,
 ) -> HostPlan:
-    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits."""
+    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays
+    in memory if it fits.
+    """
     process, memory, layouts = memory_in_use(), request.memory.host, request.layouts
     assert not isinstance(memory, HostPlan), "it is planned already"
-    budget = process + int(AUTO_SHARE * free_memory() / machine.neighbours) if memory == "auto" else parse_size(memory)
+    budget = (
+        process + int(AUTO_SHARE * free_memory() / machine.neighbours)
+        if memory == "auto"
+        else parse_size(memory)
+    )
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (request.work_bytes, noise_bytes(layouts)) if machine.on_host else (0, 0)
     may_keep_noise = not isinstance(request.noise, CounterNoise)
@@ -450,25 +564,41 @@ def plan_host(
     if most_buckets is not None:
         choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
     if request.changing:
-        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
+        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [
+            (min(2, blocks), False)
+        ]
     for buckets, keep_noise in choices:
         planned = plan_with(buckets, keep_noise=keep_noise)
         if planned.nbytes <= budget:
             return planned
-    raise planned.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
+    raise planned.too_large(
+        "memory", "free memory, allow more, or take smaller batches or a 16-bit dtype"
+    )
 
 
 def plan_device_memory(
-    request: RunRequest, machine: Machine, further: Sequence[MemoryPart] = (), *, is_low_bit: bool = False
+    request: RunRequest,
+    machine: Machine,
+    further: Sequence[MemoryPart] = (),
+    *,
+    is_low_bit: bool = False,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit."""
     memory, layouts, noise = request.memory.device, request.layouts, request.noise
     assert not isinstance(memory, DevicePlan), "it is planned already"
     is_automatic = memory == "auto"
-    budget = int(DEVICE_SHARE * machine.device_free()) if is_automatic else parse_size(memory, option="device_memory")
+    budget = (
+        int(DEVICE_SHARE * machine.device_free())
+        if is_automatic
+        else parse_size(memory, option="device_memory")
+    )
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)
-    transferred = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
+    transferred = [
+        low_bit_layout(layout) if is_low_bit else layout
+        for layout in layouts
+        if not layout.resident
+    ]
     slot = max((layout.nbytes for layout in transferred), default=0)
     drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
     most, allowed = request.memory.activation_bytes, request.memory.least_activation_bytes
@@ -478,7 +608,9 @@ def plan_device_memory(
         moving = len(blocks) - kept
         slots = min(SLOTS, moving)
         parts = (
-            MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
+            MemoryPart(
+                "embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)
+            ),
             MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
             MemoryPart(f"{kept} blocks that stay", kept * largest),
             MemoryPart("work buffer", request.work_bytes),
@@ -494,7 +626,9 @@ def plan_device_memory(
     smallest = plan_with(0, least)
     if smallest.nbytes <= budget:
         return plan_with(0, least + budget - smallest.nbytes)
-    raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")
+    raise smallest.too_large(
+        "device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype"
+    )
 
 
 MOST_RUNS = 64  # of one base, each of which has a thread and files of its own

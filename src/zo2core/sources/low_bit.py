@@ -1,7 +1,8 @@
-"""Low-bit transfer: blocks are encoded on the host before they are copied to a device, and decoded if they are copied back.
+"""Low-bit transfer: blocks are encoded on the host before they are copied to a device, and decoded
+if they are copied back.
 
-Where the host replays updates, a block is updated before it is encoded and is not copied back. One thread does all this,
-ahead of the sweep; no other thread uses the wrapped source.
+Where the host replays updates, a block is updated before it is encoded and is not copied back. One
+thread does all this, ahead of the sweep; no other thread uses the wrapped source.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ class _Stage(NamedTuple):
 
     memory: torch.Tensor
     encoded: Bucket
-    stored: Bucket | None  # the block that was encoded, held until it is decoded; None: it is not copied back
+    # the block that was encoded, held until it is decoded; None: it is not copied back
+    stored: Bucket | None
 
 
 def staging_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of host memory of the encoded blocks of these layouts."""
-    blocks = [whole_pages(low_bit_layout(layout).nbytes) for layout in layouts if not layout.resident]
+    blocks = [
+        whole_pages(low_bit_layout(layout).nbytes) for layout in layouts if not layout.resident
+    ]
     return min(STAGES, len(blocks)) * max(blocks, default=0)
 
 
@@ -62,12 +66,16 @@ class LowBitSource:
             i for i, layout in enumerate(self._stored) if not (layout.resident or i in staying)
         )
         self.layouts = tuple(  # segments in visiting order, as they are transferred
-            low_bit_layout(layout) if i in self.low_bit_segments else layout for i, layout in enumerate(self._stored)
+            low_bit_layout(layout) if i in self.low_bit_segments else layout
+            for i, layout in enumerate(self._stored)
         )
         sizes = [whole_pages(self.layouts[index].nbytes) for index in self.low_bit_segments]
-        pages = [max(sizes, default=0)] * min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
+        pages = [max(sizes, default=0)] * min(
+            STAGES, len(sizes), source.capacity if comes_back else STAGES
+        )
         self._scales = [scales_positions(layout) for layout in self._stored]
-        self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # (address, segment) -> views
+        # (address, segment) -> views
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._free = deque(portions(host_memory(sum(pages)), pages))
         # Blocks that are encoded or being encoded, not acquired, in the order of requests.
         self._prefetched: dict[int, Future[_Stage]] = {}
@@ -96,7 +104,11 @@ class LowBitSource:
             self._thread.submit(self._source.prefetch, self._order)
         ready = 0
         for index in order if self._prefetches else ():
-            if index not in self.low_bit_segments or index in self._acquired or not self._start(index):
+            if (
+                index not in self.low_bit_segments
+                or index in self._acquired
+                or not self._start(index)
+            ):
                 break
         for index in order:
             if index not in self._prefetched or not self._prefetched[index].done():
@@ -137,7 +149,9 @@ class LowBitSource:
 
     @contextmanager
     def stored(self, index: int) -> Iterator[Bucket]:
-        """Context with a block of ``low_bit_segments`` at the present version, in its stored dtypes."""
+        """Context with a block of ``low_bit_segments`` at the present version, in its stored
+        dtypes.
+        """
         bucket = self._thread.submit(self._replayed, index).result()
         try:
             yield bucket
@@ -152,10 +166,13 @@ class LowBitSource:
         self._views.clear()
 
     def _start(self, index: int) -> bool:
-        """Start encoding a block unless that has been started; returns False if there is no memory for it."""
+        """Start encoding a block unless that has been started; returns False if there is no memory
+        for it.
+        """
         if index in self._prefetched:
             return True
-        held = self._plain  # buckets of the source that are in use; encoding without decoding uses one more for a while
+        # buckets of the source that are in use; encoding without decoding uses one more for a while
+        held = self._plain
         if self._comes_back:
             held += len(self._acquired) + len(self._prefetched)
         if not self._free or held >= self._source.capacity:
@@ -180,9 +197,16 @@ class LowBitSource:
             layout = self.layouts[index]
             data, key = memory[: layout.nbytes], (memory.data_ptr(), index)
             views = self._views[key] = self._views.get(key) or layout.views(data)
-            with self._timeline.noted(Lane.HOST, layout.name, layout.nbytes), torch.inference_mode():
+            with (
+                self._timeline.noted(Lane.HOST, layout.name, layout.nbytes),
+                torch.inference_mode(),
+            ):
                 for position, scales in enumerate(self._scales[index]):
-                    encode(bucket.views[position], views[position], None if scales is None else views[scales])
+                    encode(
+                        bucket.views[position],
+                        views[position],
+                        None if scales is None else views[scales],
+                    )
             if not self._comes_back:
                 self._source.release(bucket, bucket.version)
         except BaseException:
@@ -203,15 +227,24 @@ class LowBitSource:
         return bucket._replace(version=version)
 
     def _decode(self, stage: _Stage, stored: Bucket, version: int | None) -> None:
-        """On the thread: decode a block into the source's bucket if the device changed it, and release the bucket."""
-        decoded: int | None = stored.version  # version of the bucket; None while its bytes are changing
+        """On the thread: decode a block into the source's bucket if the device changed it, and
+        release the bucket.
+        """
+        # version of the bucket; None while its bytes are changing
+        decoded: int | None = stored.version
         try:
             if version is not None and version != stored.version:
                 decoded = None
                 views, index = stage.encoded.views, stored.segment
-                with self._timeline.noted(Lane.HOST, self.layouts[index].name, len(stage.encoded.data)):
+                with self._timeline.noted(
+                    Lane.HOST, self.layouts[index].name, len(stage.encoded.data)
+                ):
                     for position, scales in enumerate(self._scales[index]):
-                        decode(views[position], None if scales is None else views[scales], stored.views[position])
+                        decode(
+                            views[position],
+                            None if scales is None else views[scales],
+                            stored.views[position],
+                        )
                 decoded = version
         finally:
             self._free.append(stage.memory)
@@ -219,11 +252,14 @@ class LowBitSource:
 
 
 class LowBitScheduler:
-    """A scheduler whose source prepares the blocks again for each sweep, at their present version."""
+    """A scheduler whose source prepares the blocks again for each sweep, at their present
+    version.
+    """
 
     def __init__(self, scheduler: Scheduler, source: LowBitSource) -> None:
         self._scheduler, self._source = scheduler, source
-        self._interrupted = False  # whether the last sweep failed: the scheduler may then hold buckets of it
+        # whether the last sweep failed: the scheduler may then hold buckets of it
+        self._interrupted = False
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""

@@ -1,14 +1,17 @@
-"""Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a model of any size.
+"""Segments of a checkpoint on disk in buckets of host memory: a bucket for each, or a few for a
+model of any size.
 
-A segment stays in a bucket of its own, as embedding and head always do. Blocks that share a few buckets are prefetched in
-the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets beyond those that prefetching
-uses keep blocks from sweep to sweep. Changed bytes are dropped and recomputed by replaying updates, or written back every
-few versions. Optimizer states that are stored with a block are read with it only while updates need them.
+A segment stays in a bucket of its own, as embedding and head always do. Blocks that share a few
+buckets are prefetched in the scheduler's order. A block that is needed soon evicts the one that is
+needed last; buckets beyond those that prefetching uses keep blocks from sweep to sweep. Changed
+bytes are dropped and recomputed by replaying updates, or written back every few versions. Optimizer
+states that are stored with a block are read with it only while updates need them.
 
-Digests of the base's segments are computed with the first reads, kept in the journal, and compared by later runs. The
-fingerprint in a journal's header samples each tensor; a digest covers every byte. It is computed from a segment's parameters
-as they are loaded, in the run's dtype, in chunks that start at fixed elements of each parameter. It depends neither on the
-parameter's offset in a file nor on its offset in a bucket.
+Digests of the base's segments are computed with the first reads, kept in the journal, and compared
+by later runs. The fingerprint in a journal's header samples each tensor; a digest covers every
+byte. It is computed from a segment's parameters as they are loaded, in the run's dtype, in chunks
+that start at fixed elements of each parameter. It depends neither on the parameter's offset in a
+file nor on its offset in a bucket.
 """
 
 from __future__ import annotations
@@ -26,7 +29,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from zo2core.errors import CheckpointError, ClosedError, OptionError
-from zo2core.io.direct_file import PAGE, anonymous_memory, byte_view, chunk_checksum, combined_checksum, whole_pages
+from zo2core.io.direct_file import (
+    PAGE,
+    anonymous_memory,
+    byte_view,
+    chunk_checksum,
+    combined_checksum,
+    whole_pages,
+)
 from zo2core.journal import Journal
 from zo2core.profiling import Gathered, Timeline
 from zo2core.protocols import BlockModel, TensorReader
@@ -37,7 +47,8 @@ from zo2core.types import BlockLayout, Bucket, Lane, ParameterSpec, aligned
 _Read: TypeAlias = tuple[int, Callable[[], object]]  # bytes, and the function that reads them
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
-CHUNK = PIECE  # bytes of a read: small enough for all threads to work on the segment that is needed first
+# bytes of a read: small enough for all threads to work on the segment that is needed first
+CHUNK = PIECE
 DIGEST_CHUNK = 1 << 20  # bytes of a digest's chunk: each has a checksum of its own
 
 
@@ -47,11 +58,14 @@ def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def laid_out_as_on_disk(layouts: Sequence[BlockLayout], weights: TensorReader) -> tuple[BlockLayout, ...]:
-    """Give each parameter the offset in its bucket at which pages of the disk can be read without a copy.
+def laid_out_as_on_disk(
+    layouts: Sequence[BlockLayout], weights: TensorReader
+) -> tuple[BlockLayout, ...]:
+    """Give each parameter the offset in its bucket at which pages of the disk can be read without a
+    copy.
 
-    A parameter has the same offset within a page as in its file. Tensors that are adjacent in the file stay adjacent. States
-    begin at a page, so that parameters can be read without them.
+    A parameter has the same offset within a page as in its file. Tensors that are adjacent in the
+    file stay adjacent. States begin at a page, so that parameters can be read without them.
     """
     return tuple(replace(layout, offsets=_offsets(layout, weights)) for layout in layouts)
 
@@ -73,8 +87,9 @@ def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
 class SegmentDigest:
     """The digest of a segment that several threads read in parts, in any order.
 
-    Parts end at page boundaries of the disk, not at those of chunks. The thread that reads a chunk's last bytes computes its
-    checksum while the chunk is in a cache, so the segment is not read a second time.
+    Parts end at page boundaries of the disk, not at those of chunks. The thread that reads a
+    chunk's last bytes computes its checksum while the chunk is in a cache, so the segment is not
+    read a second time.
     """
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
@@ -89,7 +104,11 @@ class SegmentDigest:
 
     def add(self, parameter: int, start: int, stop: int) -> None:
         """Add elements of a parameter that have been read, each once."""
-        view, length, missing = self._views[parameter], self._lengths[parameter], self._missing[parameter]
+        view, length, missing = (
+            self._views[parameter],
+            self._lengths[parameter],
+            self._missing[parameter],
+        )
         complete: list[int] = []
         with self._lock:
             for chunk in range(start // length, -(-stop // length)):
@@ -97,18 +116,22 @@ class SegmentDigest:
                 if missing[chunk] == 0:
                     complete.append(chunk)
         for chunk in complete:
-            self._checksums[parameter][chunk] = chunk_checksum(byte_view(view[chunk * length : (chunk + 1) * length]))
+            self._checksums[parameter][chunk] = chunk_checksum(
+                byte_view(view[chunk * length : (chunk + 1) * length])
+            )
 
     def value(self) -> str:
         """The digest, once all elements were added."""
-        return combined_checksum(checksum for checksums in self._checksums for checksum in checksums)
+        return combined_checksum(
+            checksum for checksums in self._checksums for checksum in checksums
+        )
 
 
 class BaseDigests:
     """Expected digests of the base's segments.
 
-    A segment is checked when a process first reads it from the base, not at later reads: disks have error-correcting codes,
-    and files are replaced between processes, not while one has them open.
+    A segment is checked when a process first reads it from the base, not at later reads: disks have
+    error-correcting codes, and files are replaced between processes, not while one has them open.
     """
 
     def __init__(self, kept: Mapping[str, str], *, learns: bool) -> None:
@@ -121,7 +144,9 @@ class BaseDigests:
         return layout.name not in self._checked and (self._learns or layout.name in self._expected)
 
     def check(self, layout: BlockLayout, digest: str, weights: TensorReader) -> None:
-        """Compare the digest of bytes that were read from the base, or keep it if there is none yet."""
+        """Compare the digest of bytes that were read from the base, or keep it if there is none
+        yet.
+        """
         expected = self._expected.setdefault(layout.name, digest)
         if expected != digest:
             files = sorted({weights.origin(spec.name) for spec in layout.parameters})
@@ -138,8 +163,14 @@ class BaseDigests:
         return self._expected.get(layout.name, "")
 
     def unknown_to(self, journal: Journal) -> Mapping[str, str]:
-        """The digests that a journal lacks, sorted: workers may read segments in different orders."""
-        return {name: digest for name, digest in sorted(self._expected.items()) if name not in journal.base_digests}
+        """The digests that a journal lacks, sorted: workers may read segments in different
+        orders.
+        """
+        return {
+            name: digest
+            for name, digest in sorted(self._expected.items())
+            if name not in journal.base_digests
+        }
 
     def note(self, journal: Journal) -> None:
         """Write the digests that a journal lacks to it."""
@@ -147,20 +178,29 @@ class BaseDigests:
             journal.note_base(unknown)
 
 
-def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
-    """Read every byte of a model's base and compare it with the digests in a journal; returns those that it lacks."""
+def verify_base(
+    model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None
+) -> Mapping[str, str]:
+    """Read every byte of a model's base and compare it with the digests in a journal; returns those
+    that it lacks.
+    """
     digests, memory = BaseDigests(journal.base_digests, learns=True), threading.local()
 
     def checksums(spec: ParameterSpec, start: int) -> tuple[int, list[int]]:
-        """Read the next few chunks of a parameter into a small buffer of the thread; returns their bytes and checksums."""
+        """Read the next few chunks of a parameter into a small buffer of the thread; returns their
+        bytes and checksums.
+        """
         if not hasattr(memory, "pages"):
             memory.pages = torch.frombuffer(anonymous_memory(CHUNK + PAGE), dtype=torch.uint8)
         dtype = spec.stored_dtype
         count = min(CHUNK // dtype.itemsize, spec.stored_numel - start)
-        offset = model.weights.page_offset(spec) or 0  # the offset on disk, so that most bytes are read without a copy
+        # the offset on disk, so that most bytes are read without a copy
+        offset = model.weights.page_offset(spec) or 0
         chunks = memory.pages[offset : offset + count * dtype.itemsize].view(dtype)
         model.weights.read_into(spec.name, chunks, start)
-        return chunks.nbytes, [chunk_checksum(byte_view(chunk)) for chunk in torch.split(chunks, _chunk_length(dtype))]
+        return chunks.nbytes, [
+            chunk_checksum(byte_view(chunk)) for chunk in torch.split(chunks, _chunk_length(dtype))
+        ]
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="zo2-verify") as pool:
         for layout in model.layouts:
@@ -189,7 +229,8 @@ class Loading:
 
     futures: Sequence[Future[None]]
     version: int  # of the bytes
-    check: Callable[[], bool] = lambda: True  # once all are read: False if the bytes do not match their record
+    # once all are read: False if the bytes do not match their record
+    check: Callable[[], bool] = lambda: True
     has_states: bool = True
 
     def done(self) -> bool:
@@ -197,20 +238,28 @@ class Loading:
         return all(future.done() for future in self.futures)
 
     def failure(self) -> BaseException | None:
-        """Wait for all reads to end, so that none writes into the memory later; returns the first failure."""
+        """Wait for all reads to end, so that none writes into the memory later; returns the first
+        failure.
+        """
         wait(self.futures)
-        failures = (CancelledError() if future.cancelled() else future.exception() for future in self.futures)
+        failures = (
+            CancelledError() if future.cancelled() else future.exception()
+            for future in self.futures
+        )
         return next((failure for failure in failures if failure is not None), None)
 
     def wait(self) -> bool:
-        """Wait for all reads to end, and report the first failure; returns False if the bytes do not match their record."""
+        """Wait for all reads to end, and report the first failure; returns False if the bytes do
+        not match their record.
+        """
         failure = self.failure()
         if failure is not None:
             raise failure
         return self.check()
 
 
-READ_AHEAD = 2  # blocks: one is ready while the next one is read. More would evict blocks that are kept for later
+# blocks: one is ready while the next one is read. More would evict blocks that are kept for later
+READ_AHEAD = 2
 NEVER = sys.maxsize  # rank of a segment that is not needed
 
 _NO_READS = Loading((), version=0)
@@ -223,7 +272,9 @@ class _Empty(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The memory holds a segment that is not acquired, and that may still be being read or written back."""
+    """The memory holds a segment that is not acquired, and that may still be being read or written
+    back.
+    """
 
     segment: int
     loading: Loading  # has the bytes' version; without reads if the segment was released and kept
@@ -244,7 +295,8 @@ class _BucketMemory:
     def __init__(self, pages: torch.Tensor) -> None:
         self.pages = pages
         self.state: _State = _Empty(_NO_READS)
-        self.states: Loading | None = _NO_READS  # later reads of optimizer states; None: they have not started
+        # later reads of optimizer states; None: they have not started
+        self.states: Loading | None = _NO_READS
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def views(self, segment: int, layout: BlockLayout) -> tuple[torch.Tensor, ...]:
@@ -255,18 +307,20 @@ class _BucketMemory:
 
 
 class SegmentStore:
-    """Segments on disk, and buckets in host memory, page-locked where the device needs that for fast copies.
+    """Segments on disk, and buckets in host memory, page-locked where the device needs that for
+    fast copies.
 
     Args:
         weights: The base checkpoint, which is only read. Belongs to the caller.
         layouts: Segments in visiting order.
         host_memory: Allocates the arena, of exact size: ``Device.host_memory``.
-        buckets: Number of buckets that blocks share, at least 1; embedding and head have one more each. 3 buckets are enough
-            to prefetch; more buckets keep blocks in memory from sweep to sweep. None: each segment has a bucket of its own,
-            and is read once.
+        buckets: Number of buckets that blocks share, at least 1; embedding and head have one more
+            each. 3 buckets are enough to prefetch; more buckets keep blocks in memory from sweep to
+            sweep. None: each segment has a bucket of its own, and is read once.
         scratch: Files of written-back segments. They belong to this source.
-        write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk, which limits
-            the updates that are replayed when it is read again. None never writes.
+        write_back_every: A segment is written back once it is this many versions ahead of its bytes
+            on disk, which limits the updates that are replayed when it is read again. None never
+            writes.
         base_digests: Expected digests of the base's segments; None does not check them.
         timeline: Records every read and write.
 
@@ -306,19 +360,26 @@ class SegmentStore:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
         self._writes: dict[int, Future[None]] = {}
         self._failed_write: BaseException | None = None  # not reported yet
-        self._ranks: dict[int, int] = {}  # segments in the order in which they are needed, with ascending ranks
+        # segments in the order in which they are needed, with ascending ranks
+        self._ranks: dict[int, int] = {}
         self._next_rank = 0
         self._lock = threading.RLock()
         self._nbytes = [layout.nbytes for layout in self.layouts]  # it takes a while to add up
-        own = [index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident]
-        shared = [whole_pages(nbytes) for index, nbytes in enumerate(self._nbytes) if index not in own]
+        own = [
+            index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident
+        ]
+        shared = [
+            whole_pages(nbytes) for index, nbytes in enumerate(self._nbytes) if index not in own
+        ]
         sizes = [whole_pages(self._nbytes[index]) for index in own]
         sizes += [max(shared, default=0)] * min(buckets or 0, len(shared))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
         self._own = {index: _BucketMemory(next(memory)) for index in own}  # of one segment each
         self._ring = [_BucketMemory(pages) for pages in memory]  # of all other segments
-        self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that holds it or that it is read into
-        self._pinned: frozenset[int] = frozenset()  # segments that stay in memory, and are not written
+        # segment to the memory that holds it or that it is read into
+        self._holding: dict[int, _BucketMemory] = {}
+        # segments that stay in memory, and are not written
+        self._pinned: frozenset[int] = frozenset()
         self._needs_states = False  # whether segments are read with their optimizer states
 
     @property
@@ -330,13 +391,23 @@ class SegmentStore:
         """Read ahead along this order from now on. See the contract."""
         with self._lock:
             self._require_open()
-            self._ranks, self._next_rank = dict(zip(order, range(len(order)), strict=True)), len(order)
+            self._ranks, self._next_rank = (
+                dict(zip(order, range(len(order)), strict=True)),
+                len(order),
+            )
             self._read_ahead()
             held = (self._holding.get(segment) for segment in self._ahead())
-            return sum(1 for _ in itertools.takewhile(lambda one: one is not None and self._is_idle(one.state), held))
+            return sum(
+                1
+                for _ in itertools.takewhile(
+                    lambda one: one is not None and self._is_idle(one.state), held
+                )
+            )
 
     def close(self) -> None:
-        """Drop reads that have not started, wait for reads and writes in flight, and free the memory."""
+        """Drop reads that have not started, wait for reads and writes in flight, and free the
+        memory.
+        """
         with self._lock:
             self._closed = True
         self._readers.shutdown(cancel_futures=True)
@@ -356,28 +427,41 @@ class SegmentStore:
             assert memory is not None, "not all buckets are acquired"
             before = memory.state
             assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
-            self._change(memory, _Acquired(index))  # keeps prefetching from the segment and this memory
+            # keeps prefetching from the segment and this memory
+            self._change(memory, _Acquired(index))
             if self._ranks.pop(index, None) is not None:  # it is needed again after all others
                 self._ranks[index] = self._next_rank
                 self._next_rank += 1
-        # The lock is not held while this thread waits: the writing thread takes it between two writes.
+        # The lock is not held while this thread waits: the writing thread takes it between two
+        # writes.
         is_held = isinstance(before, _Held) and before.segment == index
         if not is_held:
             self._evict(memory, before)
         version = self._wait_for_reads(index, memory, before.loading if is_held else None)
         if self._needs_states:
             self._start_states(index, memory)
-        return Bucket(index, memory.pages[: self._nbytes[index]], memory.views(index, self.layouts[index]), version)
+        return Bucket(
+            index,
+            memory.pages[: self._nbytes[index]],
+            memory.views(index, self.layouts[index]),
+            version,
+        )
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Release a bucket: it is written back if due, and kept until it is reused. See the contract."""
+        """Release a bucket: it is written back if due, and kept until it is reused.
+
+        See the contract.
+        """
         segment, memory = bucket.segment, self._holding[bucket.segment]
         if version is not None and version != bucket.version:
             self._wait_for_states(segment, memory)  # a changed segment is written whole
         elif memory.states is not None:
             memory.states.failure()
         with self._lock:
-            self._change(memory, _Empty(_NO_READS) if version is None else _Held(segment, Loading((), version)))
+            self._change(
+                memory,
+                _Empty(_NO_READS) if version is None else _Held(segment, Loading((), version)),
+            )
             if version is not None and segment not in self._pinned:
                 self._write_if_due(segment, memory, version)
             self._read_ahead()
@@ -386,7 +470,8 @@ class SegmentStore:
         """Keep segments in memory however often they change, and write them only in ``write_kept``.
 
         Args:
-            segments: Fewer blocks than there are buckets. Segments that were pinned until now have to be written.
+            segments: Fewer blocks than there are buckets. Segments that were pinned until now have
+                to be written.
         """
         with self._lock:
             self._require_open()
@@ -395,7 +480,9 @@ class SegmentStore:
             self._pinned = frozenset(segments)
 
     def read_states(self, segment: int) -> None:
-        """Wait until an acquired segment has its optimizer states. Until ``skip_states``, segments are read with theirs.
+        """Wait until an acquired segment has its optimizer states.
+
+        Until ``skip_states``, segments are read with theirs.
 
         Raises:
             ScratchError: if they cannot be read.
@@ -408,7 +495,8 @@ class SegmentStore:
         self._needs_states = False
 
     def write_kept(self) -> None:
-        """Write all segments in memory that are newer than their bytes on disk, and wait for all writes.
+        """Write all segments in memory that are newer than their bytes on disk, and wait for all
+        writes.
 
         No segment may be acquired.
 
@@ -425,7 +513,9 @@ class SegmentStore:
         self._report_failed_write()
 
     def _write_if_due(self, segment: int, memory: _BucketMemory, version: int) -> None:
-        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once."""
+        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at
+        once.
+        """
         scratch, every = self._scratch, self.write_back_every
         if scratch is None or every is None or version - scratch.version(segment) < every:
             return
@@ -447,7 +537,8 @@ class SegmentStore:
         future = self._writes.get(segment)
         if future is not None:
             self._failed_write = future.exception() or self._failed_write
-            self._writes.pop(segment, None)  # only now: until here other threads have to see that it is being written
+            # only now: until here other threads have to see that it is being written
+            self._writes.pop(segment, None)
 
     def _report_failed_write(self) -> None:
         """Raise the failure of a write, once."""
@@ -467,7 +558,9 @@ class SegmentStore:
                 self._holding[state.segment] = memory
 
     def _ahead(self) -> Iterator[int]:
-        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand among them."""
+        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand
+        among them.
+        """
         blocks = 0
         for segment in self._ranks:
             blocks += not self.layouts[segment].resident
@@ -476,32 +569,51 @@ class SegmentStore:
             yield segment
 
     def _read_ahead(self) -> None:
-        """Start reading the next segments, as far as that evicts only segments that are needed later."""
+        """Start reading the next segments, as far as that evicts only segments that are needed
+        later.
+        """
         with self._lock:
             if self._closed:
                 return
             for segment in self._ahead():
-                if segment not in self._holding and (memory := self._memory_for(segment, idle=True)) is not None:
+                if (
+                    segment not in self._holding
+                    and (memory := self._memory_for(segment, idle=True)) is not None
+                ):
                     self._change(memory, _Held(segment, self._load(segment, memory)))
 
     def _memory_for(self, segment: int, *, idle: bool = False) -> _BucketMemory | None:
-        """The memory for a resident segment, or that of the block that is needed last and is neither acquired nor pinned.
+        """The memory for a resident segment, or that of the block that is needed last and is
+        neither acquired nor pinned.
 
         Args:
             segment: The segment to read.
-            idle: Whether the memory must have no reads or writes in flight, and its block must be needed later.
+            idle: Whether the memory must have no reads or writes in flight, and its block must be
+                needed later.
         """
 
         def rank(memory: _BucketMemory) -> int:
-            return NEVER + 1 if isinstance(memory.state, _Empty) else self._ranks.get(memory.state.segment, NEVER)
+            return (
+                NEVER + 1
+                if isinstance(memory.state, _Empty)
+                else self._ranks.get(memory.state.segment, NEVER)
+            )
 
         def stays(state: _State) -> bool:
-            return isinstance(state, _Acquired) or (not isinstance(state, _Empty) and state.segment in self._pinned)
+            return isinstance(state, _Acquired) or (
+                not isinstance(state, _Empty) and state.segment in self._pinned
+            )
 
         memories = [self._own[segment]] if segment in self._own else self._ring
-        free = (m for m in memories if not stays(m.state) and not (idle and not self._is_idle(m.state)))
+        free = (
+            m for m in memories if not stays(m.state) and not (idle and not self._is_idle(m.state))
+        )
         last = max(free, key=rank, default=None)
-        return None if idle and last is not None and rank(last) <= self._ranks.get(segment, NEVER) else last
+        return (
+            None
+            if idle and last is not None and rank(last) <= self._ranks.get(segment, NEVER)
+            else last
+        )
 
     def _is_idle(self, state: _State) -> bool:
         """Whether a memory's bytes are neither being read ahead nor written."""
@@ -530,9 +642,11 @@ class SegmentStore:
         try:
             first = load() if ahead is None else ahead
             self._read_ahead()
-            if ahead is not None and ahead.failure() is not None:  # reads ahead that failed are repeated once
+            if ahead is not None and ahead.failure() is not None:
+                # reads ahead that failed are repeated once
                 first = load()
-            if not first.wait():  # the written-back bytes are damaged: read the base, from which updates are replayed
+            if not first.wait():
+                # the written-back bytes are damaged: read the base, from which updates are replayed
                 first = load()
                 first.wait()
             return first.version
@@ -545,19 +659,24 @@ class SegmentStore:
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
         """Start reading a segment into memory, with its optimizer states if they are needed."""
         with self._lock:
-            loading = self._begin_reads(segment, memory, states=self._needs_states or segment in self._own)
+            loading = self._begin_reads(
+                segment, memory, states=self._needs_states or segment in self._own
+            )
             memory.states = _NO_READS if loading.has_states else None
             return loading
 
-    def _begin_reads(self, segment: int, memory: _BucketMemory, *, weights: bool = True, states: bool = True) -> Loading:
+    def _begin_reads(
+        self, segment: int, memory: _BucketMemory, *, weights: bool = True, states: bool = True
+    ) -> Loading:
         """Start filling a segment's memory and return at once.
 
         Args:
             segment: The segment.
             memory: Its memory.
-            weights: Whether its parameters are read; they may be left out where its states follow them.
-            states: Whether its optimizer's states are read, if the segment was written. They are always read with bytes
-                that have not been compared with their checksum.
+            weights: Whether its parameters are read; they may be left out where its states follow
+                them.
+            states: Whether its optimizer's states are read, if the segment was written. They are
+                always read with bytes that have not been compared with their checksum.
         """
         self._require_open()
         scratch, layout = self._scratch, self.layouts[segment]
@@ -579,7 +698,9 @@ class SegmentStore:
             return not is_unchecked or scratch.confirm(segment, checksums)
 
         chunks = [memory.pages[start : min(start + CHUNK, end)] for start in starts]
-        reads: list[_Read] = [(out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)]
+        reads: list[_Read] = [
+            (out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)
+        ]
         return Loading(self._submit(segment, reads), version, check, has_states=states)
 
     def _read_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
@@ -589,9 +710,11 @@ class SegmentStore:
         digest = SegmentDigest(views) if digests.wants(layout) else None
 
         def read(parameter: int, start: int, stop: int) -> None:
-            # `.data` has its own version counter. Slices of one memory share theirs, and torch.autograd refuses a graph on
-            # another slice if it changes.
-            self._weights.read_into(layout.parameters[parameter].name, views[parameter].data[start:stop], start)
+            # `.data` has its own version counter. Slices of one memory share theirs, and
+            # torch.autograd refuses a graph on another slice if it changes.
+            self._weights.read_into(
+                layout.parameters[parameter].name, views[parameter].data[start:stop], start
+            )
             if digest is not None:
                 digest.add(parameter, start, stop)
 
@@ -603,17 +726,21 @@ class SegmentStore:
         reads: list[_Read] = []
         for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
             step, offset = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
-            bounds = [0, *range(step - offset, view.numel(), step), view.numel()]  # at page boundaries
+            # at page boundaries
+            bounds = [0, *range(step - offset, view.numel(), step), view.numel()]
             itemsize = self._weights.itemsize(spec.name)
             reads += [
                 ((stop - start) * itemsize, partial(read, parameter, start, stop))
                 for start, stop in itertools.pairwise(bounds)
             ]
-        reads += [(0, state.data.zero_) for state in states]  # of a segment without a step they are zero
+        # of a segment without a step they are zero
+        reads += [(0, state.data.zero_) for state in states]
         return Loading(self._submit(segment, reads), 0, check)
 
     def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:
-        """Start all reads as one task per thread; submitting each read would take the caller 40 us."""
+        """Start all reads as one task per thread; submitting each read would take the caller
+        40 us.
+        """
         gathered = Gathered(self._timeline, Lane.READ, self.layouts[segment].name, len(reads))
         queue = deque(reads)
 
@@ -631,7 +758,9 @@ class SegmentStore:
         return [self._readers.submit(run_reads) for _ in range(min(READERS, len(reads)))]
 
     def _start_states(self, segment: int, memory: _BucketMemory) -> Loading:
-        """Start reading the optimizer states of an acquired segment, if it was read without them."""
+        """Start reading the optimizer states of an acquired segment, if it was read without
+        them.
+        """
         if memory.states is None:
             with self._lock:
                 memory.states = self._begin_reads(segment, memory, weights=False)

@@ -1,26 +1,32 @@
-"""A file of slots for segments that have changed, and a manifest that records which slot holds which segment.
+"""A file of slots for segments that have changed, and a manifest that records which slot holds
+which segment.
 
-The user's checkpoint is never written. A segment's new bytes go to a free slot, so its old bytes stay valid until the
-manifest names the new ones. A record has the journal's checksum at the version of the bytes, so that bytes of another run
-are ignored, and a checksum of the bytes, which is checked when they are first read after opening. Later reads are not
-checked: this process holds a lock on the file and is the only one that writes it, and disks report bad sectors themselves.
+The user's checkpoint is never written. A segment's new bytes go to a free slot, so its old bytes
+stay valid until the manifest names the new ones. A record has the journal's checksum at the version
+of the bytes, so that bytes of another run are ignored, and a checksum of the bytes, which is
+checked when they are first read after opening. Later reads are not checked: this process holds a
+lock on the file and is the only one that writes it, and disks report bad sectors themselves.
 
-Written-back segments of zeroth-order runs: each is durable by itself, and replaying the journal brings it up to date.
+Written-back segments of zeroth-order runs: each is durable by itself, and replaying the journal
+brings it up to date.
 
-One spare slot for all blocks suffices. What a crash leaves is never wrong, at worst old. Write-ahead: bytes of version v are
-written only once the journal's records up to v are durable. Bytes that do not match their record, as in a copy of a run that
-was being written, are dropped.
+One spare slot for all blocks suffices. What a crash leaves is never wrong, at worst old.
+Write-ahead: bytes of version v are written only once the journal's records up to v are durable.
+Bytes that do not match their record, as in a copy of a run that was being written, are dropped.
 
-Generations of changed segments: the weights and optimizer states of one step, and those that are being written.
+Generations of changed segments: the weights and optimizer states of one step, and those that are
+being written.
 
-A step that changes weights cannot be replayed from the journal. So what a run resumes from has to be the segments of one
-step, all together: a generation. Segments of the next generation go to other slots than those of the present one. Once all
-are durable, one record in the manifest names them, which is the commit; the slots of the generation before are free from
-then on. Whatever moment a process is killed at, the last whole record names a whole generation.
+A step that changes weights cannot be replayed from the journal. So what a run resumes from has to
+be the segments of one step, all together: a generation. Segments of the next generation go to other
+slots than those of the present one. Once all are durable, one record in the manifest names them,
+which is the commit; the slots of the generation before are free from then on. Whatever moment a
+process is killed at, the last whole record names a whole generation.
 
 A segment may be written several times before it is committed, each time into the same slot.
 
-Write-ahead: the generation of step v is committed only once the journal's records up to v are durable.
+Write-ahead: the generation of step v is committed only once the journal's records up to v are
+durable.
 """
 
 from __future__ import annotations
@@ -38,7 +44,13 @@ from typing import Any, NamedTuple
 import torch
 
 from zo2core.errors import ScratchError, reason
-from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum, whole_pages
+from zo2core.io.direct_file import (
+    RangedFile,
+    byte_view,
+    chunk_checksum,
+    combined_checksum,
+    whole_pages,
+)
 from zo2core.io.durable import (
     DamagedRecordError,
     LockedFileError,
@@ -54,7 +66,8 @@ from zo2core.types import BlockLayout, shown_bytes
 DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
 ONLY_COPY = b'{"format":3,'  # begin of a manifest of generations, which nothing can make again
-PIECE = 4 << 20  # bytes with a checksum of their own; a record's checksum combines those of its slot
+# bytes with a checksum of their own; a record's checksum combines those of its slot
+PIECE = 4 << 20
 
 _MOST_STEPS = 1 << 40  # higher versions are taken for damage
 
@@ -70,7 +83,13 @@ class Written(NamedTuple):
 
     def record(self, segment: int) -> dict[str, Any]:
         """The manifest's values."""
-        return {"segment": segment, "slot": self.slot, "version": self.version, "chain": self.chain, "xxh3": self.xxh3}
+        return {
+            "segment": segment,
+            "slot": self.slot,
+            "version": self.version,
+            "chain": self.chain,
+            "xxh3": self.xxh3,
+        }
 
 
 class SlotFile(ABC):
@@ -90,15 +109,18 @@ class SlotFile(ABC):
         self._require_version = require_version
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
         self._names = [layout.name for layout in layouts]
-        self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
+        self._layout = [
+            None if layout.offsets is None else list(layout.offsets) for layout in layouts
+        ]
         # Byte offset of each slot, and each segment's slots.
         (*self._offsets, self.nbytes), self._slots = _slots(layouts, spare)
-        # Segment to its valid bytes. One thread reads while another one writes, but never the same segment, and each
-        # changes the dictionary by single operations.
+        # Segment to its valid bytes. One thread reads while another one writes, but never the same
+        # segment, and each changes the dictionary by single operations.
         self._written: dict[int, Written] = {}
         with self._typed_failures():
             make_directory(directory)
-            self._data = RangedFile(directory / DATA, writable=True)  # before the manifest: its lock covers both
+            # before the manifest: its lock covers both
+            self._data = RangedFile(directory / DATA, writable=True)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
         try:
             with self._typed_failures():
@@ -118,7 +140,9 @@ class SlotFile(ABC):
 
     @abstractmethod
     def _load(self, records: Sequence[Record], where: str) -> None:
-        """Take the records of an earlier process where they are plausible; bytes are checked when they are first read."""
+        """Take the records of an earlier process where they are plausible; bytes are checked when
+        they are first read.
+        """
 
     @abstractmethod
     def _live(self) -> Sequence[Record]:
@@ -126,7 +150,9 @@ class SlotFile(ABC):
 
     @abstractmethod
     def _mismatched(self, segment: int) -> bool:
-        """Treat a segment that does not match its record; returns False if its bytes are dropped."""
+        """Treat a segment that does not match its record; returns False if its bytes are
+        dropped.
+        """
 
     def version(self, segment: int) -> int:
         """Version of a segment's written bytes; 0 if there are none."""
@@ -134,7 +160,9 @@ class SlotFile(ABC):
         return 0 if written is None else written.version
 
     def is_unchecked(self, segment: int) -> bool:
-        """Whether a segment's bytes come from an earlier process and have not been compared with their checksum."""
+        """Whether a segment's bytes come from an earlier process and have not been compared with
+        their checksum.
+        """
         return not self._written[segment].is_checked
 
     def confirm(self, segment: int, checksums: Sequence[int]) -> bool:
@@ -156,11 +184,15 @@ class SlotFile(ABC):
         self._data.close()
         self._manifest.close()
 
-    def _put(self, segment: int, data: torch.Tensor, version: int, slot: int, chain: int, *, sync: bool) -> Written:
+    def _put(
+        self, segment: int, data: torch.Tensor, version: int, slot: int, chain: int, *, sync: bool
+    ) -> Written:
         """Write a segment's bytes into a slot, and compute their checksum meanwhile."""
         view = byte_view(data)
         starts = range(0, len(view), PIECE)
-        hashing = self._hashing.submit(lambda: [chunk_checksum(view[start : start + PIECE]) for start in starts])
+        hashing = self._hashing.submit(
+            lambda: [chunk_checksum(view[start : start + PIECE]) for start in starts]
+        )
         try:
             self._data.write(self._offsets[slot], view)
             if sync:
@@ -179,14 +211,23 @@ class SlotFile(ABC):
         except DamagedRecordError:
             loaded = []
         self._load(loaded[1:] if loaded[:1] == [header] else (), str(path))
-        if loaded != [header] and not self._live() and path.exists() and read_regular(path).startswith(ONLY_COPY):
+        if (
+            loaded != [header]
+            and not self._live()
+            and path.exists()
+            and read_regular(path).startswith(ONLY_COPY)
+        ):
             raise ScratchError(
                 path,
                 found="weights of another run, or damaged records or bytes of this run's",
-                expected="no file, or the manifest of this run: weights that gradients have changed cannot be replayed",
+                expected=(
+                    "no file, or the manifest of this run: weights that gradients have changed "
+                    "cannot be replayed"
+                ),
                 remedy="choose another directory, or restore this one from a backup",
             )
-        # Durable before any slot is written: an older manifest would name slots that then hold other bytes.
+        # Durable before any slot is written: an older manifest would name slots that then hold
+        # other bytes.
         replace_file(path, b"".join(to_line(record) for record in [header, *self._live()]))
         manifest = RecordFile(path)
         manifest.lock()
@@ -195,7 +236,9 @@ class SlotFile(ABC):
     def _parsed(self, record: Any) -> tuple[int | None, Written | None]:
         """A record's segment and content; None where they are not valid."""
         keys = "segment", "slot", "version", "chain", "xxh3"
-        values: list[Any] = [record.get(key) for key in keys] if isinstance(record, dict) else [None] * len(keys)
+        values: list[Any] = (
+            [record.get(key) for key in keys] if isinstance(record, dict) else [None] * len(keys)
+        )
         segment, slot, version, chain, xxh3 = values
         if type(segment) is not int or not 0 <= segment < len(self._sizes):
             return None, None
@@ -207,10 +250,16 @@ class SlotFile(ABC):
         """Whether the data file is long enough for segments' bytes."""
         data = self.directory / DATA
         size = data.stat().st_size if data.exists() else 0
-        return all(self._offsets[one.slot] + self._sizes[segment] <= size for segment, one in written.items())
+        return all(
+            self._offsets[one.slot] + self._sizes[segment] <= size
+            for segment, one in written.items()
+        )
 
     def _is_of_run(self, version: int, chain: object, where: str) -> bool:
-        """Whether the journal has this checksum at a version. One that is shorter has lost steps, which is an error."""
+        """Whether the journal has this checksum at a version.
+
+        One that is shorter has lost steps, which is an error.
+        """
         known = self._chain(version)
         if known is None:
             self._require_version(version, where)
@@ -225,14 +274,17 @@ class SlotFile(ABC):
                 error.filename,
                 found=reason(error),
                 expected="a directory for written-back blocks that no other engine uses",
-                remedy="close that engine, wait until its process has ended, or choose another directory",
+                remedy="close that engine, wait until its process has ended, or choose another "
+                "directory",
             ) from error
         except (OSError, EOFError) as error:
             raise ScratchError(
                 getattr(error, "filename", None) or self.directory / DATA,
                 found=reason(error),
-                expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of written-back blocks",
-                remedy="free space or repair the disk and resume the run; nothing is lost, the journal is complete",
+                expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of "
+                "written-back blocks",
+                remedy="free space or repair the disk and resume the run; nothing is lost, the "
+                "journal is complete",
             ) from error
 
 
@@ -251,7 +303,9 @@ def _slots(layouts: Sequence[BlockLayout], spare: int) -> tuple[list[int], list[
 
 
 def slot_bytes(layouts: Sequence[BlockLayout], spare: int = 1) -> int:
-    """Largest size of the file: a slot per block and the spare ones, two for each resident segment."""
+    """Largest size of the file: a slot per block and the spare ones, two for each resident
+    segment.
+    """
     return _slots(layouts, spare)[0][-1]
 
 
@@ -262,15 +316,25 @@ class Scratch(SlotFile):
     """Segments on disk, each at a version of its own. See ``SlotFile``."""
 
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
-        """Write a segment back. On return its bytes are durable; if it fails, the bytes written before stay valid."""
+        """Write a segment back.
+
+        On return its bytes are durable; if it fails, the bytes written before stay valid.
+        """
         chain = self._chain(version)
         assert chain is not None, "bytes are written after the journal's records"
-        slot = min(self._slots[segment].difference(written.slot for written in list(self._written.values())))
+        slot = min(
+            self._slots[segment].difference(
+                written.slot for written in list(self._written.values())
+            )
+        )
         with self._typed_failures():
-            self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
+            # a record that was written but not synced may name this slot for other bytes
+            self._manifest.retract()
             written = self._put(segment, data, version, slot, chain, sync=True)
             count = partial(self._written.update, {segment: written})
-            self._manifest.append(written.record(segment), count, lambda: self._written.get(segment) is written)
+            self._manifest.append(
+                written.record(segment), count, lambda: self._written.get(segment) is written
+            )
 
     def _mismatched(self, segment: int) -> bool:
         """Drop the bytes: replaying from the base gives them again."""
@@ -278,11 +342,20 @@ class Scratch(SlotFile):
         return False
 
     def _header(self) -> Record:
-        return {"format": SCRATCH_FORMAT, "sizes": self._sizes, "offsets": self._layout, "chain": self._chain(0)}
+        return {
+            "format": SCRATCH_FORMAT,
+            "sizes": self._sizes,
+            "offsets": self._layout,
+            "chain": self._chain(0),
+        }
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record of each segment where it is plausible."""
-        last = {segment: written for segment, written in map(self._parsed, records) if segment is not None}
+        last = {
+            segment: written
+            for segment, written in map(self._parsed, records)
+            if segment is not None
+        }
         users = Counter(written.slot for written in last.values() if written is not None)
         for segment, written in last.items():
             if written is None or not self._is_of_run(written.version, written.chain, where):
@@ -294,7 +367,8 @@ class Scratch(SlotFile):
         return [self._written[segment].record(segment) for segment in sorted(self._written)]
 
 
-GENERATIONS_FORMAT = 3  # format of the manifest, as in ``ONLY_COPY``; earlier ones are those of single segments
+# format of the manifest, as in ``ONLY_COPY``; earlier ones are those of single segments
+GENERATIONS_FORMAT = 3
 
 
 class Generations(SlotFile):
@@ -314,10 +388,15 @@ class Generations(SlotFile):
         """Write a segment of the next generation. Its bytes are durable once that is committed."""
         if segment not in self._pending:
             committed = {written.slot for written in self._committed.values()}
-            self._pending[segment] = min(self._slots[segment] - committed - set(self._pending.values()))
+            self._pending[segment] = min(
+                self._slots[segment] - committed - set(self._pending.values())
+            )
         with self._typed_failures():
-            # The checksum of a later generation's bytes is part of its record, which has the journal's.
-            self._written[segment] = self._put(segment, data, version, self._pending[segment], 0, sync=False)
+            # The checksum of a later generation's bytes is part of its record, which has the
+            # journal's.
+            self._written[segment] = self._put(
+                segment, data, version, self._pending[segment], 0, sync=False
+            )
 
     def commit(self, step: int, values: Mapping[str, Any]) -> None:
         """Make the next generation the present one. On return it is durable."""
@@ -329,33 +408,64 @@ class Generations(SlotFile):
         self.step, self.values = step, values
         self._committed, self._pending = dict(self._written), {}
 
-    def _record(self, step: int, values: Mapping[str, Any], written: Mapping[int, Written]) -> Record:
+    def _record(
+        self, step: int, values: Mapping[str, Any], written: Mapping[int, Written]
+    ) -> Record:
         segments = [written[segment].record(segment) for segment in sorted(written)]
-        return {"step": step, "chain": self._chain(step), "values": dict(values), "segments": segments}
+        return {
+            "step": step,
+            "chain": self._chain(step),
+            "values": dict(values),
+            "segments": segments,
+        }
 
     def _mismatched(self, segment: int) -> bool:
         raise ScratchError(
             self.directory,
-            found=f"damaged bytes of {self._names[segment]} at step {self._written[segment].version}",
-            expected=f"the bytes that were written: they are part of step {self.step}, which cannot be replayed",
+            found=(
+                f"damaged bytes of {self._names[segment]} at step {self._written[segment].version}"
+            ),
+            expected=(
+                f"the bytes that were written: they are part of step {self.step}, which cannot be "
+                "replayed"
+            ),
             remedy="restore the run's directory from a backup, or begin the run anew",
         )
 
     def _header(self) -> Record:
         slots = {"slots": len(self._offsets), "chain": self._chain(0)}
-        return {"format": GENERATIONS_FORMAT, "sizes": self._sizes, "offsets": self._layout, **slots}
+        return {
+            "format": GENERATIONS_FORMAT,
+            "sizes": self._sizes,
+            "offsets": self._layout,
+            **slots,
+        }
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record that is plausible."""
         self.step, self.values, self._committed, self._pending = 0, {}, {}, {}
         for record in reversed(records):
             step, values, segments = (record.get(key) for key in ("step", "values", "segments"))
-            if type(step) is not int or step < 1 or not isinstance(values, dict) or not isinstance(segments, list):
+            if (
+                type(step) is not int
+                or step < 1
+                or not isinstance(values, dict)
+                or not isinstance(segments, list)
+            ):
                 continue
-            is_of_run, parsed = self._is_of_run(step, record.get("chain"), where), [self._parsed(one) for one in segments]
-            written = {segment: one for segment, one in parsed if segment is not None and one is not None}
+            is_of_run, parsed = (
+                self._is_of_run(step, record.get("chain"), where),
+                [self._parsed(one) for one in segments],
+            )
+            written = {
+                segment: one for segment, one in parsed if segment is not None and one is not None
+            }
             slots = {one.slot for one in written.values() if one.version <= step}
-            if is_of_run and len(parsed) == len(written) == len(slots) and self._are_in_file(written):
+            if (
+                is_of_run
+                and len(parsed) == len(written) == len(slots)
+                and self._are_in_file(written)
+            ):
                 self._written, self._committed = written, dict(written)
                 self.step, self.values = step, values
                 return

@@ -1,15 +1,18 @@
 """Activations that wait for their use: in memory while there is room, elsewhere if not.
 
-A zeroth-order sweep keeps the activations of its streams from segment to segment. A first-order one keeps the input of each
-block from its forward to its backward. What is needed last leaves memory first, behind the forwards that follow, and comes
-back ahead of its use: from a device to the host's memory, and from there, once that is full, to a temporary file.
+A zeroth-order sweep keeps the activations of its streams from segment to segment. A first-order one
+keeps the input of each block from its forward to its backward. What is needed last leaves memory
+first, behind the forwards that follow, and comes back ahead of its use: from a device to the host's
+memory, and from there, once that is full, to a temporary file.
 
-Note: Freed storages. Activations leave memory by their storages. A first-order sweep's storages are resized to nothing, and
-filled again before the backward. All tensors on them stay as they are: leaves of graphs, outputs of the block before,
-arguments of a forward that runs again. Between forward and backward none of them is read but by the block whose input it is:
-the block before restores its graph from its own input, and autograd reads no values of the tensors that it begins from. A
-block that keeps its graph reads its input in its own backward alone, too. A zeroth-order sweep's storages are forgotten,
-since others may have the same ones, and the activations are built again on new storages.
+Note: Freed storages. Activations leave memory by their storages. A first-order sweep's storages are
+resized to nothing, and filled again before the backward. All tensors on them stay as they are:
+leaves of graphs, outputs of the block before, arguments of a forward that runs again. Between
+forward and backward none of them is read but by the block whose input it is: the block before
+restores its graph from its own input, and autograd reads no values of the tensors that it begins
+from. A block that keeps its graph reads its input in its own backward alone, too. A zeroth-order
+sweep's storages are forgotten, since others may have the same ones, and the activations are built
+again on new storages.
 """
 
 from __future__ import annotations
@@ -31,14 +34,21 @@ from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Device, Streams, Transfer, Wait
 from zo2core.types import Event, Lane, shown_bytes
 
-AHEAD = 2  # streams whose activations leave, or come back, at a time, so that transfers overlap with compute
-IN_TRANSIT = AHEAD + 1  # streams on a device that offloads them: one is read, one leaves, and one comes
+# streams whose activations leave, or come back, at a time, so that transfers overlap with compute
+AHEAD = 2
+# streams on a device that offloads them: one is read, one leaves, and one comes
+IN_TRANSIT = AHEAD + 1
 
 
 class Use(NamedTuple):
-    """The use for which activations are kept: the smallest comes first. As a string: the name of transfers in traces."""
+    """The use for which activations are kept: the smallest comes first.
 
-    segment: int  # index of the segment that reads them; negative in a backward pass, where the last segment is the first
+    As a string: the name of transfers in traces.
+    """
+
+    # index of the segment that reads them; negative in a backward pass, where the last segment is
+    # the first
+    segment: int
     stream: int  # index of the stream in the sweep
 
     def __str__(self) -> str:
@@ -46,7 +56,9 @@ class Use(NamedTuple):
 
 
 class Storage(Protocol):
-    """Memory that can be freed and taken again under the same object, as of a ``torch.UntypedStorage``."""
+    """Memory that can be freed and taken again under the same object, as of a
+    ``torch.UntypedStorage``.
+    """
 
     def nbytes(self) -> int:
         """Its present size."""
@@ -75,7 +87,10 @@ class OffloadTarget(Protocol[StorageT]):
     """Memory or a file that holds activations for which the first memory has no room."""
 
     def send(self, use: Use, storages: list[StorageT]) -> Transit:
-        """Start moving bytes out of storages, and free these. The list gets those into which they come back."""
+        """Start moving bytes out of storages, and free these.
+
+        The list gets those into which they come back.
+        """
 
     def bring(self, use: Use) -> Transit:
         """Start bringing back what was sent."""
@@ -88,9 +103,11 @@ class OffloadTarget(Protocol[StorageT]):
 
 
 class KeptActivations(Generic[StorageT]):
-    """The activations of one sweep at a time: in memory up to ``room`` bytes, the others in an ``OffloadTarget``.
+    """The activations of one sweep at a time: in memory up to ``room`` bytes, the others in an
+    ``OffloadTarget``.
 
-    Uses have their order: the first of those that are away comes back next, and the last of those in memory leaves.
+    Uses have their order: the first of those that are away comes back next, and the last of those
+    in memory leaves.
     """
 
     def __init__(self, target: OffloadTarget[StorageT]) -> None:
@@ -104,7 +121,9 @@ class KeptActivations(Generic[StorageT]):
         self._coming: dict[Use, Transit] = {}
 
     def put(self, use: Use, storages: list[StorageT]) -> None:
-        """Keep what a forward that was issued has computed, or has read for the last time before the backward."""
+        """Keep what a forward that was issued has computed, or has read for the last time before
+        the backward.
+        """
         nbytes = sum(storage.nbytes() for storage in storages)
         if not nbytes:
             return
@@ -178,16 +197,18 @@ class _Range(NamedTuple):
 class ActivationFile:
     """Writes activations to a file without a name, and reads them back, in the order of the calls.
 
-    The file is made with the first ones, in whole pages, past the page cache where the file system allows. It goes with
-    the process.
+    The file is made with the first ones, in whole pages, past the page cache where the file system
+    allows. It goes with the process.
     """
 
     def __init__(self, directory: Path, timeline: Timeline) -> None:
         self._directory = directory
         self._timeline = timeline
         self._file: RangedFile | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")  # starts with its first work
-        self._staging = memoryview(anonymous_memory(_STAGING))  # pages take memory once they are touched
+        # starts with its first work
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")
+        # pages take memory once they are touched
+        self._staging = memoryview(anonymous_memory(_STAGING))
         self._ranges: dict[Use, list[_Range]] = {}
         self._end = 0
         self._has_failed = False  # a write: the disk may be full
@@ -206,7 +227,10 @@ class ActivationFile:
         return self._thread.submit(self._read, str(use), self._ranges.pop(use))
 
     def clear(self) -> None:
-        """Forget everything, once the present transfer is over. After a failed write, free the file's space on the disk."""
+        """Forget everything, once the present transfer is over.
+
+        After a failed write, free the file's space on the disk.
+        """
         self._thread.shutdown(cancel_futures=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-activations")
         if self._has_failed:
@@ -227,8 +251,12 @@ class ActivationFile:
         self._has_failed = False
 
     def _write(self, name: str, ranges: Sequence[_Range]) -> None:
-        expected = f"{shown_bytes(self._end)} of free disk space for the inputs of blocks, or more memory"
-        remedy = "free space there, allow more memory, or take smaller batches; the step was not taken"
+        expected = (
+            f"{shown_bytes(self._end)} of free disk space for the inputs of blocks, or more memory"
+        )
+        remedy = (
+            "free space there, allow more memory, or take smaller batches; the step was not taken"
+        )
         staging = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._staging))
         origins = [part.storage.data_ptr() for part in ranges]
         with system_errors_as(ScratchError, self._directory, expected=expected, remedy=remedy):
@@ -270,8 +298,8 @@ class _Piece(NamedTuple):
 class _HostMemory:
     """Page-locked memory that activations have in turn. It is kept for later sweeps.
 
-    It grows within what is planned as it is needed, or is taken ``at_once`` where all of the plan is needed: parts of memory
-    that was taken in several goes can be too small for what comes next.
+    It grows within what is planned as it is needed, or is taken ``at_once`` where all of the plan
+    is needed: parts of memory that was taken in several goes can be too small for what comes next.
     """
 
     def __init__(self, device: Device, planned: int, *, at_once: bool) -> None:
@@ -285,14 +313,22 @@ class _HostMemory:
         """Take the smallest part that has so many bytes."""
         nbytes = whole_pages(nbytes)
         with self._lock:
-            fitting = [number for number, piece in enumerate(self._free) if len(piece.memory) >= nbytes]
+            fitting = [
+                number for number, piece in enumerate(self._free) if len(piece.memory) >= nbytes
+            ]
             if not fitting:
                 total = sum(map(len, self._all))
                 left = self._planned - total
-                self._all.append(self._device.host_memory(max(nbytes, left if self._at_once else min(total, left))))
+                self._all.append(
+                    self._device.host_memory(
+                        max(nbytes, left if self._at_once else min(total, left))
+                    )
+                )
                 fitting = [len(self._free)]
                 self._free.append(_Piece(self._all[-1]))
-            memory, read = self._free.pop(min(fitting, key=lambda number: len(self._free[number].memory)))
+            memory, read = self._free.pop(
+                min(fitting, key=lambda number: len(self._free[number].memory))
+            )
             if len(memory) > nbytes:
                 self._free.append(_Piece(memory[nbytes:], read))
             return _Piece(memory[:nbytes], read)
@@ -317,7 +353,8 @@ class _HostMemory:
 class _HostStorage:
     """Host memory of a storage's bytes, which others may have while these are on disk.
 
-    Copies to and from the device are in order. Only what the host itself does with the memory waits for them here.
+    Copies to and from the device are in order. Only what the host itself does with the memory waits
+    for them here.
     """
 
     def __init__(self, memory: _HostMemory, streams: Streams, nbytes: int) -> None:
@@ -341,7 +378,10 @@ class _HostStorage:
         return self.content.data_ptr()
 
     def resize_(self, size: int, /) -> None:
-        """Give the memory back (size 0), or take some that the device does not read any more. See the contract."""
+        """Give the memory back (size 0), or take some that the device does not read any more.
+
+        See the contract.
+        """
         if not size:
             self.give_back(None)
             return
@@ -377,20 +417,29 @@ class _Copies(NamedTuple):
 class ActivationOffload:
     """Copies activations to the host's memory and back, while the device computes.
 
-    Device memory is freed and taken in the order of compute: what is freed is used only by compute that is issued later, and
-    what is taken may still be read by compute that was issued before. While host memory has room, the host never waits for
-    the device. Once it has none, what is needed last is written to disk.
+    Device memory is freed and taken in the order of compute: what is freed is used only by compute
+    that is issued later, and what is taken may still be read by compute that was issued before.
+    While host memory has room, the host never waits for the device. Once it has none, what is
+    needed last is written to disk.
 
     Args:
         device: Device of the activations.
         timeline: Records every transfer.
-        file: Where activations are that have no room in host memory; None: host memory has room for all.
+        file: Where activations are that have no room in host memory; None: host memory has room for
+            all.
         planned: Bytes of host memory.
-        forgets: Whether storages that are sent are forgotten, and replaced by others: not all tensors on them are known.
+        forgets: Whether storages that are sent are forgotten, and replaced by others: not all
+            tensors on them are known.
     """
 
     def __init__(
-        self, device: Device, timeline: Timeline, file: ActivationFile | None, planned: int, *, forgets: bool = False
+        self,
+        device: Device,
+        timeline: Timeline,
+        file: ActivationFile | None,
+        planned: int,
+        *,
+        forgets: bool = False,
     ) -> None:
         self._device, self._timeline, self._forgets = device, timeline, forgets
         self._memory = _HostMemory(device, planned, at_once=file is None)
@@ -409,7 +458,9 @@ class ActivationOffload:
         hosts = [_HostStorage(self._memory, streams, storage.nbytes()) for storage in storages]
         transfers = []
         for storage, host in zip(storages, hosts, strict=True):
-            transfers.append(self._copy(Lane.ACTIVATIONS_OUT, use, host.content, _bytes_of(storage), computed))
+            transfers.append(
+                self._copy(Lane.ACTIVATIONS_OUT, use, host.content, _bytes_of(storage), computed)
+            )
             host.filled = transfers[-1].done
         self._sent[use] = storages, hosts
         if self._on_host is not None:
@@ -428,8 +479,8 @@ class ActivationOffload:
             self._on_host.take(use)
         for storage, host in zip(storages, hosts, strict=True):
             self.resize(storage, host.nbytes())
-        # The storage's memory may have been freed while compute issued before is still at work in it. The copies to the host
-        # are over by then as well: compute waits for them.
+        # The storage's memory may have been freed while compute issued before is still at work in
+        # it. The copies to the host are over by then as well: compute waits for them.
         read = {Wait.STAGING_READ: streams.mark()}
         transfers = [
             self._copy(Lane.ACTIVATIONS_IN, use, _bytes_of(storage), host.content, read)
@@ -471,7 +522,12 @@ class ActivationOffload:
         return storage
 
     def _copy(
-        self, lane: Lane, use: Use, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
+        self,
+        lane: Lane,
+        use: Use,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Mapping[Wait, Event],
     ) -> Transfer:
         transfer = self._device.streams.copy(lane, target, source, after)
         self._last[lane] = transfer.done
@@ -487,7 +543,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def _taken_apart(
     activations: Activations, device: torch.device
 ) -> tuple[list[torch.UntypedStorage], Callable[[], Activations]]:
-    """The storages of the tensors on a device, and a function that builds the activations on what the list has then.
+    """The storages of the tensors on a device, and a function that builds the activations on what
+    the list has then.
 
     The function keeps no tensor alive.
     """
@@ -504,13 +561,17 @@ def _taken_apart(
 
     values, nesting = flattened(activations)
     by_address = storages_of(filter(is_on_device, values))
-    storages, numbers = list(by_address.values()), {address: number for number, address in enumerate(by_address)}
+    storages, numbers = (
+        list(by_address.values()),
+        {address: number for number, address in enumerate(by_address)},
+    )
     builders = [builder(value) for value in values]
     return storages, lambda: tree_unflatten([build() for build in builders], nesting)
 
 
 class StreamActivations:
-    """The activations of a zeroth-order sweep's streams, from segment to segment; one sweep at a time uses it.
+    """The activations of a zeroth-order sweep's streams, from segment to segment; one sweep at a
+    time uses it.
 
     As many of the first streams as have room stay on the device for the whole sweep.
 
@@ -522,10 +583,17 @@ class StreamActivations:
     """
 
     def __init__(
-        self, device: Device, allowed: int | None, host_bytes: int = 0, *, timeline: Timeline | None = None
+        self,
+        device: Device,
+        allowed: int | None,
+        host_bytes: int = 0,
+        *,
+        timeline: Timeline | None = None,
     ) -> None:
         timeline = Timeline() if timeline is None else timeline
-        self._kept = KeptActivations(ActivationOffload(device, timeline, None, host_bytes, forgets=True))
+        self._kept = KeptActivations(
+            ActivationOffload(device, timeline, None, host_bytes, forgets=True)
+        )
         self._device = device.torch_device
         self._allowed = None if device.in_place else allowed
         self._may_offload = False
@@ -533,7 +601,8 @@ class StreamActivations:
         self._on_device: dict[int, Activations] = {}  # of the streams that stay
         self._staying_bytes = 0
         self._offloaded: set[int] = set()  # the other streams
-        self._builders: dict[int, Callable[[], Activations]] = {}  # of the activations of offloaded streams
+        # of the activations of offloaded streams
+        self._builders: dict[int, Callable[[], Activations]] = {}
 
     def begin(self, streams: int, *, may_offload: bool = True) -> None:
         """Forget all activations of the last sweep, however it ended."""
@@ -544,7 +613,9 @@ class StreamActivations:
         self._expected, self._may_offload = streams, may_offload and self._allowed is not None
 
     def add(self, stream: int, activations: Activations, forward_bytes: Callable[[], int]) -> None:
-        """Keep the output of a stream's first forward, and decide whether the stream stays on the device."""
+        """Keep the output of a stream's first forward, and decide whether the stream stays on the
+        device.
+        """
         if self._may_offload and not self._stays(storage_bytes(activations), forward_bytes()):
             self._offloaded.add(stream)
         self.put(1, stream, activations)
@@ -555,7 +626,9 @@ class StreamActivations:
             self._on_device[stream] = activations
             return
         storages, self._builders[stream] = _taken_apart(activations, self._device)
-        self._kept.room = max(self._kept.room, IN_TRANSIT * sum(storage.nbytes() for storage in storages))
+        self._kept.room = max(
+            self._kept.room, IN_TRANSIT * sum(storage.nbytes() for storage in storages)
+        )
         self._kept.put(Use(segment, stream), storages)
 
     def take(self, segment: int, stream: int) -> Activations:
@@ -571,12 +644,19 @@ class StreamActivations:
         expected, allowed = self._expected, self._allowed - self._staying_bytes - forward_bytes
         self._expected -= 1
         staging = max(self._kept.room, IN_TRANSIT * nbytes)
-        stays = streams_on_device(expected, nbytes, allowed, staging=staging, some_offloaded=bool(self._offloaded)) > 0
+        stays = (
+            streams_on_device(
+                expected, nbytes, allowed, staging=staging, some_offloaded=bool(self._offloaded)
+            )
+            > 0
+        )
         self._staying_bytes += nbytes if stays else 0
         return stays
 
 
-def streams_on_device(streams: int, nbytes: int, allowed: int, *, staging: int, some_offloaded: bool = False) -> int:
+def streams_on_device(
+    streams: int, nbytes: int, allowed: int, *, staging: int, some_offloaded: bool = False
+) -> int:
     """Return how many streams' activations stay on a device if as few as possible are offloaded."""
     if not some_offloaded and streams * nbytes <= allowed:
         return streams
@@ -584,7 +664,10 @@ def streams_on_device(streams: int, nbytes: int, allowed: int, *, staging: int, 
 
 
 def storage_bytes(activations: Activations) -> int:
-    """Return the bytes that a batch's activations take between segments. Shared storages count once."""
+    """Return the bytes that a batch's activations take between segments.
+
+    Shared storages count once.
+    """
     return sum(storage.nbytes() for storage in storages_of(flattened(activations)[0]).values())
 
 
@@ -597,7 +680,9 @@ def storages_of(values: Iterable[object]) -> dict[int, torch.UntypedStorage]:
 def flattened(activations: Activations) -> tuple[list[Any], TreeSpec]:
     """Flatten nested activations to their values and the structure of the nesting.
 
-    Other libraries may have registered their own containers with torch's pytrees. Whether such a container can be built
-    again with other tensors is unknown here: it is passed on unchanged.
+    Other libraries may have registered their own containers with torch's pytrees. Whether such a
+    container can be built again with other tensors is unknown here: it is passed on unchanged.
     """
-    return tree_flatten(activations, is_leaf=lambda value: not isinstance(value, tuple | list | dict))
+    return tree_flatten(
+        activations, is_leaf=lambda value: not isinstance(value, tuple | list | dict)
+    )

@@ -1,17 +1,21 @@
-"""Gradients computed segment by segment: a forward pass that keeps each segment's input, then a backward pass.
+"""Gradients computed segment by segment: a forward pass that keeps each segment's input, then a
+backward pass.
 
-In the backward pass a segment's forward runs again from its kept input, and restores what its graph needs.
-``torch.autograd`` computes the gradients of its trained parameters and of its input; the previous segment continues from the
-latter. The bits are those of autograd on the whole model: the same operations run on the same numbers, and gradients are
-added in the same order. This is gradient checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over
-blocks that are in memory one at a time. As many of the last blocks as memory allows keep their activations, and need no
-second forward. Inputs for which there is no room leave memory in between.
+In the backward pass a segment's forward runs again from its kept input, and restores what its graph
+needs. ``torch.autograd`` computes the gradients of its trained parameters and of its input; the
+previous segment continues from the latter. The bits are those of autograd on the whole model: the
+same operations run on the same numbers, and gradients are added in the same order. This is gradient
+checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over blocks that are
+in memory one at a time. As many of the last blocks as memory allows keep their activations, and
+need no second forward. Inputs for which there is no room leave memory in between.
 
-What is trained is an adapter's parameters in memory, or all parameters, where they are stored. An adapter's few parameters
-are the only place of their present values. A segment that owns some of them holds copies, whose version its bucket records;
-to bring the segment to the present version is to copy them again. All parameters change in the backward pass, one segment
-after the other. One segment's gradients are in memory at a time. Those of parameters that several segments share wait for
-the backward pass of the segment that owns them. What a step does with a segment's gradients is up to its method.
+What is trained is an adapter's parameters in memory, or all parameters, where they are stored. An
+adapter's few parameters are the only place of their present values. A segment that owns some of
+them holds copies, whose version its bucket records; to bring the segment to the present version is
+to copy them again. All parameters change in the backward pass, one segment after the other. One
+segment's gradients are in memory at a time. Those of parameters that several segments share wait
+for the backward pass of the segment that owns them. What a step does with a segment's gradients is
+up to its method.
 """
 
 from __future__ import annotations
@@ -62,29 +66,39 @@ def _owned(layouts: Sequence[BlockLayout]) -> list[_Owned]:
 class TrainedWeights(Perturber):
     """The present weights, which no sweep perturbs, and their gradients."""
 
-    updated: Collection[int] = ()  # segments that are updated in the backward pass of the present sweep
+    # segments that are updated in the backward pass of the present sweep
+    updated: Collection[int] = ()
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
         """Load trained weights into the work buffer. See ``Perturber``."""
         self.buffer.load(index, stores)
 
     def complete(self, index: int) -> dict[str, torch.Tensor]:
-        """Check the gradients of a segment's own parameters, which are all there, and return those that it is updated with.
+        """Check the gradients of a segment's own parameters, which are all there, and return those
+        that it is updated with.
 
         If it raises, nothing has changed.
         """
         return {}
 
-    def update(self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]) -> int:
+    def update(
+        self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]
+    ) -> int:
         """Change a segment's stored weights, if this sweep updates it; returns the new version."""
         return version
 
 
 class TrainedParameters(TrainedWeights):
-    """The values and gradients of an adapter's parameters, and the version of the copies in segments."""
+    """The values and gradients of an adapter's parameters, and the version of the copies in
+    segments.
+    """
 
     def __init__(
-        self, buffer: WorkBuffer, layouts: Sequence[BlockLayout], weights: TensorReader, device: torch.device
+        self,
+        buffer: WorkBuffer,
+        layouts: Sequence[BlockLayout],
+        weights: TensorReader,
+        device: torch.device,
     ) -> None:
         super().__init__(buffer, 0)  # the version of the segments' copies rises with each sweep
         trained = [one for one in _owned(layouts) if not one.spec.frozen]
@@ -92,12 +106,16 @@ class TrainedParameters(TrainedWeights):
         if in_blocks or not trained:
             raise OptionError(
                 "model",
-                found=f"{in_blocks[0]}, a trained parameter of a block" if in_blocks else "no trained parameter",
-                expected="trained parameters that stay in memory, such as an adapter's, and blocks that are only read",
+                found=f"{in_blocks[0]}, a trained parameter of a block"
+                if in_blocks
+                else "no trained parameter",
+                expected="trained parameters that stay in memory, such as an adapter's, and blocks "
+                "that are only read",
                 remedy="open the model with an adapter, or train all parameters",
             )
         self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
-        self._copies: dict[int, list[tuple[int, nn.Parameter]]] = {}  # by segment: position in its store, and the parameter
+        # by segment: position in its store, and the parameter
+        self._copies: dict[int, list[tuple[int, nn.Parameter]]] = {}
         for segment, position, spec in trained:
             values = torch.empty(spec.shape, dtype=spec.dtype)
             weights.read_into(spec.name, values.view(-1))
@@ -107,7 +125,9 @@ class TrainedParameters(TrainedWeights):
     @property
     def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each trained parameter, by name, in registration order."""
-        return {name: (parameter.shape, parameter.dtype) for name, parameter in self.parameters.items()}
+        return {
+            name: (parameter.shape, parameter.dtype) for name, parameter in self.parameters.items()
+        }
 
     @torch.no_grad()
     def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[], object]) -> None:
@@ -116,7 +136,9 @@ class TrainedParameters(TrainedWeights):
             self.parameters[name].copy_(value)
 
     def begin_sweep(self) -> None:
-        """Raise the version, so that segments copy the values again: not every optimizer marks what it has changed."""
+        """Raise the version, so that segments copy the values again: not every optimizer marks what
+        it has changed.
+        """
         self.version += 1
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
@@ -141,24 +163,30 @@ class TrainedParameters(TrainedWeights):
             parameter.grad = None
 
 
-Complete: TypeAlias = Callable[[dict[str, torch.Tensor]], None]  # checks, clips and converts a segment's gradients, by name
+# checks, clips and converts a segment's gradients, by name
+Complete: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
 # Changes a segment, given its index, weights by name, gradients by name, and store.
-Update: TypeAlias = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Store], None]
+Update: TypeAlias = Callable[
+    [int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Store], None
+]
 
 
 class StoredParameters(TrainedWeights):
     """The trained parameters of all segments, their gradients, and the versions of the segments."""
 
     def __init__(self, buffer: WorkBuffer, layouts: Sequence[BlockLayout]) -> None:
-        super().__init__(buffer, 0)  # segments are always at their present version: there is none that all of them share
+        # segments are always at their present version: there is none that all of them share
+        super().__init__(buffer, 0)
         self._layouts = layouts
         self._owned = {one.spec.name: one for one in _owned(layouts)}
         for one in self._owned.values():
             _require_trainable(one.spec)
-        self.versions: dict[int, int] = {}  # that segments have to have, as on disk; 0 if there is none
+        # that segments have to have, as on disk; 0 if there is none
+        self.versions: dict[int, int] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # those whose gradients have memory of their own
-        self._loading: Mapping[str, torch.Tensor] | None = None  # values that replace the weights in this sweep
+        # values that replace the weights in this sweep
+        self._loading: Mapping[str, torch.Tensor] | None = None
         self._complete: Complete
         self._update: Update | None = None
         self._next: int | None = None  # version after the next update; None: the next number
@@ -166,7 +194,9 @@ class StoredParameters(TrainedWeights):
     @property
     def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each trained parameter, by name, in registration order."""
-        return {name: (torch.Size(one.spec.shape), one.spec.dtype) for name, one in self._owned.items()}
+        return {
+            name: (torch.Size(one.spec.shape), one.spec.dtype) for name, one in self._owned.items()
+        }
 
     @property
     def segments(self) -> Sequence[int]:
@@ -186,9 +216,15 @@ class StoredParameters(TrainedWeights):
             self._loading = None
 
     def expect(
-        self, updated: Collection[int], complete: Complete, update: Update | None, version: int | None = None
+        self,
+        updated: Collection[int],
+        complete: Complete,
+        update: Update | None,
+        version: int | None = None,
     ) -> None:
-        """Set what the next sweep does with the gradients of segments: it updates them, or only checks gradients."""
+        """Set what the next sweep does with the gradients of segments: it updates them, or only
+        checks gradients.
+        """
         self.updated, self._complete, self._update, self._next = updated, complete, update, version
 
     def begin_sweep(self) -> None:
@@ -196,7 +232,9 @@ class StoredParameters(TrainedWeights):
         self.clear_gradients()
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Return the version: a store always holds the present weights, unless others are loaded."""
+        """Return the version: a store always holds the present weights, unless others are
+        loaded.
+        """
         expected = self.versions.get(index, 0)
         if self._loading is not None and self.names_of(index):
             self.set_values(index, stores[index], self._loading)
@@ -204,9 +242,11 @@ class StoredParameters(TrainedWeights):
         elif version != expected:
             raise ClosedError(
                 self._layouts[index].name,
-                found=f"weights of version {version}: an update was interrupted, or written bytes are damaged",
+                found=f"weights of version {version}: an update was interrupted, or written bytes "
+                "are damaged",
                 expected=f"version {expected}",
-                remedy="open the run again, which resumes from what was saved whole; if this is repeated, begin it anew",
+                remedy="open the run again, which resumes from what was saved whole; if this is "
+                "repeated, begin it anew",
             )
         return version
 
@@ -228,20 +268,31 @@ class StoredParameters(TrainedWeights):
 
     @torch.no_grad()
     def complete(self, index: int) -> dict[str, torch.Tensor]:
-        """Have the gradients of a segment's own parameters checked, clipped and converted. See the base class.
+        """Have the gradients of a segment's own parameters checked, clipped and converted.
 
-        A parameter that several segments use belongs to the first of them, whose backward pass is the last.
+        See the base class.
+
+        A parameter that several segments use belongs to the first of them, whose backward pass is
+        the last.
         """
         if index not in self.updated:
             return {}
-        gradients = {name: self._gradients.pop(name) for name in self.names_of(index) if name in self._gradients}
+        gradients = {
+            name: self._gradients.pop(name)
+            for name in self.names_of(index)
+            if name in self._gradients
+        }
         self._summed.difference_update(gradients)
         self._complete(gradients)
         return gradients
 
     @torch.no_grad()
-    def update(self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]) -> int:
-        """Have a segment's stored weights changed, if this sweep updates it; returns the new version."""
+    def update(
+        self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]
+    ) -> int:
+        """Have a segment's stored weights changed, if this sweep updates it; returns the new
+        version.
+        """
         if index in self.updated and self._update is not None:
             weights = {name: self._shaped(name, store) for name in self.names_of(index)}
             self._update(index, weights, gradients, store)
@@ -265,7 +316,9 @@ def _require_trainable(spec: ParameterSpec) -> None:
             "model",
             found=f"{spec.name}, which is {'frozen' if spec.encoding is None else 'quantised'}",
             expected="a model all of whose parameters are trained",
-            remedy="open it without an adapter and not quantised, or train an adapter by FirstOrder",
+            remedy=(
+                "open it without an adapter and not quantised, or train an adapter by FirstOrder"
+            ),
         )
     if spec.is_low_bit:
         raise OptionError(
@@ -276,14 +329,16 @@ def _require_trainable(spec: ParameterSpec) -> None:
         )
 
 
-# A freed block of glibc's heap is rarely reused whole for a tensor, whose memory is aligned, so that activations lie with
-# gaps between them. Measured for activations of 1 to 7 MB: 1.35 to 1.55 times their bytes after one step. With 1.5, three
-# runs exceeded their memory by 6 % after several steps, with 1.6 by 2 %. Memory of 32 MiB and more is not from the heap.
+# A freed block of glibc's heap is rarely reused whole for a tensor, whose memory is aligned, so
+# that activations lie with gaps between them. Measured for activations of 1 to 7 MB: 1.35 to 1.55
+# times their bytes after one step. With 1.5, three runs exceeded their memory by 6 % after several
+# steps, with 1.6 by 2 %. Memory of 32 MiB and more is not from the heap.
 _HEAP_SPREAD = 1.6
 HEAP_EXPECTED = 1.45  # the same of one run as a plan tells it, while room is made for the above
 _HEAP_LARGEST = 1 << 25
-# Memory of a segment's forward and backward, in multiples of its forward's. Measured: 0.5 to 1.6 for blocks of OPT and
-# Llama; 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three float32 copies of the logits.
+# Memory of a segment's forward and backward, in multiples of its forward's. Measured: 0.5 to 1.6
+# for blocks of OPT and Llama; 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three
+# float32 copies of the logits.
 GRAPH_FORWARDS = 1.5
 PASSING = 3  # what is in memory of a micro-batch at a block: its input, its output, and a gradient
 
@@ -294,17 +349,22 @@ def gradient_bytes(held: int, running: int, kept: int) -> int:
 
 
 def make_room(limit: int | None, nbytes: int) -> None:
-    """Return freed memory to the system, if the process would exceed its limit with so many bytes more.
+    """Return freed memory to the system, if the process would exceed its limit with so many bytes
+    more.
 
-    An allocator keeps what is freed, since the next activations are as large. It keeps more than was ever in use at a time:
-    inputs that stay lie between activations that go, and blocks aligned for vector instructions are seldom reused whole.
+    An allocator keeps what is freed, since the next activations are as large. It keeps more than
+    was ever in use at a time: inputs that stay lie between activations that go, and blocks aligned
+    for vector instructions are seldom reused whole.
     """
     if limit is not None and resident_memory() + nbytes > limit:
         return_freed_memory()
 
 
 class _Activation:
-    """A saved tensor that is not a weight, or an empty slot for it. It exists as long as the graph needs it."""
+    """A saved tensor that is not a weight, or an empty slot for it.
+
+    It exists as long as the graph needs it.
+    """
 
     def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
         self.kind = (dtype, shape)
@@ -317,35 +377,53 @@ class _Activation:
     def read(self) -> torch.Tensor:
         assert self.tensor is not None, "the forward of a graph runs again before its backward"
         # With hooks autograd does not check this itself.
-        assert self.tensor._version == self._version, "a tensor that backward reads was changed in place"
+        assert self.tensor._version == self._version, (
+            "a tensor that backward reads was changed in place"
+        )
         return self.tensor
 
 
 class _FilledError(BaseException):
-    """Ends a second forward once all saved activations are computed. No ``except Exception`` catches it."""
+    """Ends a second forward once all saved activations are computed.
+
+    No ``except Exception`` catches it.
+    """
 
 
 class BlockGraph:
-    """The graph of one forward of a segment, whose saved tensors are kept, or computed again for the backward pass.
+    """The graph of one forward of a segment, whose saved tensors are kept, or computed again for
+    the backward pass.
 
-    Autograd saves activations and weights for a backward pass. The memory of the weights is overwritten by later segments;
-    in the backward pass the segment's modules have its weights again, perhaps at another address. So a saved weight is kept
-    as a name and an offset, and looked up in the backward pass. Activations are kept where memory allows. Otherwise the
-    forward runs again to compute them. That second forward ends as soon as the last activation is computed: later
-    operations, such as a frozen output projection, save nothing and are not repeated.
+    Autograd saves activations and weights for a backward pass. The memory of the weights is
+    overwritten by later segments; in the backward pass the segment's modules have its weights
+    again, perhaps at another address. So a saved weight is kept as a name and an offset, and looked
+    up in the backward pass. Activations are kept where memory allows. Otherwise the forward runs
+    again to compute them. That second forward ends as soon as the last activation is computed:
+    later operations, such as a frozen output projection, save nothing and are not repeated.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         self._weights = weights
         self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        self._storages: dict[int, tuple[int, bool]] = {}  # by address: bytes, and whether they are in host memory
-        self._activations: list[weakref.ref[_Activation]] = []  # in the order in which they were saved
+        # by address: bytes, and whether they are in host memory
+        self._storages: dict[int, tuple[int, bool]] = {}
+        # in the order in which they were saved
+        self._activations: list[weakref.ref[_Activation]] = []
 
     def memory(self, times: float = 1.0, spread: float = _HEAP_SPREAD) -> int:
-        """Bytes of memory that the activations take which the forward kept, besides weights and inputs."""
-        kept = [storage for address, storage in self._storages.items() if address not in self._inputs]
+        """Bytes of memory that the activations take which the forward kept, besides weights and
+        inputs.
+        """
+        kept = [
+            storage for address, storage in self._storages.items() if address not in self._inputs
+        ]
         sizes = [(nbytes * times, on_host) for nbytes, on_host in kept]
-        return math.ceil(sum(size * spread if on_host and size < _HEAP_LARGEST else size for size, on_host in sizes))
+        return math.ceil(
+            sum(
+                size * spread if on_host and size < _HEAP_LARGEST else size
+                for size, on_host in sizes
+            )
+        )
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
         """Return a context in which the forward runs."""
@@ -357,7 +435,10 @@ class BlockGraph:
             activation = _Activation(tensor.dtype, tensor.shape)
             if keep:
                 storage = tensor.untyped_storage()
-                self._storages[storage.data_ptr()] = (storage.nbytes(), storage.device.type == "cpu")
+                self._storages[storage.data_ptr()] = (
+                    storage.nbytes(),
+                    storage.device.type == "cpu",
+                )
                 activation.fill(tensor)
             self._activations.append(weakref.ref(activation))
             return activation.read
@@ -371,9 +452,15 @@ class BlockGraph:
                 activation.tensor = None
 
     def restore(self, forward: Callable[[], object]) -> None:
-        """Run the forward again as far as needed to restore the activations, if they were not kept."""
+        """Run the forward again as far as needed to restore the activations, if they were not
+        kept.
+        """
         activations = self._alive()
-        needed = [number for number, saved in enumerate(activations) if saved is not None and saved.tensor is None]
+        needed = [
+            number
+            for number, saved in enumerate(activations)
+            if saved is not None and saved.tensor is None
+        ]
         if not needed:
             return
         locate = self._weight_locator()
@@ -403,11 +490,14 @@ class BlockGraph:
         return [reference() for reference in self._activations]
 
     def _weight_locator(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]:
-        """Return a function that finds the weight in whose memory a tensor lies, by the weights' present addresses.
+        """Return a function that finds the weight in whose memory a tensor lies, by the weights'
+        present addresses.
 
         Its result reads the same part of the weight where the weight is then.
         """
-        ranges = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items())
+        ranges = sorted(
+            (weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items()
+        )
         starts = [start for start, _, _ in ranges]
 
         def locate(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -417,15 +507,21 @@ class BlockGraph:
             start, nbytes, name = ranges[index - 1]
             if address >= start + nbytes:
                 return None
-            return partial(self._part, name, address - start, tensor.dtype, tensor.size(), tensor.stride())
+            return partial(
+                self._part, name, address - start, tensor.dtype, tensor.size(), tensor.stride()
+            )
 
         return locate
 
-    def _part(self, name: str, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+    def _part(
+        self, name: str, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
+    ) -> torch.Tensor:
         """A view of a weight, at an offset in bytes from its first element."""
         weight = self._weights[name]
         start = (weight.storage_offset() * weight.itemsize + offset) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=weight.device).set_(weight.untyped_storage(), start, size, stride)
+        return torch.empty(0, dtype=dtype, device=weight.device).set_(
+            weight.untyped_storage(), start, size, stride
+        )
 
 
 def _unpack_never(saved: None) -> torch.Tensor:
@@ -450,12 +546,16 @@ class GraphRoom:
         self._largest = 0.0  # bytes of a block's graph for each unit of size, the most so far
 
     def has_room(self, stream: int, blocks: int) -> bool:
-        """Whether the graph of a forward that runs next fits beside those of all later blocks, for all streams."""
+        """Whether the graph of a forward that runs next fits beside those of all later blocks, for
+        all streams.
+        """
         sizes = (blocks - 1) * sum(self._sizes) + sum(self._sizes[stream:])
         return sizes * self._largest <= self._left
 
     def take(self, graph: BlockGraph, stream: int, blocks: int) -> None:
-        """Take the memory of a graph whose forward ran, or drop its activations if it proves too large."""
+        """Take the memory of a graph whose forward ran, or drop its activations if it proves too
+        large.
+        """
         nbytes = graph.memory()
         self._largest = max(self._largest, nbytes / max(self._sizes[stream], 1))
         if self.has_room(stream, blocks):
@@ -472,8 +572,12 @@ class _SegmentInput(NamedTuple):
     differentiable: Sequence[int]  # indices of the values through which gradients flow, in order
 
     def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
-        """Return the activations with leaves of a new graph where gradients flow, and these leaves by index."""
-        leaves = {index: self.values[index].detach().requires_grad_() for index in self.differentiable}
+        """Return the activations with leaves of a new graph where gradients flow, and these leaves
+        by index.
+        """
+        leaves = {
+            index: self.values[index].detach().requires_grad_() for index in self.differentiable
+        }
         values = [leaves.get(index, value) for index, value in enumerate(self.values)]
         return tree_unflatten(values, self.nesting), leaves
 
@@ -491,9 +595,11 @@ class _Stream:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.next_input = _SegmentInput(*flattened(()), ())  # of the segment that is visited next; the embedding has none
+        # of the segment that is visited next; the embedding has none
+        self.next_input = _SegmentInput(*flattened(()), ())
         self.passes: dict[int, _Pass] = {}  # by segment
-        self.gradients: Mapping[int, torch.Tensor] = {}  # of the output of the next segment backward, by index of the value
+        # of the output of the next segment backward, by index of the value
+        self.gradients: Mapping[int, torch.Tensor] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,7 +608,8 @@ class GradientVisits:
 
     layouts: Sequence[BlockLayout]  # in visiting order
     trained: TrainedParameters | StoredParameters
-    leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
+    # for each segment, its modules' trained parameters by name
+    leaves: Sequence[Mapping[str, torch.Tensor]]
     inputs: KeptActivations[torch.UntypedStorage]
     limit: int | None  # resident bytes of the process; None: no limit
     streams: Streams
@@ -510,7 +617,9 @@ class GradientVisits:
 
 
 class GradientVisitor:
-    """Visits the segments once forward and once backward, and adds gradients to the trained parameters."""
+    """Visits the segments once forward and once backward, and adds gradients to the trained
+    parameters.
+    """
 
     seeds: Collection[int] = ()  # nothing is drawn
 
@@ -526,18 +635,29 @@ class GradientVisitor:
         loss_scale: float = 1.0,
     ) -> None:
         self._visits, self._trained = visits, visits.trained
-        self._forward, self._weights, self._joint_loss, self._loss_scale = forward, weights, joint_loss, loss_scale
+        self._forward, self._weights, self._joint_loss, self._loss_scale = (
+            forward,
+            weights,
+            joint_loss,
+            loss_scale,
+        )
         self._streams = [_Stream(batch) for batch in batches]
         self._trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
         visits.inputs.room = min((len(visits.layouts) - 2) * sum(sizes), kept_bytes)
         self._room = GraphRoom(kept_bytes - visits.inputs.room, sizes)
-        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches), default=0), 0)  # of a backward, at most
-        self._tied = {name for name, count in Counter(chain.from_iterable(visits.leaves)).items() if count > 1}
-        self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, in autograd's order: head first
+        # of a backward, at most
+        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches), default=0), 0)
+        self._tied = {
+            name for name, count in Counter(chain.from_iterable(visits.leaves)).items() if count > 1
+        }
+        # by name and stream, in autograd's order: head first
+        self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}
         self._head = len(self._visits.layouts) - 1
-        self._first = next(index for index, leaves in enumerate(self._visits.leaves) if leaves)  # the first with a gradient
-        self._last = min(self._first, *self._trained.updated, self._head)  # the last of the backward pass
+        # the first with a gradient
+        self._first = next(index for index, leaves in enumerate(self._visits.leaves) if leaves)
+        # the last of the backward pass
+        self._last = min(self._first, *self._trained.updated, self._head)
         self._is_backward = False
         self._stores: dict[int, Store] = {}
         self.outputs: list[list[torch.Tensor]] = [[]]  # outputs of the head, one per micro-batch
@@ -548,7 +668,10 @@ class GradientVisitor:
         return [*range(self._head + 1), *range(self._head - 1, self._last - 1, -1)]
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Run a segment's forwards, or compute its gradients in the backward pass. See the contract."""
+        """Run a segment's forwards, or compute its gradients in the backward pass.
+
+        See the contract.
+        """
         version = self.replay(index, store, version)
         self._is_backward |= index == self._head
         if not self._is_backward:
@@ -566,7 +689,9 @@ class GradientVisitor:
         started = self._visits.streams.mark()
         updated = self._trained.update(index, store, version, gradients)
         if updated != version:
-            self._visits.timeline.note(Lane.REPLAY, self._visits.layouts[index].name, started, self._visits.streams.mark())
+            self._visits.timeline.note(
+                Lane.REPLAY, self._visits.layouts[index].name, started, self._visits.streams.mark()
+            )
         commit(updated)
 
     def _run(self, index: int) -> None:
@@ -576,7 +701,8 @@ class GradientVisitor:
         with torch.no_grad():
             self._trained.load_frozen(index, self._stores)
             self._trained.perturb(index, self._stores, 0)
-        make_room(visits.limit, self._running if index == self._head else 0)  # logits are the largest of all
+        # logits are the largest of all
+        make_room(visits.limit, self._running if index == self._head else 0)
         if index == self._head:
             self._run_head()
         elif not self._is_backward:
@@ -607,10 +733,15 @@ class GradientVisitor:
     def _run_forward(self, index: int, number: int, stream: _Stream) -> None:
         """Run a segment's forward for one micro-batch, and keep the next segment's input.
 
-        A graph is made even where its activations are not kept: torch chooses kernels by whether their inputs require
-        gradients, and some kernels round differently from those that it uses without a graph.
+        A graph is made even where its activations are not kept: torch chooses kernels by whether
+        their inputs require gradients, and some kernels round differently from those that it uses
+        without a graph.
         """
-        segment_input, blocks, has_backward = stream.next_input, self._head - index, index >= self._first
+        segment_input, blocks, has_backward = (
+            stream.next_input,
+            self._head - index,
+            index >= self._first,
+        )
         before = [tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
         if index == 0:
@@ -627,14 +758,23 @@ class GradientVisitor:
             self._require_unchanged(index, segment_input, nesting, before)
         if keep:
             self._room.take(graph, number, blocks)
-        has_gradient = [isinstance(value, torch.Tensor) and value.requires_grad for value in outputs]
-        values = [value.detach() if differs else value for value, differs in zip(outputs, has_gradient, strict=True)]
-        stream.next_input = _SegmentInput(values, nesting, [i for i, differs in enumerate(has_gradient) if differs])
+        has_gradient = [
+            isinstance(value, torch.Tensor) and value.requires_grad for value in outputs
+        ]
+        values = [
+            value.detach() if differs else value
+            for value, differs in zip(outputs, has_gradient, strict=True)
+        ]
+        stream.next_input = _SegmentInput(
+            values, nesting, [i for i, differs in enumerate(has_gradient) if differs]
+        )
         if has_backward:
             stream.passes[index] = _Pass(partial(graph.restore, forward), outputs, inputs)
             needed = storages_of(outputs)  # what later blocks get as well stays
             own = storages_of(segment_input.values[i] for i in segment_input.differentiable)
-            self._visits.inputs.put(Use(-index, number), [own[address] for address in own if address not in needed])
+            self._visits.inputs.put(
+                Use(-index, number), [own[address] for address in own if address not in needed]
+            )
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
@@ -651,7 +791,9 @@ class GradientVisitor:
             if self._weights is None:
                 outputs.append(output.detach().requires_grad_())
             else:
-                stream.gradients = {0: torch.full_like(output, self._weights[number] * self._loss_scale)}
+                stream.gradients = {
+                    0: torch.full_like(output, self._weights[number] * self._loss_scale)
+                }
                 del output
                 self._add_gradients(self._head, number, stream)
         if outputs:
@@ -664,7 +806,9 @@ class GradientVisitor:
                 self._add_gradients(self._head, number, stream)
 
     def _add_gradients(self, index: int, number: int, stream: _Stream) -> None:
-        """Compute one micro-batch's gradients of a segment's inputs and trained parameters, and add the latter."""
+        """Compute one micro-batch's gradients of a segment's inputs and trained parameters, and add
+        the latter.
+        """
         _, values, inputs = stream.passes.pop(index)
         outputs, gradients = [values[i] for i in stream.gradients], list(stream.gradients.values())
         leaves = self._visits.leaves[index]
@@ -672,7 +816,9 @@ class GradientVisitor:
         if not sources:
             stream.gradients = {}
             return
-        computed: Sequence[torch.Tensor | None] = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        computed: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            outputs, sources, gradients, allow_unused=True
+        )
         of_inputs = zip(inputs, computed[: len(inputs)], strict=True)
         stream.gradients = {i: gradient for i, gradient in of_inputs if gradient is not None}
         for name, gradient in zip(leaves, computed[len(inputs) :], strict=True):
@@ -685,7 +831,9 @@ class GradientVisitor:
             self._tied_sums[name, number] = gradient if before is None else before + gradient
 
     def _add_tied_gradients(self) -> None:
-        """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain loop does."""
+        """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain
+        loop does.
+        """
         for number in range(len(self._streams)):
             for name in self._trained.forms:
                 if (name, number) in self._tied_sums:
@@ -694,18 +842,25 @@ class GradientVisitor:
     def _require_unchanged(
         self, index: int, segment_input: _SegmentInput, nesting: TreeSpec, before: Sequence[object]
     ) -> None:
-        """Refuse a block that passes tensors to later blocks other than by its output: their gradients would be lost."""
-        if nesting != segment_input.nesting or before != [tensor_ids(value) for value in segment_input.values]:
+        """Refuse a block that passes tensors to later blocks other than by its output: their
+        gradients would be lost.
+        """
+        if nesting != segment_input.nesting or before != [
+            tensor_ids(value) for value in segment_input.values
+        ]:
             raise OptionError(
                 "model",
-                found=f"{self._visits.layouts[index].name}, which passes tensors to later blocks besides its output",
+                found=f"{self._visits.layouts[index].name}, which passes tensors to later blocks "
+                "besides its output",
                 expected="blocks that are connected by their outputs alone",
                 remedy="train this model by ZerothOrder, whose steps need no gradient",
             )
 
 
 def tensor_ids(value: object) -> object:
-    """Identify the tensors in another library's object, to see whether a block has changed which ones it holds."""
+    """Identify the tensors in another library's object, to see whether a block has changed which
+    ones it holds.
+    """
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, str | int | float):
         return None
     attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})

@@ -1,10 +1,12 @@
 """Micro-batches: a batch split along its rows, and the losses of its parts combined again.
 
-A mean over tokens is not the mean of the parts' means: each part is weighted by its labelled tokens, as Hugging Face's
-Trainer weights the micro-batches of a step (``num_items_in_batch``). This module defines what a labelled token is.
+A mean over tokens is not the mean of the parts' means: each part is weighted by its labelled
+tokens, as Hugging Face's Trainer weights the micro-batches of a step (``num_items_in_batch``). This
+module defines what a labelled token is.
 
-The number that a step minimises for a batch is the model's own loss, or an objective. Evaluations compute the same numbers
-with unperturbed weights, with as many batches in a sweep as the memory for activations allows.
+The number that a step minimises for a batch is the model's own loss, or an objective. Evaluations
+compute the same numbers with unperturbed weights, with as many batches in a sweep as the memory for
+activations allows.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def predicted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def labelled_tokens(batch: Batch) -> int:
-    """Count the tokens over which the loss of a batch is averaged; a batch without labels has none."""
+    """Count the tokens over which the loss of a batch is averaged; a batch without labels has
+    none.
+    """
     return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
 
 
@@ -45,9 +49,10 @@ def require_rows(rows: int | None) -> None:
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
     """Split a batch into micro-batches of at most ``rows`` rows.
 
-    Columns on the right that are padding in all rows of a micro-batch are removed. Columns on the left stay, since models
-    count positions from there. A micro-batch without a labelled token is left out: it has no loss. A tensor with another
-    number of rows than the labels (positions that all rows share) is part of every micro-batch.
+    Columns on the right that are padding in all rows of a micro-batch are removed. Columns on the
+    left stay, since models count positions from there. A micro-batch without a labelled token is
+    left out: it has no loss. A tensor with another number of rows than the labels (positions that
+    all rows share) is part of every micro-batch.
     """
     require_tensors(batch)
     labels = batch.get("labels")
@@ -77,7 +82,8 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
             "batch",
             found=f"{counted(rows, 'row')} for {groups} directions",
             expected="a multiple of the number of directions, so that each has equally many rows",
-            remedy=f"pass batches of {max(groups, rows - rows % groups)} rows, or choose another number of directions",
+            remedy=f"pass batches of {max(groups, rows - rows % groups)} rows, or choose another "
+            "number of directions",
         )
     require_tensors(batch)
     size = rows // groups
@@ -85,15 +91,21 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
 
 
 def shard_of_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """A range of a batch's rows, without the columns on the right in which all of them are padding."""
+    """A range of a batch's rows, without the columns on the right in which all of them are
+    padding.
+    """
     rows = rows_of(batch, start, stop)
     return _without_padding(rows) if labelled_tokens(rows) else rows
 
 
 def rows_to_shard(batches: Sequence[Batch]) -> int | None:
-    """Return the number of rows of the smallest batch; None if a batch without labels (rows, tokens) prevents sharding."""
+    """Return the number of rows of the smallest batch; None if a batch without labels (rows,
+    tokens) prevents sharding.
+    """
     labels = [batch.get("labels") for batch in batches]
-    counts = [len(label) for label in labels if isinstance(label, torch.Tensor) and label.dim() == 2]
+    counts = [
+        len(label) for label in labels if isinstance(label, torch.Tensor) and label.dim() == 2
+    ]
     return min(counts) if counts and len(counts) == len(labels) else None
 
 
@@ -101,14 +113,24 @@ def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torc
     """Compute the mean loss over the labelled tokens of all micro-batches."""
     if len(losses) == 1:
         return losses[0]
-    summed = torch.stack([loss.double() * count for loss, count in zip(losses, tokens, strict=True)]).sum()
+    summed = torch.stack(
+        [loss.double() * count for loss, count in zip(losses, tokens, strict=True)]
+    ).sum()
     return (summed / sum(tokens)).to(losses[0].dtype)
 
 
-def rows_of(batch: Batch, start: int, stop: int, counted_in: str = "labels") -> dict[str, torch.Tensor]:
-    """Select a range of a batch's rows, as many as this entry has. Tensors that all rows share are kept whole."""
+def rows_of(
+    batch: Batch, start: int, stop: int, counted_in: str = "labels"
+) -> dict[str, torch.Tensor]:
+    """Select a range of a batch's rows, as many as this entry has.
+
+    Tensors that all rows share are kept whole.
+    """
     count = len(batch[counted_in])
-    return {key: value[start:stop] if value.dim() > 0 and len(value) == count else value for key, value in batch.items()}
+    return {
+        key: value[start:stop] if value.dim() > 0 and len(value) == count else value
+        for key, value in batch.items()
+    }
 
 
 def _without_padding(micro_batch: Batch) -> Batch:
@@ -132,24 +154,33 @@ class MicroBatches(NamedTuple):
 
     objective: Objective | None  # None: the forward's own loss, a mean over labelled tokens
     batches: Sequence[Batch]
-    tokens: Sequence[int]  # labelled tokens of each micro-batch; of a single one they may be left out
+    # labelled tokens of each micro-batch; of a single one they may be left out
+    tokens: Sequence[int]
 
     @property
     def weights(self) -> list[float] | None:
-        """Each micro-batch's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
+        """Each micro-batch's weight in the mean over labelled tokens; None for an objective, which
+        weighs them itself.
+        """
         if self.objective is not None:
             return None
-        return [count / sum(self.tokens) for count in self.tokens] if len(self.batches) > 1 else [1.0]
+        return (
+            [count / sum(self.tokens) for count in self.tokens] if len(self.batches) > 1 else [1.0]
+        )
 
     def loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute the loss, 0-d and differentiable, from the head's outputs for the micro-batches."""
+        """Compute the loss, 0-d and differentiable, from the head's outputs for the
+        micro-batches.
+        """
         if self.objective is not None:
             return require_number(self.objective.loss(outputs, self.batches))
         return require_number(combined_loss(outputs, self.tokens))
 
 
 def with_objective(forward: Forward | None, model: Forward) -> tuple[Forward, Forward | None]:
-    """Return a step's forward, by default the model, and what says how its losses join; None: they are the model's own."""
+    """Return a step's forward, by default the model, and what says how its losses join; None: they
+    are the model's own.
+    """
     chosen = model if forward is None else forward
     return chosen, None if forward is None and not isinstance(model, Objective) else chosen
 
@@ -157,34 +188,51 @@ def with_objective(forward: Forward | None, model: Forward) -> tuple[Forward, Fo
 def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
     """Return the batches of a step: one, or several that count as one."""
     if not isinstance(batch, Iterable):
-        raise BatchError("batch", repr(batch)[:40], "a batch, or several", "pass names with tensors")
+        raise BatchError(
+            "batch", repr(batch)[:40], "a batch, or several", "pass names with tensors"
+        )
     batches: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not batches:
         raise BatchError("batch", "an empty list", "a batch, or several", "pass at least one batch")
     for entry in batches:
         if not isinstance(entry, Mapping):
             kind = type(entry).__name__
-            raise BatchError("batch", f"a {kind}", "a mapping of names to tensors", "name the tensors")
+            raise BatchError(
+                "batch", f"a {kind}", "a mapping of names to tensors", "name the tensors"
+            )
     return batches
 
 
-def split_batches(batches: Sequence[Batch], rows: int | None, forward: Forward | None) -> MicroBatches:
-    """Split a step's batches into micro-batches of at most ``rows`` rows, given what says how their losses join."""
+def split_batches(
+    batches: Sequence[Batch], rows: int | None, forward: Forward | None
+) -> MicroBatches:
+    """Split a step's batches into micro-batches of at most ``rows`` rows, given what says how their
+    losses join.
+    """
     if forward is None:
-        micro_batches = [micro_batch for batch in batches for micro_batch in split_rows(batch, rows)]
+        micro_batches = [
+            micro_batch for batch in batches for micro_batch in split_rows(batch, rows)
+        ]
         if len(micro_batches) == 1:
             return MicroBatches(None, micro_batches, [])
-        # A micro-batch without a labelled token has no loss; one without labels is refused when it is prepared.
-        kept = [each for each in micro_batches if "labels" not in each or labelled_tokens(each)] or micro_batches[:1]
+        # A micro-batch without a labelled token has no loss; one without labels is refused when it
+        # is prepared.
+        kept = [
+            each for each in micro_batches if "labels" not in each or labelled_tokens(each)
+        ] or micro_batches[:1]
         return MicroBatches(None, kept, [labelled_tokens(micro_batch) for micro_batch in kept])
     if isinstance(forward, Objective):
-        micro_batches = [micro_batch for batch in batches for micro_batch in forward.split(batch, rows)]
+        micro_batches = [
+            micro_batch for batch in batches for micro_batch in forward.split(batch, rows)
+        ]
         return MicroBatches(forward, micro_batches or batches[:1], [])
     if rows is not None or len(batches) > 1:
         raise OptionError(
             "forward",
             found="a forward that does not combine the losses of micro-batches",
-            expected="an Objective, which has split and loss, for `micro_batch_size` or several batches",
+            expected=(
+                "an Objective, which has split and loss, for `micro_batch_size` or several batches"
+            ),
             remedy="pass one batch without `micro_batch_size`, or add these two methods",
         )
     return MicroBatches(None, batches, [])
@@ -195,19 +243,25 @@ def require_number(loss: torch.Tensor) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
     found = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise OptionError("forward", f"{found} as its loss", "a 0-d tensor", "return one number, or use forwards()")
+    raise OptionError(
+        "forward", f"{found} as its loss", "a 0-d tensor", "return one number, or use forwards()"
+    )
 
 
 def losses_as_tensors(losses: Iterable[float | torch.Tensor]) -> list[torch.Tensor]:
     """Convert losses to 0-d tensors; numbers become float64."""
-    tensors = [loss if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64) for loss in losses]
+    tensors = [
+        loss if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
+        for loss in losses
+    ]
     return [require_number(tensor) for tensor in tensors]
 
 
 def grouped(
     batches: Iterable[Batch], forward: Forward, fits: Callable[[int, int], bool]
 ) -> Iterator[tuple[list[Batch], int, int]]:
-    """Group batches, in order, as far as their activations between segments and the largest forward fit in memory.
+    """Group batches, in order, as far as their activations between segments and the largest forward
+    fit in memory.
 
     Yields:
         A group, the bytes that it holds between segments, and the bytes of its largest forward.
@@ -232,7 +286,9 @@ def evaluate(
     workers: Workers,
     objective: Objective | None = None,
 ) -> EvaluationResult:
-    """Compute the mean loss over batches, which the workers share, or an objective for all batches and for each."""
+    """Compute the mean loss over batches, which the workers share, or an objective for all batches
+    and for each.
+    """
     if objective is not None and not isinstance(objective, Objective):
         raise OptionError(
             "forward",
@@ -241,7 +297,8 @@ def evaluate(
             remedy="add these two methods, or use forwards()",
         )
     started = time.perf_counter()
-    split: list[MicroBatches] = []  # of each batch; an objective needs them later, the model's loss only their tokens
+    # of each batch; an objective needs them later, the model's loss only their tokens
+    split: list[MicroBatches] = []
     digest = 0  # of all batches
 
     def micro_batches() -> Iterator[Batch]:
@@ -263,16 +320,25 @@ def evaluate(
         raise BatchError("batches", "none", "at least one", "pass batches to evaluate")
     outputs = list(chain.from_iterable(sweeps))
     in_order = iter(outputs)
-    losses = [of_batch.loss(list(islice(in_order, len(of_batch.batches or of_batch.tokens)))).item() for of_batch in split]
+    losses = [
+        of_batch.loss(list(islice(in_order, len(of_batch.batches or of_batch.tokens)))).item()
+        for of_batch in split
+    ]
     if objective is not None:
-        of_all = MicroBatches(objective, [part for of_batch in split for part in of_batch.batches], [])
+        of_all = MicroBatches(
+            objective, [part for of_batch in split for part in of_batch.batches], []
+        )
         total = of_all.loss(outputs).item()
         return EvaluationResult(total, tuple(losses), 0, len(sweeps), time.perf_counter() - started)
     workers.require_same("batches", digest)
-    gathered = workers.in_order([(loss, sum(of_batch.tokens)) for loss, of_batch in zip(losses, split, strict=True)])
+    gathered = workers.in_order(
+        [(loss, sum(of_batch.tokens)) for loss, of_batch in zip(losses, split, strict=True)]
+    )
     losses, counts = [loss for loss, _ in gathered], [count for _, count in gathered]
     if sum(counts) == 0:
-        raise BatchError("batches", "no labelled token", "at least one", "pass labels that are not all -100")
+        raise BatchError(
+            "batches", "no labelled token", "at least one", "pass labels that are not all -100"
+        )
     mean = math.fsum(loss * count for loss, count in gathered if count) / sum(counts)
     seconds = time.perf_counter() - started
     return EvaluationResult(mean, tuple(losses), sum(counts), len(sweeps), seconds, tuple(counts))

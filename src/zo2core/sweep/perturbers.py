@@ -1,22 +1,27 @@
-"""Perturbers: what brings a segment to the present version, and has its forwards run at perturbed weights.
+"""Perturbers: what brings a segment to the present version, and has its forwards run at perturbed
+weights.
 
-``CounterPerturber``: each pass over memory draws the z that it uses. A segment's replay and its first evaluation are one
-pass. No state is kept from one pass to the next, and ranges do not depend on each other, so that threads divide them.
+``CounterPerturber``: each pass over memory draws the z that it uses. A segment's replay and its
+first evaluation are one pass. No state is kept from one pass to the next, and ranges do not depend
+on each other, so that threads divide them.
 
-``DrawnPerturber``: a sequential generator draws z into memory, which takes most of the time. Each direction has its own
-generator, so two threads draw at once: while the first one applies the missing updates chunk by chunk, the second one draws
-the noise of the first evaluation and perturbs each chunk into the work buffer as soon as it is up to date and still in the
-cache. Where memory allows, a segment's z is kept from one evaluation to the next, and two threads perturb along it.
+``DrawnPerturber``: a sequential generator draws z into memory, which takes most of the time. Each
+direction has its own generator, so two threads draw at once: while the first one applies the
+missing updates chunk by chunk, the second one draws the noise of the first evaluation and perturbs
+each chunk into the work buffer as soon as it is up to date and still in the cache. Where memory
+allows, a segment's z is kept from one evaluation to the next, and two threads perturb along it.
 Elsewhere it is drawn again, on one thread.
 
 ``FactorPerturber``: low-rank perturbations beside the activations. Weights are only read.
 
-``WorkBuffer``: memory that is allocated once and used in every visit. Its views are the model's parameters; segments use its
-memory in turn. Frozen weights that a forward can read in their stored dtype are not copied: during a visit the segment's
-modules read them from the store. In the noise buffer tied weights, which two segments use, have their own memory, so that
-their noise is drawn once for both. If the forward computes in another dtype than the stored one, the work buffer holds the
-rounded weights. If evaluations are perturbed in place, each from the one before, the unrounded weights have memory of their
-own. Weights that are transferred to a device in fewer bits are converted back there before they are perturbed.
+``WorkBuffer``: memory that is allocated once and used in every visit. Its views are the model's
+parameters; segments use its memory in turn. Frozen weights that a forward can read in their stored
+dtype are not copied: during a visit the segment's modules read them from the store. In the noise
+buffer tied weights, which two segments use, have their own memory, so that their noise is drawn
+once for both. If the forward computes in another dtype than the stored one, the work buffer holds
+the rounded weights. If evaluations are perturbed in place, each from the one before, the unrounded
+weights have memory of their own. Weights that are transferred to a device in fewer bits are
+converted back there before they are perturbed.
 """
 
 from __future__ import annotations
@@ -35,10 +40,24 @@ import torch
 from zo2core.kernels import Draw, apply, encoding
 from zo2core.kernels.dispatch import triton_kernels
 from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
-from zo2core.kernels.programs import Trajectory, compile_moves, compile_updates, seeds_of, split_updates
+from zo2core.kernels.programs import (
+    Trajectory,
+    compile_moves,
+    compile_updates,
+    seeds_of,
+    split_updates,
+)
 from zo2core.noise import noise_bytes
 from zo2core.perturbation import FactorStore, StackedForward, StackedModel
-from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Device, Forward, NoiseGenerator, Store, Stores
+from zo2core.protocols import (
+    SEEDS_IN_TURN,
+    CounterNoise,
+    Device,
+    Forward,
+    NoiseGenerator,
+    Store,
+    Stores,
+)
 from zo2core.types import (
     Batch,
     BlockLayout,
@@ -56,19 +75,23 @@ from zo2core.types import (
     work_bytes,
 )
 
-# Products of float32 vectors round differently if a matrix is not aligned to this. Tensors in a file may not be.
+# Products of float32 vectors round differently if a matrix is not aligned to this. Tensors in a
+# file may not be.
 _READ_ALIGNMENT = 16  # bytes
 
 
 class ParameterView(NamedTuple):
-    """One parameter in one segment: the memory of its stored weight, its perturbed weight and its noise."""
+    """One parameter in one segment: the memory of its stored weight, its perturbed weight and its
+    noise.
+    """
 
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
     position: int  # position of the weight in that store
     scales: int | None  # position of the scales in a store of 8-bit weights; None for other weights
     work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
-    unrounded: torch.Tensor | None  # the perturbed weight in its stored dtype; None: it is perturbed in the work buffer
+    # the perturbed weight in its stored dtype; None: it is perturbed in the work buffer
+    unrounded: torch.Tensor | None
     z: torch.Tensor | None  # flat view of the noise buffer; None if noise is not kept
     chunks: list[tuple[int, int]]  # (start, stop) of the chunks in which z is drawn
 
@@ -89,15 +112,24 @@ class ParameterView(NamedTuple):
             target.copy_(stored)
 
     def readable(self, stores: Stores, helper: Executor | None = None) -> torch.Tensor:
-        """Return the memory from which modules read the weight: its store if that gives the same bits, else the buffer."""
+        """Return the memory from which modules read the weight: its store if that gives the same
+        bits, else the buffer.
+        """
         stored = self.stored(stores)
-        if stored.dtype is self.spec.in_forward().dtype and stored.data_ptr() % _READ_ALIGNMENT == 0:
+        if (
+            stored.dtype is self.spec.in_forward().dtype
+            and stored.data_ptr() % _READ_ALIGNMENT == 0
+        ):
             return stored.view(self.spec.shape)
         self.load(stores, helper)
         return self.work.view(self.spec.shape)
 
-    def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the memory of a range's perturbed weights: unrounded, and rounded for the forward; None if not rounded."""
+    def targets(
+        self, start: int = 0, stop: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the memory of a range's perturbed weights: unrounded, and rounded for the forward;
+        None if not rounded.
+        """
         if self.unrounded is None:
             return self.work[start:stop], None
         return self.unrounded[start:stop], self.work[start:stop]
@@ -118,24 +150,36 @@ class WorkBuffer:
     ) -> None:
         tied, untied = divide_tied(layouts)
         work = (device.empty if allocate is None else allocate)(work_bytes(layouts))
-        unrounded_memory = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
+        unrounded_memory = device.empty(
+            unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place)
+        )
         self._low_bit = device.empty(low_bit_bytes(layouts))  # in which parameters are rounded
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
-        tied_noise = {} if z is None else named_views(tied, z)  # the same memory for all segments that use a weight
+        # the same memory for all segments that use a weight
+        tied_noise = {} if z is None else named_views(tied, z)
         locations = {
             spec.name: (index, position, scales)
             for index, layout in enumerate(layouts)
-            for position, (spec, scales) in enumerate(zip(layout.parameters, scales_positions(layout), strict=True))
+            for position, (spec, scales) in enumerate(
+                zip(layout.parameters, scales_positions(layout), strict=True)
+            )
         }
-        self.segments: list[tuple[ParameterView, ...]] = []  # for each segment, trained parameters in drawing order
+        # for each segment, trained parameters in drawing order
+        self.segments: list[tuple[ParameterView, ...]] = []
         self._frozen: list[tuple[ParameterView, ...]] = []  # for each segment, frozen parameters
         for layout, untied_specs in zip(layouts, untied, strict=True):
             used = {spec.name: spec for spec in layout.used}
-            kept_noise = {} if z is None else tied_noise | named_views(untied_specs, z[packed_bytes(tied) :])
+            kept_noise = (
+                {} if z is None else tied_noise | named_views(untied_specs, z[packed_bytes(tied) :])
+            )
             works = named_views([spec.in_forward() for spec in used.values()], work)
             unrounded = named_views(
-                [spec for spec in used.values() if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)],
+                [
+                    spec
+                    for spec in used.values()
+                    if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)
+                ],
                 unrounded_memory,
             )
             views = [
@@ -154,19 +198,27 @@ class WorkBuffer:
             self._frozen.append(tuple(view for view in views if view.spec.frozen))
         self._device = device
         self.transfers_back = [
-            any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters) for layout in layouts
+            any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters)
+            for layout in layouts
         ]
         self.is_low_bit = [any(spec.is_low_bit for spec in layout.used) for layout in layouts]
         self.elements = [sum(view.spec.numel for view in views) for views in self.segments]
         self._drawings: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._chunk = max(
-            (stop - start for views in self.segments for view in views for start, stop in view.chunks), default=0
+            (
+                stop - start
+                for views in self.segments
+                for view in views
+                for start, stop in view.chunks
+            ),
+            default=0,
         )
 
     def bind(self, bind: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """Make the buffer's views the parameters of a model's modules."""
         self._bind = bind
-        self.bound: list[dict[str, torch.Tensor]] = [  # each segment's weights since its last visit, by name
+        # each segment's weights since its last visit, by name
+        self.bound: list[dict[str, torch.Tensor]] = [
             {view.spec.name: view.work.view(view.spec.shape) for view in self.views(index)}
             for index in range(len(self.segments))
         ]
@@ -179,15 +231,23 @@ class WorkBuffer:
         return (*self.segments[index], *self._frozen[index])
 
     def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let a segment's modules read frozen weights, from the store or else decoded or rounded into the buffer."""
+        """Let a segment's modules read frozen weights, from the store or else decoded or rounded
+        into the buffer.
+        """
         frozen = {view.spec.name: view.readable(stores) for view in self._frozen[index]}
-        self._reads_stores |= any(frozen[view.spec.name].data_ptr() != view.work.data_ptr() for view in self._frozen[index])
-        if self._reads_stores and frozen:  # segments share modules, which may still read another segment's store
+        self._reads_stores |= any(
+            frozen[view.spec.name].data_ptr() != view.work.data_ptr()
+            for view in self._frozen[index]
+        )
+        if self._reads_stores and frozen:
+            # segments share modules, which may still read another segment's store
             self.bound[index].update(frozen)
             self._bind(index, frozen)
 
     def load(self, index: int, stores: Stores) -> None:
-        """Copy a segment's weights from the stores to the buffer, low-bit ones with the rounding of their transfer."""
+        """Copy a segment's weights from the stores to the buffer, low-bit ones with the rounding of
+        their transfer.
+        """
         self.load_low_bit(index, stores)
         for view in self.segments[index]:
             target, rounded = view.targets()
@@ -197,24 +257,35 @@ class WorkBuffer:
                 rounded.copy_(target)
 
     def load_low_bit(self, index: int, stores: Stores) -> None:
-        """Convert a segment's low-bit weights to where they are perturbed, with the rounding of their transfer."""
+        """Convert a segment's low-bit weights to where they are perturbed, with the rounding of
+        their transfer.
+        """
         for view in self.segments[index]:
             if view.spec.is_low_bit:
                 stored, (target, _) = view.stored(stores), view.targets()
                 if stored.dtype is view.spec.dtype:
                     round_low_bit(view.spec, stored, target, self._low_bit)
                 else:
-                    decode(stored, None if view.scales is None else stores[view.owner][view.scales], target)
+                    decode(
+                        stored,
+                        None if view.scales is None else stores[view.owner][view.scales],
+                        target,
+                    )
 
     def round_to_transfer_dtype(self, index: int, store: Store) -> None:
-        """Round a segment's weights to their transfer dtype, if they are transferred back from the device."""
+        """Round a segment's weights to their transfer dtype, if they are transferred back from the
+        device.
+        """
         for view in self.segments[index]:
             if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
                 theta = store[view.position]
                 if theta.dtype is view.spec.dtype:
                     round_low_bit(view.spec, theta, theta, self._low_bit)
                     continue
-                scales, (target, _) = None if view.scales is None else store[view.scales], view.targets()
+                scales, (target, _) = (
+                    None if view.scales is None else store[view.scales],
+                    view.targets(),
+                )
                 encode(target, theta, scales)
                 decode(theta, scales, target)
 
@@ -232,14 +303,17 @@ def named_views(specs: Sequence[ParameterSpec], memory: torch.Tensor) -> dict[st
     return dict(zip((spec.name for spec in specs), flat_views(specs, memory), strict=True))
 
 
-# Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on one thread.
+# Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on
+# one thread.
 PARALLEL_FROM = 1 << 17
-# Note: Ranges. Large enough that the call costs little, small enough that the threads end together. A multiple of Philox's
-# groups.
+# Note: Ranges. Large enough that the call costs little, small enough that the threads end together.
+# A multiple of Philox's groups.
 RANGE = 1 << 18  # elements
 
-Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
-Programs: TypeAlias = Mapping[bool, Program]  # of updates, by whether weight decay applies to a parameter
+# evaluations, each with the batches to run at it
+Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]
+# of updates, by whether weight decay applies to a parameter
+Programs: TypeAlias = Mapping[bool, Program]
 Work: TypeAlias = tuple[ParameterView, Sequence[Program]]  # a parameter, and what is run on it
 Replayed: TypeAlias = SimpleQueue[int | None]  # ends of replayed chunks; None: the replay failed
 
@@ -253,7 +327,9 @@ class Stream(NamedTuple):
 
 
 class Perturber(ABC):
-    """Changes weights during one sweep: applies updates to the stores, and writes perturbed weights to the work buffer."""
+    """Changes weights during one sweep: applies updates to the stores, and writes perturbed weights
+    to the work buffer.
+    """
 
     seeds: Collection[int] = ()  # of the directions whose generators the next sweep may need
 
@@ -263,11 +339,15 @@ class Perturber(ABC):
 
     def streams(self, groups: Groups, forward: Forward) -> Sequence[Sequence[Stream]]:
         """Divide a sweep's batches by the weights with which they run. Called once."""
-        return [[Stream(batch, [batch], [group]) for batch in batches] for group, (_, batches) in enumerate(groups)]
+        return [
+            [Stream(batch, [batch], [group]) for batch in batches]
+            for group, (_, batches) in enumerate(groups)
+        ]
 
     @abstractmethod
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
+        """Bring a segment's store to the present version; its bytes are final for this sweep when
+        this returns.
 
         The work buffer may then hold weights of the first evaluation already.
         """
@@ -278,26 +358,38 @@ class Perturber(ABC):
 
     @abstractmethod
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write the weights of a segment's next evaluation, by its position in the sweep, to the work buffer."""
+        """Write the weights of a segment's next evaluation, by its position in the sweep, to the
+        work buffer.
+        """
 
     def finish(self) -> None:  # noqa: B027 - a perturber without a thread of its own has nothing to wait for
         """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
 class TrajectoryPerturber(Perturber):
-    """Replays a trajectory's updates, and perturbs along its evaluations. How z is drawn is up to the two kinds of it."""
+    """Replays a trajectory's updates, and perturbs along its evaluations.
 
-    def __init__(self, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory) -> None:
+    How z is drawn is up to the two kinds of it.
+    """
+
+    def __init__(
+        self, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory
+    ) -> None:
         super().__init__(buffer, trajectory.version)
         self._worker = worker
         self._trajectory = trajectory
         self._parallel_from = PARALLEL_FROM
         first = trajectory.evaluations[0] if trajectory.evaluations else None
-        self._first = first if first is not None and first.shift != 0 else None  # prepared during the replay
-        self._is_prepared = False  # whether the work buffer has the first evaluation's weights since the replay
-        # All segments share programs, so that each is encoded for the kernels once. These caches do not refer to the
-        # perturber, which is freed with its sweep, and so is the memory that it uses.
-        self._compiled: Callable[[Update], Programs] = cache(lambda update: compile_updates([update]))
+        # prepared during the replay
+        self._first = first if first is not None and first.shift != 0 else None
+        # whether the work buffer has the first evaluation's weights since the replay
+        self._is_prepared = False
+        # All segments share programs, so that each is encoded for the kernels once. These caches do
+        # not refer to the perturber, which is freed with its sweep, and so is the memory that it
+        # uses.
+        self._compiled: Callable[[Update], Programs] = cache(
+            lambda update: compile_updates([update])
+        )
         # Perturbs a copy of the weights, which stay unchanged.
         self._copy: Callable[[Evaluation], Program] = cache(
             lambda evaluation: compile_updates((), evaluation, trajectory.zo_eps)[False]
@@ -307,11 +399,15 @@ class TrajectoryPerturber(Perturber):
         )  # from one evaluation's weights to the next's
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write an evaluation's weights to the work buffer, unless the replay has done so. See the contract."""
+        """Write an evaluation's weights to the work buffer, unless the replay has done so.
+
+        See the contract.
+        """
         if self._is_prepared and evaluation == 0:
             return
         at = self._trajectory.evaluations[evaluation]
-        if evaluation and self._trajectory.perturb_in_place:  # from the weights of the evaluation before
+        if evaluation and self._trajectory.perturb_in_place:
+            # from the weights of the evaluation before
             for move in self._moves(self._trajectory.evaluations[evaluation - 1], at):
                 self._run(index, None, [{False: move, True: move}], move)
         elif at is None or at.shift == 0:
@@ -325,9 +421,17 @@ class TrajectoryPerturber(Perturber):
         """The updates that a version lacks, in parts for whose seeds a thread draws in turn."""
         return list(split_updates(self._trajectory.updates[version : self.version], SEEDS_IN_TURN))
 
-    def _run(self, index: int, stores: Stores | None, owned: Sequence[Programs], borrowed: Program | None) -> None:
-        """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed weights without stores."""
-        owned = [programs for programs in owned if programs[False].instructions or programs[False].then is not None]
+    def _run(
+        self, index: int, stores: Stores | None, owned: Sequence[Programs], borrowed: Program | None
+    ) -> None:
+        """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed
+        weights without stores.
+        """
+        owned = [
+            programs
+            for programs in owned
+            if programs[False].instructions or programs[False].then is not None
+        ]
         by_decay = [[programs[decays] for programs in owned] for decays in (False, True)]
         work: list[Work] = []
         for view in self.buffer.segments[index] if owned else ():
@@ -343,11 +447,15 @@ class TrajectoryPerturber(Perturber):
         """Run programs on parameters of a segment, equally many on each."""
 
     def _kernels(self, index: int) -> ModuleType | None:
-        """Kernels that change a segment's parameters in one launch; None if each is changed by itself."""
+        """Kernels that change a segment's parameters in one launch; None if each is changed by
+        itself.
+        """
         views = self.buffer.segments[index]
         if self.buffer.is_low_bit[index] or any(view.unrounded is not None for view in views):
             return None
-        found = [triton_kernels(view.work) for view in views if view.spec.dtype is not torch.float64]
+        found = [
+            triton_kernels(view.work) for view in views if view.spec.dtype is not torch.float64
+        ]
         return found[0] if found and len(found) == len(views) and all(found) else None
 
     def _divide(self, index: int, tasks: Iterable[Callable[[], object]], helpers: int = 1) -> None:
@@ -363,7 +471,11 @@ class TrajectoryPerturber(Perturber):
                     return
                 task()
 
-        others = [self._worker.submit(work) for _ in range(helpers)] if self._worker and self._divides(index) else []
+        others = (
+            [self._worker.submit(work) for _ in range(helpers)]
+            if self._worker and self._divides(index)
+            else []
+        )
         try:
             work()
         finally:
@@ -386,20 +498,30 @@ def in_one_launch(
     """
     groups: dict[tuple[int, torch.dtype, torch.dtype], tuple[Program, list[ParameterView]]] = {}
     for view, program in work:
-        dtypes = view.spec.dtype, view.work.dtype  # of weights and of copies, as the forward reads them
+        # of weights and of copies, as the forward reads them
+        dtypes = view.spec.dtype, view.work.dtype
         groups.setdefault((id(program), *dtypes), (program, []))[1].append(view)
     for program, views in groups.values():
         outs = None if program.then is None else [view.work for view in views]
-        yield program, views, [_weights(view, stores, copied=outs is not None) for view in views], outs
+        yield (
+            program,
+            views,
+            [_weights(view, stores, copied=outs is not None) for view in views],
+            outs,
+        )
 
 
 def _weights(view: ParameterView, stores: Stores | None, *, copied: bool) -> torch.Tensor:
-    """Return stored weights, or perturbed ones without stores; copies of low-bit ones begin in their stored dtype."""
+    """Return stored weights, or perturbed ones without stores; copies of low-bit ones begin in
+    their stored dtype.
+    """
     if stores is None:
         return view.targets()[0]
     stored = view.stored(stores)
     if view.spec.is_low_bit and (copied or stored.dtype is not view.spec.dtype):
-        assert copied or view.spec.transfer_back, "weights that are not transferred back are replayed in their stored dtype"
+        assert copied or view.spec.transfer_back, (
+            "weights that are not transferred back are replayed in their stored dtype"
+        )
         return view.targets()[0]
     return stored
 
@@ -419,10 +541,13 @@ class CounterPerturber(TrajectoryPerturber):
         super().__init__(buffer, worker if helpers > 0 else None, trajectory)
         self._distribution = noise.distribution
         self._helpers = helpers
-        self._replays: dict[tuple[int, bool], list[Programs]] = {}  # by the arguments of ``_programs``
+        # by the arguments of ``_programs``
+        self._replays: dict[tuple[int, bool], list[Programs]] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring the store to the present version, and write the first evaluation's weights in the same pass."""
+        """Bring the store to the present version, and write the first evaluation's weights in the
+        same pass.
+        """
         self._is_prepared = False
         if self.buffer.transfers_back[index]:
             self._replay_low_bit(index, stores, version)
@@ -430,12 +555,19 @@ class CounterPerturber(TrajectoryPerturber):
         prepares = not self.buffer.is_low_bit[index]
         for programs in self._programs(version, prepares=prepares):
             is_last = programs[False].then is not None
-            self._run(index, stores, [programs], self._copy(self._first) if is_last and self._first is not None else None)
+            self._run(
+                index,
+                stores,
+                [programs],
+                self._copy(self._first) if is_last and self._first is not None else None,
+            )
         self._is_prepared = prepares and self._first is not None
         return self.version
 
     def _replay_low_bit(self, index: int, stores: Stores, version: int) -> None:
-        """Replay one update at a time, and round to the transfer dtype after each, as a device does."""
+        """Replay one update at a time, and round to the transfer dtype after each, as a device
+        does.
+        """
         missing = self._trajectory.updates[version : self.version]
         if missing:
             self.buffer.load_low_bit(index, stores)
@@ -446,48 +578,86 @@ class CounterPerturber(TrajectoryPerturber):
             self.buffer.round_to_transfer_dtype(index, stores[index])
 
     def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
-        """Compile the missing updates, in parts; the last program may also write the first evaluation's weights."""
+        """Compile the missing updates, in parts; the last program may also write the first
+        evaluation's weights.
+        """
         if (version, prepares) not in self._replays:
             *before, last = self._missing_updates(version)
-            last_programs = compile_updates(last, self._first if prepares else None, self._trajectory.zo_eps)
+            last_programs = compile_updates(
+                last, self._first if prepares else None, self._trajectory.zo_eps
+            )
             self._replays[version, prepares] = [*map(compile_updates, before), last_programs]
         return self._replays[version, prepares]
 
     def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
         if (kernels := self._kernels(index)) is not None:
-            for program, views, thetas, outs in in_one_launch(((view, program) for view, (program,) in work), stores):
-                kernels.apply_drawing(thetas, program, self._distribution, [view.spec.index for view in views], outs=outs)
+            for program, views, thetas, outs in in_one_launch(
+                ((view, program) for view, (program,) in work), stores
+            ):
+                kernels.apply_drawing(
+                    thetas,
+                    program,
+                    self._distribution,
+                    [view.spec.index for view in views],
+                    outs=outs,
+                )
             return
         length = RANGE if self._divides(index) else max(self.buffer.elements[index], 1)
         tasks = [
-            partial(self._run_range, view, program, stores, start, min(start + length, view.spec.numel))
+            partial(
+                self._run_range, view, program, stores, start, min(start + length, view.spec.numel)
+            )
             for view, (program,) in work
             for start in range(0, view.spec.numel, length)
         ]
         self._divide(index, tasks, self._helpers)
 
-    def _run_range(self, view: ParameterView, program: Program, stores: Stores | None, start: int, stop: int) -> None:
+    def _run_range(
+        self, view: ParameterView, program: Program, stores: Stores | None, start: int, stop: int
+    ) -> None:
         copies, (out, rounded) = program.then is not None, view.targets(start, stop)
-        theta, z = _weights(view, stores, copied=copies)[start:stop], Draw(self._distribution, view.spec.index, start)
-        apply(theta, program, z, out=out if copies else None, rounded=rounded if copies or stores is None else None)
+        theta, z = (
+            _weights(view, stores, copied=copies)[start:stop],
+            Draw(self._distribution, view.spec.index, start),
+        )
+        apply(
+            theta,
+            program,
+            z,
+            out=out if copies else None,
+            rounded=rounded if copies or stores is None else None,
+        )
 
 
 class DrawnPerturber(TrajectoryPerturber):
     """Perturbs with noise that is drawn into memory."""
 
     def __init__(
-        self, noise: NoiseGenerator, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory
+        self,
+        noise: NoiseGenerator,
+        buffer: WorkBuffer,
+        worker: ThreadPoolExecutor | None,
+        trajectory: Trajectory,
     ) -> None:
         super().__init__(buffer, worker, trajectory)
         self._noise = noise
-        self.seeds: set[int] = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
+        self.seeds: set[int] = {
+            evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None
+        }
         self._replays: dict[int, list[Sequence[Programs]]] = {}  # by version, in parts
         whole_moves = self._moves
-        self._moves = cache(lambda before, after: [move for whole in whole_moves(before, after) for move in _apart(whole)])
-        self._ahead: Future[None] | None = None  # writes the first evaluation's weights on the second thread
+        self._moves = cache(
+            lambda before, after: [
+                move for whole in whole_moves(before, after) for move in _apart(whole)
+            ]
+        )
+        # writes the first evaluation's weights on the second thread
+        self._ahead: Future[None] | None = None
         self._replayed: Replayed | None = None  # is told which chunks are replayed
-        self._drawn_at_once: tuple[int, ...] = ()  # seed and parameters of what ``_drawn_together`` has drawn
-        # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the weight is tied.
+        # seed and parameters of what ``_drawn_together`` has drawn
+        self._drawn_at_once: tuple[int, ...] = ()
+        # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the
+        # weight is tied.
         self._drawn: dict[str, int] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
@@ -521,12 +691,20 @@ class DrawnPerturber(TrajectoryPerturber):
         """Compile the updates that a version lacks, one by one: z of each takes memory."""
         if version not in self._replays:
             parts = self._missing_updates(version)
-            self.seeds.update(seed for updates in parts for update in updates for seed in seeds_of(update))
-            self._replays[version] = [[self._compiled(update) for update in updates] for updates in parts]
+            self.seeds.update(
+                seed for updates in parts for update in updates for seed in seeds_of(update)
+            )
+            self._replays[version] = [
+                [self._compiled(update) for update in updates] for updates in parts
+            ]
         return self._replays[version]
 
-    def _begin_ahead(self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed) -> None:
-        """Let the second thread prepare the first evaluation, if that saves time; each replayed chunk is sent to it."""
+    def _begin_ahead(
+        self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed
+    ) -> None:
+        """Let the second thread prepare the first evaluation, if that saves time; each replayed
+        chunk is sent to it.
+        """
         self._is_prepared, first = False, self._first
         if self._worker is None or first is None or self._kernels(index) is not None:
             return
@@ -534,7 +712,9 @@ class DrawnPerturber(TrajectoryPerturber):
         if owned < self._parallel_from:
             return  # there is little to replay; later both threads perturb the borrowed weights
         if any(first.seed in program[False].seeds for programs in missing for program in programs):
-            return  # two threads would draw from one seed's generator, which would start over for each chunk
+            # two threads would draw from one seed's generator, which would start over for each
+            # chunk
+            return
         work: list[Work] = [(view, [self._copy(first)]) for view in self.buffer.segments[index]]
         self._is_prepared = True
         is_behind = any(programs[False].instructions for programs in missing[-1])
@@ -549,9 +729,16 @@ class DrawnPerturber(TrajectoryPerturber):
                 for zs in self._drawn_together([view for view, _ in work], program.seeds[0]):
                     part = ((view, each[number]) for view, each in work if view.spec.index in zs)
                     for launched, views, thetas, outs in in_one_launch(part, stores):
-                        kernels.apply(thetas, launched, [[zs[view.spec.index] for view in views]], outs)
-        elif _perturbs(programs[0], stores) and all(self._has_drawn(view, programs[0]) for view, _ in work):
-            halves = [partial(self._run_chunks, index, stores, work, part=part, parts=2) for part in range(2)]
+                        kernels.apply(
+                            thetas, launched, [[zs[view.spec.index] for view in views]], outs
+                        )
+        elif _perturbs(programs[0], stores) and all(
+            self._has_drawn(view, programs[0]) for view, _ in work
+        ):
+            halves = [
+                partial(self._run_chunks, index, stores, work, part=part, parts=2)
+                for part in range(2)
+            ]
             self._divide(index, halves)
         else:
             self._run_chunks(index, stores, work)
@@ -567,9 +754,11 @@ class DrawnPerturber(TrajectoryPerturber):
         parts: int = 1,
         awaited: Replayed | None = None,
     ) -> None:
-        """Run programs on every ``parts``-th chunk of each parameter, along z that is in the noise buffer or is drawn now.
+        """Run programs on every ``parts``-th chunk of each parameter, along z that is in the noise
+        buffer or is drawn now.
 
-        With ``awaited``, each chunk of the segment's own parameters waits for a message that it is up to date.
+        With ``awaited``, each chunk of the segment's own parameters waits for a message that it is
+        up to date.
         """
         perturbs = _perturbs(work[0][1][0], stores)
         for view, programs in work:
@@ -580,28 +769,46 @@ class DrawnPerturber(TrajectoryPerturber):
                     if perturbs and view.z is not None:
                         zs = [view.z[start:stop]]
                     else:
-                        names = ["z move"] if perturbs else [f"z {number}" for number in range(len(program.seeds))]
-                        zs = [self.buffer.drawing(spec.dtype, name)[: stop - start] for name in names]
+                        names = (
+                            ["z move"]
+                            if perturbs
+                            else [f"z {number}" for number in range(len(program.seeds))]
+                        )
+                        zs = [
+                            self.buffer.drawing(spec.dtype, name)[: stop - start] for name in names
+                        ]
                     for z, seed in () if has_drawn else zip(zs, program.seeds, strict=True):
                         self._noise.fill(z, seed, spec, start)
                     if awaited is not None and view.owner == index and awaited.get() is None:
                         return
                     copies = program.then is not None
                     theta = _weights(view, stores, copied=copies)[start:stop]
-                    apply(theta, program, zs, out=out if copies else None, rounded=rounded if perturbs else None)
+                    apply(
+                        theta,
+                        program,
+                        zs,
+                        out=out if copies else None,
+                        rounded=rounded if perturbs else None,
+                    )
                 if not perturbs and self._replayed is not None:
                     self._replayed.put(stop)
             if perturbs and view.z is not None:
                 self._drawn[spec.name] = programs[0].seeds[0]
 
     def _has_drawn(self, view: ParameterView, program: Program) -> bool:
-        """Whether the noise buffer has z of the direction along which a program perturbs a parameter."""
+        """Whether the noise buffer has z of the direction along which a program perturbs a
+        parameter.
+        """
         return view.z is not None and (self._drawn.get(view.spec.name),) == program.seeds
 
-    def _drawn_together(self, views: Sequence[ParameterView], seed: int) -> Iterator[Mapping[int, torch.Tensor]]:
-        """Draw one direction for parameters in turn, as many at a time as the memory for each dtype's longest one holds.
+    def _drawn_together(
+        self, views: Sequence[ParameterView], seed: int
+    ) -> Iterator[Mapping[int, torch.Tensor]]:
+        """Draw one direction for parameters in turn, as many at a time as the memory for each
+        dtype's longest one holds.
 
-        What a part of a segment has drawn there is used again for the next evaluation along the same direction.
+        What a part of a segment has drawn there is used again for the next evaluation along the
+        same direction.
 
         Yields:
             The z of a part of the parameters, by index.
@@ -631,19 +838,36 @@ def _perturbs(program: Program, stores: Stores | None) -> bool:
 
 
 def _apart(program: Program) -> list[Program]:
-    """The perturbations of a program, each as one of its own: z of several directions would take memory."""
+    """The perturbations of a program, each as one of its own: z of several directions would take
+    memory.
+    """
     moves = [move for move in program.instructions if isinstance(move, Perturb)]
-    return [Program((program.seeds[move.direction],), (move._replace(direction=0),)) for move in moves]
+    return [
+        Program((program.seeds[move.direction],), (move._replace(direction=0),)) for move in moves
+    ]
 
 
 class FactorPerturber(Perturber):
-    """Perturbs beside the activations: streams that are stacked run as one batch. Weights are only read."""
+    """Perturbs beside the activations: streams that are stacked run as one batch.
+
+    Weights are only read.
+    """
 
     def __init__(
-        self, model: StackedModel, factors: FactorStore, buffer: WorkBuffer, worker: Executor | None, trajectory: Trajectory
+        self,
+        model: StackedModel,
+        factors: FactorStore,
+        buffer: WorkBuffer,
+        worker: Executor | None,
+        trajectory: Trajectory,
     ) -> None:
         super().__init__(buffer, trajectory.version)
-        self._model, self._factors, self._worker, self._trajectory = model, factors, worker, trajectory
+        self._model, self._factors, self._worker, self._trajectory = (
+            model,
+            factors,
+            worker,
+            trajectory,
+        )
         self._perturbations: list[Program] = []  # of each stack
         factors.begin_sweep()
 
@@ -651,7 +875,10 @@ class FactorPerturber(Perturber):
         """Have each stack run with perturbations of its own. See ``Perturber``."""
         stacks, factors = list(_stacks(forward, groups, self._factors.most_streams)), self._factors
         self._perturbations = [
-            factors.perturbations([groups[group][0] for group in stack.groups], self._trajectory.zo_eps) for stack in stacks
+            factors.perturbations(
+                [groups[group][0] for group in stack.groups], self._trajectory.zo_eps
+            )
+            for stack in stacks
         ]
         return [[stack] for stack in stacks]
 
@@ -681,7 +908,9 @@ class FactorPerturber(Perturber):
         self._model.perturb(0, {}, 1)
 
     def _readable(self, view: ParameterView, stores: Stores) -> torch.Tensor:
-        """Return the tensor from which modules read a parameter, with past periods if it has many."""
+        """Return the tensor from which modules read a parameter, with past periods if it has
+        many.
+        """
         if not self._factors.forms(view.spec):
             return view.readable(stores, self._worker)
         theta, weight = view.stored(stores), view.work.view(view.spec.shape)
@@ -693,14 +922,24 @@ class FactorPerturber(Perturber):
 
 
 def _stacks(forward: Forward, groups: Groups, most_streams: int | None) -> Iterator[Stream]:
-    """Stack the evaluations of each micro-batch, at most so many at a time; those that cannot be stacked run alone."""
+    """Stack the evaluations of each micro-batch, at most so many at a time; those that cannot be
+    stacked run alone.
+    """
     for number in range(max((len(batches) for _, batches in groups), default=0)):
-        streams = [(group, batches[number]) for group, (_, batches) in enumerate(groups) if number < len(batches)]
+        streams = [
+            (group, batches[number])
+            for group, (_, batches) in enumerate(groups)
+            if number < len(batches)
+        ]
         most = len(streams) if most_streams is None else most_streams
         for start in range(0, len(streams), most):
             part = streams[start : start + most]
             batches = [batch for _, batch in part]
-            stacked = forward.stacked(batches) if len(part) > 1 and isinstance(forward, StackedForward) else None
+            stacked = (
+                forward.stacked(batches)
+                if len(part) > 1 and isinstance(forward, StackedForward)
+                else None
+            )
             if stacked is None:
                 yield from (Stream(batch, [batch], [group]) for group, batch in part)
             else:

@@ -1,9 +1,11 @@
-"""A visit: bring a segment to the present version, and run its forwards at the present or perturbed weights.
+"""A visit: bring a segment to the present version, and run its forwards at the present or perturbed
+weights.
 
-Updates are applied to the segment's own bytes. Perturbed weights are written to the work buffer, whose views are the model's
-parameters, or low-rank perturbations are added beside the activations. A ``Perturber`` does this; the visitor runs the
-forwards. ``HostReplay`` brings segments to the present version on the host, for a device that receives them so. Models and
-engines have one user at a time (``sole_use``, ``ExclusiveUse``).
+Updates are applied to the segment's own bytes. Perturbed weights are written to the work buffer,
+whose views are the model's parameters, or low-rank perturbations are added beside the activations.
+A ``Perturber`` does this; the visitor runs the forwards. ``HostReplay`` brings segments to the
+present version on the host, for a device that receives them so. Models and engines have one user at
+a time (``sole_use``, ``ExclusiveUse``).
 """
 
 from __future__ import annotations
@@ -23,26 +25,46 @@ from zo2core.kernels import Distribution, Draw, apply
 from zo2core.kernels.programs import Trajectory
 from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
-from zo2core.protocols import Activations, CounterNoise, Forward, NoiseGenerator, Store, Streams, VisitSegment
+from zo2core.protocols import (
+    Activations,
+    CounterNoise,
+    Forward,
+    NoiseGenerator,
+    Store,
+    Streams,
+    VisitSegment,
+)
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.perturbers import CounterPerturber, Groups, Perturber, Stream, WorkBuffer
-from zo2core.types import BlockLayout, Descend, Evaluation, Lane, ParameterSpec, Program, SegmentKind, Update
+from zo2core.types import (
+    BlockLayout,
+    Descend,
+    Evaluation,
+    Lane,
+    ParameterSpec,
+    Program,
+    SegmentKind,
+    Update,
+)
 
 EVERY = 100  # steps from one measurement to the next
 SAMPLED = 256  # evenly spread elements of a segment; a few more if it has many parameters
 
 
 class UpdateLoss:
-    """Measures the share of weights that an update changes, at the first step and then at every hundredth.
+    """Measures the share of weights that an update changes, at the first step and then at every
+    hundredth.
 
-    The other weights round back to their value. A sample of each segment is copied during the sweep. Once the step's update
-    is known, it is applied to the copies along directions of the same distribution but of other seeds: so no direction is
-    drawn twice or kept, and the run does not depend on the sample. Changes by the rounding of perturbations or by weight
-    decay do not count.
+    The other weights round back to their value. A sample of each segment is copied during the
+    sweep. Once the step's update is known, it is applied to the copies along directions of the same
+    distribution but of other seeds: so no direction is drawn twice or kept, and the run does not
+    depend on the sample. Changes by the rounding of perturbations or by weight decay do not count.
     """
 
     def __init__(self, noise: NoiseGenerator) -> None:
-        self._distribution = noise.distribution if isinstance(noise, CounterNoise) else Distribution.GAUSSIAN
+        self._distribution = (
+            noise.distribution if isinstance(noise, CounterNoise) else Distribution.GAUSSIAN
+        )
         self._next = 0  # the next step to measure
         self._is_sampling = False  # whether the present step is measured
         self._samples: dict[int, list[torch.Tensor]] = {}  # by segment
@@ -52,15 +74,22 @@ class UpdateLoss:
         self._is_sampling, self._samples = step >= self._next, {}
 
     def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec]) -> None:
-        """Copy a few elements of a segment, if the present step is measured. The host does not wait for the device."""
+        """Copy a few elements of a segment, if the present step is measured.
+
+        The host does not wait for the device.
+        """
         if not self._is_sampling:
             return
         pairs = zip(store, specs, strict=False)  # a store of 8-bit weights ends with their scales
-        weights = [(theta, spec.dtype, _kept_dtype(spec)) for theta, spec in pairs if not spec.frozen]
+        weights = [
+            (theta, spec.dtype, _kept_dtype(spec)) for theta, spec in pairs if not spec.frozen
+        ]
         if any(theta.dtype not in dtypes for theta, *dtypes in weights):
             return
         stride = max(1, sum(theta.numel() for theta, *_ in weights) // SAMPLED)
-        self._samples[index] = [theta[::stride].to(kept, copy=True) for theta, _, kept in weights if kept.itemsize > 1]
+        self._samples[index] = [
+            theta[::stride].to(kept, copy=True) for theta, _, kept in weights if kept.itemsize > 1
+        ]
 
     @torch.inference_mode()
     def share_applied(self, update: Update) -> float | None:
@@ -70,21 +99,30 @@ class UpdateLoss:
             return None
         self._next, self._is_sampling = update.step + EVERY, False
         copies = [copy.cpu() for of_segment in samples.values() for copy in of_segment]
-        by_dtype = [[copy for copy in copies if copy.dtype is dtype] for dtype in {copy.dtype for copy in copies}]
+        by_dtype = [
+            [copy for copy in copies if copy.dtype is dtype]
+            for dtype in {copy.dtype for copy in copies}
+        ]
         changed = sum(self._changed(torch.cat(of_dtype), update) for of_dtype in by_dtype)
         return changed / sum(map(torch.numel, copies))
 
     def _changed(self, before: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
         after, grads = before.clone(), update.projected_grads
-        steps = tuple(Descend(direction, grad, update.lr, 0.0) for direction, grad in enumerate(grads))
+        steps = tuple(
+            Descend(direction, grad, update.lr, 0.0) for direction, grad in enumerate(grads)
+        )
         apply(after, Program(tuple(range(len(grads))), steps), Draw(self._distribution, 0))
         return int((after != before).sum())
 
 
 def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
     """The dtype in which a parameter is kept from step to step."""
-    return spec.transfer_dtype if spec.transfer_dtype is not None and spec.transfer_back else spec.dtype
+    return (
+        spec.transfer_dtype
+        if spec.transfer_dtype is not None and spec.transfer_back
+        else spec.dtype
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +130,13 @@ class Visits:
     """The objects that a run's sweeps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    perturber: Callable[[int, Sequence[Evaluation | None]], Perturber]  # of a sweep: to a version and through evaluations
+    # of a sweep: to a version and through evaluations
+    perturber: Callable[[int, Sequence[Evaluation | None]], Perturber]
     activations: StreamActivations  # between segments; one sweep uses it at a time
     streams: Streams
     timeline: Timeline
-    update_loss: UpdateLoss | None  # samples segments at the present version; None if their weights do not change
+    # samples segments at the present version; None if their weights do not change
+    update_loss: UpdateLoss | None
 
 
 class SegmentVisitor:
@@ -106,7 +146,8 @@ class SegmentVisitor:
         self._visits, self._forward = visits, forward
         self._perturber = visits.perturber(version, [evaluation for evaluation, _ in groups])
         self._streams = self._perturber.streams(groups, forward)
-        self._stores: dict[int, Store] = {}  # stores of the visited segment and of resident segments, by segment
+        # stores of the visited segment and of resident segments, by segment
+        self._stores: dict[int, Store] = {}
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # of the head, by evaluation
         may_offload = any(evaluation is not None for evaluation, _ in groups)
         visits.activations.begin(sum(map(len, self._streams)), may_offload=may_offload)
@@ -131,7 +172,9 @@ class SegmentVisitor:
             version = self._perturber.replay(index, self._stores, version)
             if visits.update_loss is not None:
                 visits.update_loss.sample(index, store, layout.parameters)
-        else:  # the segment has no updates; the weights that it borrows are perturbed for the first evaluation
+        else:
+            # the segment has no updates; the weights that it borrows are perturbed for the first
+            # evaluation
             self._perturber.replay(index, self._stores, self._perturber.version)
         visits.timeline.note(Lane.REPLAY, layout.name, started, visits.streams.mark())
         return version
@@ -158,10 +201,18 @@ class SegmentVisitor:
             del self._stores[index]
 
     def _run(self, index: int, number: int, stream: Stream) -> None:
-        """Run a segment's forward of one stream, with its activations taken from their memory and put back."""
-        memory, forward, kind = self._visits.activations, self._forward, self._visits.layouts[index].kind
+        """Run a segment's forward of one stream, with its activations taken from their memory and
+        put back.
+        """
+        memory, forward, kind = (
+            self._visits.activations,
+            self._forward,
+            self._visits.layouts[index].kind,
+        )
         if kind is SegmentKind.EMBEDDING:
-            memory.add(number, forward.embed(stream.batch), partial(forward.forward_bytes, stream.batch))
+            memory.add(
+                number, forward.embed(stream.batch), partial(forward.forward_bytes, stream.batch)
+            )
             return
         activations = memory.take(index, number)
         if kind is SegmentKind.BLOCK:
@@ -182,7 +233,9 @@ def watched(visit: VisitSegment, visits: int, watch: Callable[[int, int], object
     """A visit that is reported, with the number of visits so far and of all."""
     done = 0
 
-    def visit_and_report(index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+    def visit_and_report(
+        index: int, store: Store, version: int, commit: Callable[[int], None]
+    ) -> None:
         nonlocal done
         visit(index, store, version, commit)
         done += 1
@@ -195,22 +248,39 @@ class HostReplay:
     """Brings stored segments to the present version with the host's kernels."""
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], update_loss: UpdateLoss
+        self,
+        layouts: Sequence[BlockLayout],
+        noise: CounterNoise,
+        updates: Sequence[Update],
+        update_loss: UpdateLoss,
     ) -> None:
-        self._layouts, self._noise, self._updates, self._update_loss = layouts, noise, updates, update_loss
-        # Only this work buffer's views, and its memory to round low-bit weights, are used: other pages are never touched.
-        self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False)
+        self._layouts, self._noise, self._updates, self._update_loss = (
+            layouts,
+            noise,
+            updates,
+            update_loss,
+        )
+        # Only this work buffer's views, and its memory to round low-bit weights, are used: other
+        # pages are never touched.
+        self._buffer = WorkBuffer(
+            layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False
+        )
         self._threads = max(1, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
         self._perturber: CounterPerturber | None = None
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the version of the present number of updates. See ``ReplaySegment``."""
+        """Bring a segment to the version of the present number of updates.
+
+        See ``ReplaySegment``.
+        """
         present = len(self._updates)
         if self._perturber is None or self._perturber.version != present:  # a new sweep
             trajectory = Trajectory(self._updates, present, (), zo_eps=1.0, perturb_in_place=True)
-            self._perturber = CounterPerturber(self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1)
+            self._perturber = CounterPerturber(
+                self._noise, self._buffer, self._pool, trajectory, helpers=self._threads - 1
+            )
         version = self._perturber.replay(index, {index: store}, version)
         self._update_loss.sample(index, store, self._layouts[index].parameters)
         return version
@@ -225,7 +295,9 @@ _IN_USE: set[int] = set()  # ids of models and sources, which those who use them
 
 @contextlib.contextmanager
 def sole_use(used: object) -> Iterator[None]:
-    """The use of a model, or of a source, by one engine: a second one would make the first read other weights."""
+    """The use of a model, or of a source, by one engine: a second one would make the first read
+    other weights.
+    """
     if id(used) in _IN_USE:
         raise BusyError(
             type(used).__name__,
