@@ -4,6 +4,7 @@ command line.
 
 import json
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -171,6 +172,19 @@ def functions(prepared: Path) -> Path:
             ['{"n": 3}', '{"n": "x"}', "[1]", "{n: 3}", "[" * 10000],
             [1, 0.5, 0.5, 0, 0],
         ),
+        (
+            "json-schema",
+            {
+                "schema": {
+                    "$id": "https://example.com/list",
+                    "type": "array",
+                    "items": {"$ref": "item"},
+                    "$defs": {"one": {"$id": "item", "type": "integer"}},
+                }
+            },
+            ["[1]", '["x"]'],
+            [1, 0.5],
+        ),
     ],
 )
 def test_ready_rewards(
@@ -178,6 +192,22 @@ def test_ready_rewards(
 ) -> None:
     with closing(rewards(name)) as judge:
         assert judge.of(completions(*texts, **fields)) == [values]
+
+
+def test_what_a_schema_refers_to_is_not_fetched(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "string"}')
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(rewards("json-schema")) as judge:
+        server.setblocking(False)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/schema"
+        for reference in (url, file.as_uri(), "urn:none"):
+            for key in ("$ref", "$dynamicRef"):
+                schema = {"properties": {"n": {key: reference}}}
+                told = rf"line 1 of --data: found .*the schema refers to '{re.escape(reference)}'"
+                with pytest.raises(DataError, match=told):
+                    judge.of(completions('{"n": "x"}', schema=schema))
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            server.accept()
 
 
 def test_rewards_are_numbers_that_are_added_by_their_weights(functions: Path) -> None:

@@ -53,14 +53,23 @@ def regular_expression(prompt: object, completion: str, row: Mapping[str, Any]) 
 
 
 def json_schema(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
-    """1 if the completion is JSON of the row's ``schema``, 0.5 if it is other JSON, else 0."""
-    schema, package = _column(row, "schema", "json-schema"), importlib.import_module("jsonschema")
+    """1 if the completion is JSON of the row's ``schema``, 0.5 if it is other JSON, else 0.
+
+    A schema comes with the rows, so that a stranger may have written it. Nothing is fetched for it.
+    """
+    schema = _column(row, "schema", "json-schema")
+    jsonschema, referencing = map(importlib.import_module, ("jsonschema", "referencing"))
     try:
         value = json.loads(completion)
     except (ValueError, RecursionError):
         return 0.0
     schema = json.loads(schema) if isinstance(schema, str) else schema
-    return 1.0 if package.Draft202012Validator(schema).is_valid(value) else 0.5
+    # Without a registry of its own, jsonschema opens the URLs of references: http, ftp, and file.
+    validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
+    try:
+        return 1.0 if validator.is_valid(value) else 0.5
+    except referencing.exceptions.Unresolvable as error:
+        raise ValueError(f"the schema refers to {error.ref!r}, which is not in it") from error
 
 
 def length(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
