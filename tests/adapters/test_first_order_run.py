@@ -338,6 +338,24 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
     )
 
 
+def test_a_result_that_is_the_base_is_told_with_the_command_for_the_last_step(here: Path) -> None:
+    # What is learned is none of these completions.
+    write_rows(Path("others.jsonl"), [{"prompt": "the cat sat", "completion": " the"}])
+    ended = done(*train("run", *EVALUATED, "--evaluation", "others.jsonl", "--steps", 4))
+    untrained = "the evaluation before the first step is the best of 3, so nothing that was trained"
+    last = "zo2 export --run run --at 4 --output DIR"
+    assert f"{untrained} is used: run/model has the base's weights." in ended.err
+    assert f"To get those of the last step: {last}" in ended.err
+    told = done("evaluate", "--run", "run").err
+    assert f"run: {untrained} is used; --at 4 takes step 4\n" in told
+    (Path("run") / "snapshot-4.safetensors").unlink()  # as of a run that was stopped
+    assert "; --at 2 takes step 2\n" in done("evaluate", "--run", "run").err
+    done(*last.replace("4", "2").replace("DIR", "last").split()[1:])
+    learned = load_file("last/adapter_model.safetensors")
+    assert any(value.any() for name, value in learned.items() if "lora_B" in name)
+    assert not any(value.any() for name, value in adapter_of("run").items() if "lora_B" in name)
+
+
 def test_verbs_know_first_order_runs(here: Path) -> None:
     assert "is finished" not in done(*train("run", *EVALUATED)).err
     told = done("journal", "run").out

@@ -95,6 +95,7 @@ def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
     assert f"zo2 train --resume {run}" in ended.err
     match = re.search(r"stopped after (\d+) steps", ended.err)
     assert match is not None
+    assert f"zo2 export --run {run} --at {match[1]} --output DIR" in ended.err
     assert abs(len(Journal(run / "journal.jsonl").updates) - int(match[1])) <= 1
     assert run_here("train", "--resume", run).status == 0
     assert bits_of(run) == whole

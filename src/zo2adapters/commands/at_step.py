@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
-from zo2adapters.trainers.metrics import best_step, verified_base
+from zo2adapters.trainers.metrics import best_step, untrained_line, verified_base
 from zo2adapters.trainers.options import Resources, RunModelOptions, TrainOptions, precision_of_run
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
@@ -289,9 +289,7 @@ class AtStep(Command):
         first-order run that was stopped has no weights of its last step, but those of its last
         snapshot.
         """
-        from zo2core.checkpoint.snapshots import Snapshots
-
-        step, reason, last, run = self.at, "", journal.version, self.run_directory
+        step, last, run = self.at, journal.version, self.run_directory
         if step is not None:
             if step and self.journal is None:
                 raise without_effect(
@@ -301,18 +299,20 @@ class AtStep(Command):
             return step
         if run is None or self.saved is None:
             return last
-        evaluations = {
-            step: results for step, results in journal.evaluations.items() if step <= last
-        }
-        if (step := best_step(evaluations) if self.saved.keep_best else None) is not None:
-            reason = f"best of {counted(len(evaluations), 'evaluation')}"
-        elif not journal.is_replayable:
-            steps = Snapshots(run, journal.chain, journal.require_version).steps
-            step = max((kept for kept in steps if kept <= last), default=last)
-            reason = "" if step == last else f"the last snapshot of {last} steps"
-        if reason and tells:
-            print(f"{run}: step {step} ({reason}); --at N takes another one", file=sys.stderr)
-        return last if step is None else step
+        evaluations = {at: results for at, results in journal.evaluations.items() if at <= last}
+        best = best_step(evaluations) if self.saved.keep_best else None
+        kept = _last_kept(journal, run)
+        told = None
+        if best == 0 < kept:
+            told = f"{untrained_line(evaluations)}; --at {kept} takes step {kept}"
+        elif best is not None:
+            evaluated = counted(len(evaluations), "evaluation")
+            told = f"step {best} (best of {evaluated}); --at N takes another one"
+        elif kept < last:
+            told = f"step {kept} (the last snapshot of {last} steps); --at N takes another one"
+        if told is not None and tells:
+            print(f"{run}: {told}", file=sys.stderr)
+        return kept if best is None else best
 
     def _require_snapshots_of(
         self, model: HFBlockModel, journal: Journal, workers: Workers | None
@@ -332,6 +332,16 @@ class AtStep(Command):
                 f"a run on {own[:12]}, the base of this command",
             )
             raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
+
+
+def _last_kept(journal: Journal, run: Path) -> int:
+    """The last step whose weights can be had: of first-order steps that of the last snapshot."""
+    from zo2core.checkpoint.snapshots import Snapshots
+
+    if journal.is_replayable:
+        return journal.version
+    steps = Snapshots(run, journal.chain, journal.require_version).steps
+    return max((step for step in steps if step <= journal.version), default=journal.version)
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

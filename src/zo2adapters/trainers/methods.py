@@ -282,7 +282,7 @@ class RunMethod(ABC):
             f"stopped after {counted(engine.version, 'step')}; to continue the run, or to export "
             "the model at this step:\n"
             f"  {self.options.resume_command}\n"
-            f"  zo2 export --run {self.options.output} --output DIR"
+            f"  zo2 export --run {self.options.output} --at {engine.version} --output DIR"
         )
 
 

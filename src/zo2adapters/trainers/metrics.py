@@ -188,6 +188,14 @@ def best_line(evaluations: Mapping[int, Results]) -> str | None:
     )
 
 
+def untrained_line(evaluations: Mapping[int, Results]) -> str:
+    """A line about a best evaluation that is that of the base, before the first step."""
+    return (
+        f"the evaluation before the first step is the best of {len(evaluations)}, so nothing that "
+        "was trained is used"
+    )
+
+
 def criterion(results: Results) -> float:
     """The result of an evaluation by which steps are compared; smaller is better, and NaN is none.
 

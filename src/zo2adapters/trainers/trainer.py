@@ -27,6 +27,7 @@ from zo2adapters.trainers.metrics import (
     best_step,
     export_bar,
     sweep_bars,
+    untrained_line,
     verified_base,
 )
 from zo2adapters.trainers.model_card import files_of_run
@@ -335,15 +336,19 @@ class Trainer:
         return exported
 
     def last_lines(self) -> list[str]:
-        """Lines to print after the run: that the steps have destroyed the model, if they have, and
-        the best evaluation.
+        """Lines to print after the run: that the steps have destroyed the model, if they have, the
+        best evaluation, and that it is the base that was exported, if nothing was better.
         """
         journal = self.engine.journal
-        return [
-            line
-            for line in (self._method.verdict(journal), best_line(journal.evaluations))
-            if line is not None
-        ]
+        evaluations, last = journal.evaluations, journal.version
+        lines = [self._method.verdict(journal), best_line(evaluations)]
+        if self.options.keep_best and best_step(evaluations) == 0 < last:
+            output = self.options.output
+            lines.append(
+                f"{untrained_line(evaluations)}: {self._run.model} has the base's weights. To get "
+                f"those of the last step: zo2 export --run {output} --at {last} --output DIR"
+            )
+        return [line for line in lines if line is not None]
 
     def close(self) -> None:
         """Close the engine and release the directory's lock. May be called twice."""
