@@ -15,7 +15,13 @@ from command_lines import done, leaves, make_place, refusal, run_here
 
 from zo2adapters import train
 from zo2adapters.commands.evaluate import WriteRows
-from zo2adapters.commands.options import nearest_name, option_fields, option_names, parse_command
+from zo2adapters.commands.options import (
+    nearest_name,
+    option_fields,
+    option_names,
+    parse_command,
+    parse_options,
+)
 from zo2adapters.commands.train import Train, arguments_of_recipe
 from zo2adapters.trainers import option_table
 from zo2adapters.trainers.optimization import Noise
@@ -335,6 +341,47 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
         recipe.write_text(text)
         with pytest.raises(OptionError, match=told):
             Train.with_recipe(["recipe.yaml"])
+
+
+SWITCHES = [
+    name
+    for option in option_fields(Train)
+    for name, type_ in (
+        (option.name, option.type),
+        *((s.field, s.type) for s in option.settings.values()),
+    )
+    if type_ is bool
+]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_of_a_recipe_is_a_bool_in_every_spelling(name: str, tmp_path: Path) -> None:
+    option, key = SETTING_OF.get(name, (name, ""))
+    recipe = tmp_path / "recipe.yaml"
+    for written, expected in (
+        *((word, True) for word in ("true", "TRUE", "yes", "on", "'true'", '"Yes"')),
+        *((word, False) for word in ("false", "False", "no", "off", "'off'", '"NO"')),
+    ):
+        lines = [f"{name}: {written}"] + ([f"{option}: {{{key}: {written}}}"] if key else [])
+        for line in lines:
+            recipe.write_text(f"model: base\n{line}\n")
+            command: Train = parse_options("train", Train, arguments_of_recipe(recipe))
+            values = {field: value for field, value, _ in option_table.leaves(command)}
+            assert values[name] is expected, line
+    for written in ("1", "maybe", "[true]", "null", "''", "{on: 1}"):
+        recipe.write_text(f"{name}: {written}\n")
+        with pytest.raises(OptionError) as refused:
+            arguments_of_recipe(recipe)
+        assert (refused.value.where, refused.value.expected) == (str(recipe), "true or false")
+        assert refused.value.remedy == f"write {name}: true, or {name}: false"
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {*SWITCHES}))
+def test_what_is_no_switch_is_not_a_bool_in_a_recipe(name: str) -> None:
+    for written in (True, False):
+        with pytest.raises(OptionError) as refused:
+            arguments_of_recipe({name: written})
+        assert refused.value.found == f"{str(written).lower()} as {name}"
 
 
 def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_keys() -> None:

@@ -58,6 +58,9 @@ _SIZES = ("memory", "rank")  # options whose settings stay as they are when anot
 # better
 _ALIKE = 0.75
 
+# What a recipe may write for a switch: the words for a bool that PyYAML takes in YAML 1.1.
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
 # Options of other trainers that would not be recognised or be taken for another one, by what they
 # are called here.
 _OTHER_NAMES: Mapping[str | None, str] = {
@@ -393,9 +396,10 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
         key, _, value = part.partition("=")
         setting = option.settings[key]
         if setting.type is bool:
-            if value.lower() not in ("", "true", "false"):
+            switch = _SWITCHES.get(value.lower() or "true")
+            if switch is None:
                 raise _refused(f"{part!r:.80} in {option.flag}", f"{key}, or {key}=false", see)
-            values[setting.field] = value.lower() != "false"
+            values[setting.field] = switch
         elif setting.items and value != "None":
             items = value.split(",")
             if len(items) != len(setting.items):
@@ -454,10 +458,18 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         if (name if setting else option) in seen:
             raise refused(f"the key {option} twice", "each option once", "remove one of the two")
         seen.add(name if setting else option)
+        settings = listed[option].settings
         if setting:
+            value = _switched(settings[setting], key, value, where)
             value = setting_text(None, {setting: value})
-        elif listed[option].settings and isinstance(value, Mapping):
-            value = setting_text(None, value)
+        elif settings and isinstance(value, Mapping):
+            known = {name: settings.get(name) for name in value}
+            value = setting_text(
+                None,
+                {name: _switched(known[name], name, value[name], where) for name in value},
+            )
+        else:
+            value = _switched(listed[option], key, value, where)
         called, is_list = option.replace("_", "-"), isinstance(value, (list, tuple))
         items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
@@ -485,6 +497,29 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         else:
             arguments += [f"--{called}", *texts] if is_list else [f"--{called}={texts[0]}"]
     return arguments
+
+
+def _switched(option: OptionField | None, key: object, value: object, where: str) -> object:
+    """A value of a recipe, which is a bool if the option or setting is a switch, and else none.
+
+    Args:
+        option: The option or setting; None: it is unknown, which is told later.
+        key: What the recipe calls it.
+        value: As the recipe has it; a bool may be a text there, such as on.
+        where: The recipe.
+    """
+    if option is None:
+        return value
+    if option.type is bool:
+        switch = _SWITCHES.get(str(value).lower())
+        if switch is None:
+            found, remedy = f"{value!r:.80} as {key}", f"write {key}: true, or {key}: false"
+            raise OptionError(where, found, "true or false", remedy)
+        return switch
+    if isinstance(value, bool):
+        found, remedy = f"{str(value).lower()} as {key}", "write such a value, or leave it out"
+        raise OptionError(where, found, f"a value, as in {option.written}", remedy)
+    return value
 
 
 def _settings_last(values: Iterable[tuple[Any, object]]) -> list[tuple[str, Any, object]]:
