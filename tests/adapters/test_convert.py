@@ -22,7 +22,8 @@ from zo2adapters.limited_process import LimitedProcess
 from zo2adapters.models import conversion, unpickling
 from zo2adapters.models.conversion import INDEX_FILE, SINGLE_FILE, new_reader
 from zo2adapters.models.conversion import convert as plain_convert
-from zo2core.errors import CheckpointError, OutputError
+from zo2core.checkpoint.shards import find_tensors
+from zo2core.errors import CheckpointError, OutputError, UnsupportedModelError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -110,7 +111,7 @@ def test_a_converted_model_opens_and_has_every_bit(
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_of_the_index(
+def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_of_the_last(
     tmp_path: Path,
 ) -> None:
     whole, own = torch.arange(12.0).reshape(3, 4), tmp_path / "own"
@@ -128,23 +129,37 @@ def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_
     assert all(torch.equal(found[name], value) for name, value in state.items())
     torch.save({"a": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "1.bin")
     torch.save({"a": torch.ones(2), "extra": torch.ones(1)}, tmp_path / "2.bin")
-    write_index(tmp_path, {"weight_map": {"a": "2.bin", "b": "1.bin"}})
+    write_index(tmp_path, {"weight_map": {"a": "1.bin", "b": "1.bin", "extra": "2.bin"}})
     out = convert(tmp_path, tmp_path / "out")
-    first, second = (
-        safetensors.torch.load_file(out / f"model-0000{i}-of-00002.safetensors") for i in (1, 2)
-    )
-    assert first.keys() == {"b"}
-    assert second.keys() == {"a", "extra"}
-    assert torch.equal(second["a"], torch.ones(2))
-    assert json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"][
-        "extra"
-    ].startswith("model-00002")
-    base = tmp_path / "unsettled"
-    base.mkdir()
-    for name in ("a", "b"):
-        torch.save({name: torch.ones(1), "both": torch.ones(1)}, base / f"{name}.bin")
-    write_index(base, {"weight_map": {"a": "a.bin", "b": "b.bin"}})
-    with pytest.raises(CheckpointError, match=r"b\.bin: both"):
+    entries = find_tensors(out)
+    values = {
+        name: torch.frombuffer(bytearray(entry.read()), dtype=torch.float32)
+        for name, entry in entries.items()
+    }
+    assert {name: value.tolist() for name, value in values.items()} == {
+        "a": [1.0, 1.0],  # as transformers reads it, in the order of the shards' names
+        "b": [0.0],
+        "extra": [1.0],
+    }
+    weight_map = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
+    assert {name: entry.path.name for name, entry in entries.items()} == weight_map
+
+
+def test_of_pickled_and_other_weights_those_are_converted_that_transformers_loads(
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "base"
+    state = save_pickled(base, shards=3)
+    torch.save({name: tensor + 1 for name, tensor in state.items()}, base / SINGLE_FILE)
+    convert(base, tmp_path / "new")
+    loaded = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    converted = safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")
+    assert converted.keys() == loaded.keys()
+    assert all(torch.equal(converted[name], value) for name, value in loaded.items())
+    safetensors.torch.save_file({"a": torch.ones(1)}, base / "model.safetensors")
+    refusal(base, match=r"model\.safetensors as well, which transformers loads instead")
+    (base / "model.safetensors").rename(base / "adapter_config.json")
+    with pytest.raises(UnsupportedModelError, match="an adapter beside a model"):
         convert(base, tmp_path / "none")
 
 

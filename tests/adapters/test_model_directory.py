@@ -19,6 +19,7 @@ from command_lines import done, refusal
 from families import small_config as family_config
 from families import small_model
 from models import save_model, save_tokenizer, small_config
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -275,18 +276,133 @@ def test_a_model_is_built_within_bounds_that_follow_from_the_checkpoint() -> Non
         build_skeleton(sinusoids, torch.float32, bounds=Bounds(numbers=100))
 
 
-@pytest.mark.parametrize("index", [True, False])
+def save_others(path: Path, base: Path) -> None:
+    """Write other weights of the same model."""
+    state = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    if path.suffix == ".bin":
+        torch.save(other, path)
+    else:
+        save_file(other, path, metadata={"format": "pt"})
+
+
+def copy_into_last_shard(base: Path) -> None:
+    """Lay another value of a tensor in the last shard, which the index looks for in the first."""
+    index = json.loads((base / "model.safetensors.index.json").read_bytes())["weight_map"]
+    first, *_, last = sorted(set(index.values()))
+    name = next(name for name, shard in index.items() if shard == first)
+    tensors = load_file(base / last)
+    tensors[name] = load_file(base / first)[name] + 1
+    save_file(tensors, base / last, metadata={"format": "pt"})
+
+
+CHOICES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "one file beside shards": ("2KB", lambda base: save_others(base / "model.safetensors", base)),
+    "consolidated beside shards": (
+        "2KB",
+        lambda base: save_others(base / "consolidated.safetensors", base),
+    ),
+    "a copy in a later shard": ("2KB", copy_into_last_shard),
+    "a variant": ("5GB", lambda base: save_others(base / "model.fp16.safetensors", base)),
+    "pickled beside it": ("5GB", lambda base: save_others(base / "pytorch_model.bin", base)),
+    "a name in the config": (
+        "5GB",
+        lambda base: change_json(
+            base / "config.json", {"transformers_weights": "model.safetensors"}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("shard_size", "arrange"), CHOICES.values(), ids=CHOICES)
+def test_of_several_files_those_count_that_transformers_loads(
+    shard_size: str, arrange: Callable[[Path], object], tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), max_shard_size=shard_size)
+    arrange(base)
+    expected = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    exported = load_file(export(base, tmp_path / "out") / "model.safetensors")
+    assert exported
+    assert all(torch.equal(value, expected[name]) for name, value in exported.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
+
+
+def embed_adapter(base: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(base)
+
+
+def pickle_beside_a_variant(base: Path) -> None:
+    save_others(base / "pytorch_model.bin", base)
+    (base / "model.safetensors").rename(base / "model.fp16.safetensors")
+
+
+UNCLEAR: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a variant alone": (
+        lambda base: (base / "model.safetensors").rename(base / "model.fp16.safetensors"),
+        r"model\.fp16\.safetensors: found weights under another name; expected model\.safeten",
+    ),
+    "consolidated alone": (
+        lambda base: (base / "model.safetensors").rename(base / "consolidated.safetensors"),
+        r"consolidated\.safetensors: found weights under another name.* rename it",
+    ),
+    "a GGUF file": (
+        lambda base: (base / "model.safetensors").rename(base / "model-f16.gguf"),
+        r"model-f16\.gguf: found weights under another name.* pass the path of this file",
+    ),
+    "a pickle and a variant": (
+        pickle_beside_a_variant,
+        r"pytorch_model\.bin: found pickled weights.* zo2 convert",
+    ),
+    "another name in the config": (
+        lambda base: change_json(base / "config.json", {"transformers_weights": "x.safetensors"}),
+        r"config\.json: transformers_weights: found 'x\.safetensors'; expected model\.safetensors",
+    ),
+    "an adapter": (
+        embed_adapter,
+        r"adapter_config\.json: found an adapter beside a model; expected a model alone",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.parametrize(("arrange", "told"), UNCLEAR.values(), ids=UNCLEAR)
+def test_weights_that_transformers_would_take_otherwise_are_refused_by_name(
+    arrange: Callable[[Path], object], told: str, base: Path
+) -> None:
+    arrange(base)
+    with pytest.raises(UnsupportedModelError, match=told):
+        open_checkpoint(base)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_a_model_with_an_adapter_is_merged_if_both_are_named_and_has_none_then(
+    base: Path, tmp_path: Path
+) -> None:
+    embed_adapter(base)
+    done("merge", "--model", base, "--adapter", base, "--output", tmp_path / "out")
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+
+
+@pytest.mark.parametrize("kind", ["one file", "shards", "one file and shards"])
 def test_only_needed_weights_are_downloaded(
-    index: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, cache = tmp_path / "hub", tmp_path / "cache"
     shutil.copytree(base, hub)
     names = ["model.safetensors"]
-    if index:
-        names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-        (hub / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": dict(zip("ab", names, strict=True))})
-        )
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    if kind != "one file":
+        weight_map = dict(zip("ab", shards, strict=True))
+        (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if kind == "shards":
+        names = shards
+        (hub / "model.safetensors").unlink()
+    for name in shards:
+        (hub / name).touch()
     for name in ("consolidated.safetensors", "model.fp16.safetensors", *names):
         (hub / name).touch()
     cache.mkdir()

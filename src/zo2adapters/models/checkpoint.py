@@ -44,6 +44,7 @@ from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, w
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.peft_adapter import (
+    CONFIG_FILE,
     Adapter,
     ChosenConfig,
     by_wrapped_names,
@@ -73,6 +74,7 @@ GENERATION = "generation_config.json"
 # of the run that made a model or an adapter; another run's export has its own
 PROMPT = "zo2_prompt.json"
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # of the files beside the weights
+_OTHER_WEIGHTS = frozenset({".safetensors", ".gguf"})
 
 _MAX_BYTES = 1 << 28  # the largest tokenizers take a tenth of it
 _MAX_CONFIG_BYTES = 1 << 24  # configs are parsed here
@@ -153,6 +155,7 @@ def open_checkpoint(
         _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
         precision = "exact" if precision == "auto" else precision
     directory = resolve_directory(path)
+    require_no_adapter(directory, adapter)
     files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
     if adapter_config is not None:
         _require_adapter_fits(adapter_config, files.config, kind)
@@ -276,12 +279,7 @@ def resolve_directory(path: Path | str) -> Path:
         and not directory.exists()
     ):
         try:
-            described = Path(
-                snapshot_download(
-                    text, allow_patterns=[f"*{suffix}" for suffix in sorted(SUFFIXES)]
-                )
-            )
-            return Path(snapshot_download(text, allow_patterns=_shards(described)))
+            return _download(text)
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             found, cause = (
                 f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})",
@@ -291,15 +289,17 @@ def resolve_directory(path: Path | str) -> Path:
     raise CheckpointError(text, found, expected, "check the spelling and the network") from cause
 
 
-def _shards(directory: Path) -> list[str]:
-    """The files of weights that a model needs: the index's shards, or the only one; reading reports
-    a damaged index.
+def _download(name: str) -> Path:
+    """Download the files of a model that are read: the only file of weights, or else the index's
+    shards. Reading reports a damaged index.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return sorted(
-            set(json.loads((directory / shards.INDEX_FILE).read_bytes())["weight_map"].values())
-        )
-    return [shards.SINGLE_FILE]
+    small = [f"*{suffix}" for suffix in sorted(SUFFIXES)]
+    directory = Path(snapshot_download(name, allow_patterns=[*small, shards.SINGLE_FILE]))
+    if shards.choose_weights(directory) == directory / shards.INDEX_FILE:
+        with contextlib.suppress(CheckpointError):
+            named = shards.parse_index(directory / shards.INDEX_FILE).values()
+            return Path(snapshot_download(name, allow_patterns=sorted(set(named))))
+    return directory
 
 
 def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) -> PreTrainedModel:
@@ -357,10 +357,7 @@ class ModelDirectory:
         # the latter is the file of the config
         self._directory, self.described_in = directory, directory / "config.json"
         self.config, quantization = _read_config(self.described_in)
-        pickled = sorted(directory.glob("pytorch_model*.bin"))
-        if pickled and not list(directory.glob("*.safetensors")):
-            remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
-            raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
+        _require_weights(directory, self.config)
         self.entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
         # whether there are tensors that have to be decoded
         self.is_encoded = quantization is not None
@@ -393,11 +390,44 @@ class ModelDirectory:
             warnings.warn(remote_code_note(changed), ZO2Warning, stacklevel=3)
         config = without_remote_code(json_object(self.described_in))
         config.pop("torch_dtype", None)
+        config.pop("transformers_weights", None)
         config.pop("quantization_config", None)  # exported weights are decoded
         config["dtype"] = str(dtype).removeprefix("torch.")
         config["architectures"] = [type(skeleton).__name__]
         files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
         return files
+
+
+def _require_weights(directory: Path, config: PretrainedConfig) -> None:
+    """Refuse a directory whose weights are in other files than transformers' first two choices."""
+    chosen = shards.choose_weights(directory)
+    named = getattr(config, "transformers_weights", None)
+    if chosen is not None and named not in (None, chosen.name):
+        where = f"{directory / 'config.json'}: transformers_weights"
+        remedy = "remove the entry, if the other file has the weights that you want"
+        raise UnsupportedModelError(where, repr(named)[:80], f"{chosen.name}, or none", remedy)
+    if chosen is not None:
+        return
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled:
+        remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
+        raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
+    expected = f"{shards.SINGLE_FILE} or {shards.INDEX_FILE}, which transformers loads"
+    for other in sorted(path for path in directory.iterdir() if path.suffix in _OTHER_WEIGHTS):
+        remedy = "pass the path of this file" if is_gguf(other) else "rename it, if it is the model"
+        raise UnsupportedModelError(other, "weights under another name", expected, remedy)
+
+
+def require_no_adapter(directory: Path, adapter: Adapter | None) -> None:
+    """Refuse a model with an adapter in its directory, which transformers would load with it."""
+    embedded = directory / CONFIG_FILE
+    given = (
+        None if adapter is None or not isinstance(adapter.config, str | Path) else adapter.config
+    )
+    if embedded.exists() and (given is None or Path(given).resolve() != directory.resolve()):
+        remedy = "pass the directory as --adapter, too, or move the adapter's files away"
+        expected = "a model alone: transformers would load the two together"
+        raise UnsupportedModelError(embedded, "an adapter beside a model", expected, remedy)
 
 
 def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
@@ -454,6 +484,8 @@ def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[
     companions: dict[str, Path | bytes] = {}
     changed = []
     for name, path in companion_files(directory).items():
+        if name == CONFIG_FILE:  # of an adapter, which is not written
+            continue
         companions[name] = path
         if name.endswith("config.json") and _REMOTE_CODE.encode() in _read(path):
             config = json_object(path)

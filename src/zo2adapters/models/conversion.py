@@ -27,6 +27,7 @@ from zo2adapters.models.checkpoint import (
     open_checkpoint,
     portable_companions,
     remote_code_note,
+    require_no_adapter,
 )
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.stored_tensors import MATRIX, SUFFIXES
@@ -61,10 +62,10 @@ def convert(
     Memory: one shard, in a child process.
     """
     shards.require_unused(destination)
+    require_no_adapter(source, None)
     expected = _find_shards(source)
     companions, changed = portable_companions(source)
     names = shards.shard_names(len(expected))
-    assigned = {name: shard for shard, tensors in expected.items() for name in tensors}
     weight_map: dict[str, str] = {}
     total_size = 0
     reading = new_reader() if reader is None else contextlib.nullcontext(reader)
@@ -74,13 +75,9 @@ def convert(
             report(remote_code_note(changed))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
             report(f"{shard} ({number} of {len(expected)})")
-            sizes = _convert_shard(child, source / shard, partial / target, shard, assigned)
-            for name in sizes:
-                if name in weight_map:
-                    raise shards.malformed(
-                        f"{source / shard}: {name}", "a tensor of another shard", "each tensor once"
-                    )
-                weight_map[name] = target
+            sizes = _convert_shard(child, source / shard, partial / target)
+            # Of a tensor in several shards the last one counts, as in transformers.
+            weight_map |= dict.fromkeys(sizes, target)
             for name in expected[shard]:
                 if name not in sizes:
                     raise shards.malformed(
@@ -103,47 +100,43 @@ def new_reader() -> LimitedProcess:
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
     """The tensors that the index expects in each shard, by the shard's file name; a single file has
-    no index.
+    no index, and is preferred to one, as in transformers.
     """
+    chosen = shards.choose_weights(directory, (SINGLE_FILE, INDEX_FILE))
+    preferred = shards.choose_weights(directory)
+    expected = f"{SINGLE_FILE} or {INDEX_FILE}"
+    if chosen is None and preferred is None:
+        remedy = "pass a directory that holds a model in the Hugging Face layout"
+        raise CheckpointError(directory, "no pickled weights", expected, remedy)
+    if chosen is None:
+        remedy = "use this directory as it is; there is nothing to convert"
+        raise CheckpointError(directory, "safetensors weights only", expected, remedy)
+    if preferred is not None:
+        found = f"{preferred.name} as well, which transformers loads instead"
+        remedy = "use this directory as it is, or convert a copy without the safetensors"
+        raise CheckpointError(directory, found, f"{chosen.name} alone", remedy)
+    shards.require_own_file(chosen, directory)
     names: dict[str, list[str]] = {}
-    if (directory / INDEX_FILE).exists():
-        shards.require_own_file(directory / INDEX_FILE, directory)
-        for name, shard in sorted(
-            shards.parse_index(directory / INDEX_FILE, suffix=".bin").items()
-        ):
-            names.setdefault(shard, []).append(name)
-        if not names:
-            raise shards.malformed(
-                directory / INDEX_FILE, "an empty weight_map", "the model's tensors"
-            )
-    elif (directory / SINGLE_FILE).exists():
+    if chosen.name == SINGLE_FILE:
         names[SINGLE_FILE] = []
     else:
-        found, remedy = (
-            "no pickled weights",
-            "pass a directory that holds a model in the Hugging Face layout",
-        )
-        if any(directory.glob("*.safetensors")):
-            found, remedy = (
-                "safetensors weights only",
-                "use this directory as it is; there is nothing to convert",
-            )
-        raise CheckpointError(directory, found, f"{SINGLE_FILE} or {INDEX_FILE}", remedy)
+        for name, shard in sorted(shards.parse_index(chosen, suffix=".bin").items()):
+            names.setdefault(shard, []).append(name)
+    if not names:
+        raise shards.malformed(chosen, "an empty weight_map", "the model's tensors")
     for shard in names:
         shards.require_own_file(directory / shard, directory)
     return dict(sorted(names.items()))
 
 
-def _convert_shard(
-    reader: LimitedProcess, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
-) -> dict[str, int]:
+def _convert_shard(reader: LimitedProcess, source: Path, target: Path) -> dict[str, int]:
     """Convert one file in the child process. Returns the bytes of each tensor written."""
     typed = system_errors_as(
         CheckpointError, source, expected="a readable file", remedy="get the file again"
     )
     with typed, open_regular(source) as file:
         nbytes = os.fstat(file.fileno()).st_size
-    request = {"source": str(source), "target": str(target), "shard": shard, "assigned": assigned}
+    request = {"source": str(source), "target": str(target)}
     try:
         seconds, memory = SECONDS + SECONDS_PER_BYTE * nbytes, MEMORY + MEMORY_PER_BYTE * nbytes
         result = reader.ask(request, seconds=seconds, memory=memory)

@@ -43,7 +43,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Convert one file."""
     source, target = Path(request["source"]), Path(request["target"])
     try:
-        tensors = _read(source, request["shard"], request["assigned"])
+        tensors = _read(source)
     except _RefusedError as error:
         return {"refused": error.refusal}
     try:
@@ -58,7 +58,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"sizes": {name: tensor.nbytes for name, tensor in tensors.items()}}
 
 
-def _read(path: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _read(path: Path) -> dict[str, torch.Tensor]:
     stored = _stored_sizes(path)
     state = _load(path, mmap=stored is not None)  # older files cannot be mapped
     for name, value in state.items():
@@ -66,11 +66,7 @@ def _read(path: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, torc
     if stored is not None:
         _check_storages(path, stored, state.values())
     storages: set[int] = set()
-    # A tensor that the index assigns to another shard is a copy, and is left out.
-    assigned_here = {
-        name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard
-    }
-    return {name: _unshared(tensor, storages) for name, tensor in assigned_here.items()}
+    return {name: _unshared(value.detach(), storages) for name, value in state.items()}
 
 
 def _load(path: Path, *, mmap: bool) -> Mapping[Any, Any]:

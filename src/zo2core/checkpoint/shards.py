@@ -145,7 +145,8 @@ def malformed(
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
     """Find every tensor of a checkpoint directory: one file, or several with an index.
 
-    Only headers are read.
+    Only headers are read. Which files count is what transformers decides: ``model.safetensors``
+    before an index, and of a tensor in several shards the one in the last of them by name.
 
     Args:
         directory: Directory of ``model.safetensors``, or of shards and
@@ -159,35 +160,41 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
             malformed, or the index or a link names a file outside the directory. Links of the hub's
             cache are followed.
     """
-    index_path = directory / INDEX_FILE
-    if (directory / SINGLE_FILE).exists() and not index_path.exists():
-        require_own_file(directory / SINGLE_FILE, directory)
-        return parse_header(directory / SINGLE_FILE)
-    if not index_path.exists():
+    chosen = choose_weights(directory)
+    if chosen is None:
         remedy = "pass a directory with a model in the Hugging Face layout"
         raise malformed(
             directory, "no safetensors weights", f"{SINGLE_FILE} or {INDEX_FILE}", remedy=remedy
         )
-    require_own_file(index_path, directory)
-    weight_map = parse_index(index_path)
+    require_own_file(chosen, directory)
+    if chosen.name == SINGLE_FILE:
+        return parse_header(chosen)
+    weight_map = parse_index(chosen)
     entries: dict[str, TensorEntry] = {}
+    missing = dict(weight_map)
     for shard in sorted(set(weight_map.values())):
         require_own_file(directory / shard, directory)
-        # maybe with copies of tensors; the index names the shard that counts
         found = parse_header(directory / shard)
-        entries |= {
-            name: entry for name, entry in found.items() if weight_map.get(name, shard) == shard
-        }
-    for name, shard in weight_map.items():
-        if name not in entries:
-            remedy = "download the shard and the index again, from one revision"
-            raise malformed(
-                directory / shard,
-                f"no tensor {name}",
-                f"the tensor, as {INDEX_FILE} says",
-                remedy=remedy,
-            )
+        entries |= found
+        for name in found:
+            if missing.get(name) == shard:
+                del missing[name]
+    for name, shard in missing.items():
+        remedy = "download the shard and the index again, from one revision"
+        expected = f"the tensor, as {INDEX_FILE} says"
+        raise malformed(directory / shard, f"no tensor {name}", expected, remedy=remedy)
     return entries
+
+
+def choose_weights(
+    directory: Path, names: Sequence[str] = (SINGLE_FILE, INDEX_FILE)
+) -> Path | None:
+    """The first of these files that a directory has: transformers prefers one file to an index.
+
+    Returns:
+        Path of the file with all weights, or of the index of several; None if there is neither.
+    """
+    return next((directory / name for name in names if (directory / name).exists()), None)
 
 
 def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
