@@ -11,6 +11,8 @@ import pytest
 import torch
 from command_lines import done, make_place, refusal
 from engines import assert_equal
+from families import small_config as family_config
+from families import small_model
 from models import save_model, small_config
 from runs import weights_of
 from transformers import AutoModelForCausalLM
@@ -53,6 +55,36 @@ def test_lora_of_conv1d_layers_is_merged_as_peft_merges_it(tmp_path: Path) -> No
         "merge", "--model", base, "--adapter", tmp_path / "adapter", "--output", tmp_path / "merged"
     )
     assert_equal(weights_of(tmp_path / "merged"), expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "shared"),
+    [
+        ({"target_modules": ["k_proj"]}, "self_attn.k_proj.weight"),
+        (
+            {"target_modules": ["in_proj"], "modules_to_save": ["input_layernorm"]},
+            "input_layernorm.weight",
+        ),
+        ({"target_modules": ["in_proj"]}, None),
+    ],
+    ids=["a matrix", "a copy", "none"],
+)
+def test_changes_that_layers_make_to_a_weight_that_they_share_are_not_merged(
+    option: dict[str, Any], shared: str | None, tmp_path: Path
+) -> None:
+    """Peft adds them up, and every layer of the merged model has the changes of all."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    small_model(family_config("zamba2")).save_pretrained(base)
+    save_adapter(base, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **option), adapter)
+    command = ("merge", "--model", base, "--adapter", adapter, "--output", tmp_path / "merged")
+    if shared is None:
+        done(*command)
+        expected = merged_by_peft(base, adapter, tmp_path / "peft")
+        assert_equal(weights_of(tmp_path / "merged"), expected)
+    else:
+        paths = [f"model.layers.{layer}.shared_transformer.{shared}" for layer in (0, 3)]
+        assert f"{' and of '.join(paths)}, which are one weight" in refusal(*command)
+        assert not (tmp_path / "merged").exists()
 
 
 @pytest.fixture(scope="module")

@@ -188,13 +188,23 @@ def merging_bytes(model: HFBlockModel) -> int:
 
 
 def require_mergeable(model: PeftBlockModel) -> None:
-    """Refuse an adapter that is no change of weights."""
+    """Refuse an adapter that is no change of weights, or one that changes a weight differently in
+    each of the layers that share it.
+    """
+    remedy = "load it beside the base with peft"
     if model.adapter.wrapper is not None:
-        found, expected = (
-            f"{model.adapter.kind.title}, which no weight can contain",
-            "an adapter of linear layers, as LoRA",
-        )
-        raise UnsupportedModelError("adapter", found, expected, "load it beside the base with peft")
+        found = f"{model.adapter.kind.title}, which no weight can contain"
+        expected = "an adapter of linear layers, as LoRA"
+        raise UnsupportedModelError("adapter", found, expected, remedy)
+    for spec in (spec for layout in model.layouts for spec in layout.parameters):
+        paths = [f"{path}.{leaf}" for path, _, leaf in model.places_of(spec.name)]
+        changed = [path for path in paths if peft_adapter.base_form(path) != path]
+        if changed and len(paths) > 1:
+            shared = [peft_adapter.base_form(path) for path in paths]
+            found = f"a change of its own of {' and of '.join(shared)}, which are one weight"
+            expected = "an adapter of weights that no two layers share"
+            remedy = f"{remedy}, or name other layers"
+            raise UnsupportedModelError("adapter", found, expected, remedy)
 
 
 def merged_parameters(

@@ -498,8 +498,13 @@ def _magnitudes(
 def _base_values(
     base: HFBlockModel, names: Iterable[str]
 ) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
-    """Read parameters of a base one after the other, decoded."""
-    specs = {spec.name: spec for layout in base.layouts for spec in layout.parameters}
+    """Read parameters of a base one after the other, decoded; a shared one by any of its names."""
+    specs = {
+        f"{path}.{leaf}": spec
+        for layout in base.layouts
+        for spec in layout.parameters
+        for path, _, leaf in base.places_of(spec.name)
+    }
     with closing(base.weights) as weights:
         for name in names:
             yield specs[name], read_weight(weights, specs[name])
@@ -716,7 +721,8 @@ def inject(
     Their parameters are on the meta device.
     """
     adapter, kind, config, weights = chosen
-    dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
+    of_base = skeleton.named_parameters(remove_duplicate=False)
+    dtypes = {name: parameter.dtype for name, parameter in of_base}
     try:
         wrapper = kind.insert(skeleton, config, adapter.seed)
     except OptionError as error:
