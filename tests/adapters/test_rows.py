@@ -7,17 +7,22 @@ import itertools
 import json
 import math
 import random
+import socket
+import struct
 import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import torch
-from command_lines import run_here, write_rows
+from command_lines import run_here, within, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WORDS, small_config
@@ -27,6 +32,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import DataFile, parsed_rows, saved_path
+from zo2adapters.tasks.row_values import Unreadable
 from zo2adapters.tasks.rows import (
     RowReader,
     Rows,
@@ -593,6 +599,75 @@ def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_
     assert "'txt'" in caught.value.found
     assert "--columns text" in caught.value.expected
     assert "'text'" in caught.value.remedy
+
+
+NOT_UTF8 = pa.Array.from_buffers(
+    pa.string(), 2, [None, pa.py_buffer(struct.pack("3i", 0, 1, 2)), pa.py_buffer(b"a\xff")]
+)
+NOON = datetime(2020, 1, 2, 12, 30)
+# a column of Parquet, and its values as the cells of rows
+ARROW: dict[str, tuple[Any, list[Any]]] = {
+    "bytes": (pa.array([b"yes", b"\xc3\xa9"]), ["yes", "é"]),
+    "bytes of a fixed size": (pa.array([b"ab", b"cd"], pa.binary(2)), ["ab", "cd"]),
+    "categories": (pa.array([b"a", b"b"]).dictionary_encode(), ["a", "b"]),
+    "nested bytes": (pa.array([{"a": [b"x", None]}] * 2), [{"a": ["x", None]}] * 2),
+    "no UTF-8": (pa.array([b"\xff", b"a"]), ["1 bytes that are not text in UTF-8", "a"]),
+    "a text that is no UTF-8": (NOT_UTF8, ["a", "text that is not UTF-8"]),
+    "days": (pa.array([NOON.date()] * 2), ["2020-01-02"] * 2),
+    "times": (pa.array([NOON] * 2, pa.timestamp("us", "UTC")), ["2020-01-02 12:30:00+00:00"] * 2),
+    "durations": (pa.array([timedelta(1)] * 2), ["a value of type timedelta"] * 2),
+    "decimals": (pa.array([Decimal("1E-8"), Decimal("1.5")]), ["0.00000001", "1.50000000"]),
+    "floats of 32 bits": (pa.array([0.1, math.nan], pa.float32()), [0.1, None]),
+    "floats of 16 bits": (pa.array([0.1, None], pa.float16()), [0.1, None]),
+    "floats": (pa.array([0.1, 1 / 3]), [0.1, 1 / 3]),
+    "large numbers": (pa.array([1 << 63, 0], pa.uint64()), [1 << 63, 0]),
+    "maps": (pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())), [{"k": 1}, []]),
+    "identifiers": (pa.array([bytes(16)] * 2, pa.uuid()), [str(UUID(int=0))] * 2),
+}
+
+
+@pytest.mark.parametrize(("column", "values"), ARROW.values(), ids=ARROW)
+def test_what_json_lacks_is_decoded_or_refused_where_it_is_read(
+    column: Any, values: list[Any], tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"], "x": column}), tmp_path / "rows.parquet")
+    found = [row.get("x") for _, row in parsed_rows(tmp_path / "rows.parquet")]
+    assert [str(value) if isinstance(value, Unreadable) else value for value in found] == values
+    assert json.loads(json.dumps(found)) == found
+    refused = [(n, value) for n, value in enumerate(found, 1) if isinstance(value, Unreadable)]
+    for number, value in refused[:1]:
+        with pytest.raises(DataError, match=f"row {number}: found {value}"):
+            RowReader(TOKENIZER, 64, RowOptions(text_column="x")).read(tmp_path / "rows.parquet")
+    assert len(RowReader(TOKENIZER, 64).read(tmp_path / "rows.parquet")) == 2, "nothing reads it"
+
+
+def test_a_decimal_number_is_a_label_and_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    labels = pa.array([Decimal("0.5"), Decimal("1.5")])
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"], "label": labels}), path)
+    config = small_config("llama", num_labels=1)
+    assert [row.label for row in RowReader(TOKENIZER, 9, labelled_for=config).read(path)] == [
+        0.5,
+        1.5,
+    ]
+    pq.write_table(pa.table([pa.array(["a"])] * 2, names=["text", "text"]), path)
+    with pytest.raises(DataError, match="found the columns 'text', 'text'"):
+        list(parsed_rows(path))
+
+
+def test_what_rows_refer_to_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets`` would open the path or URL of an image without bytes."""
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        image = {"bytes": None, "path": f"http://127.0.0.1:{server.getsockname()[1]}/a.png"}
+        held = datasets.Dataset.from_dict({"text": ["a"], "image": [image]}, features=features)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: held)
+        with within(5):
+            rows = list(parsed_rows(Path("user/pictures:train")))
+        assert rows == [(1, {"text": "a", "image": image})]
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            server.accept()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
+from zo2adapters.tasks.row_source import at_row, parsed_rows, row_error
+from zo2adapters.tasks.row_values import Cell
 from zo2adapters.tasks.rows import shuffled
 from zo2core.errors import DataError, OptionError
 from zo2core.ranges import require_whole

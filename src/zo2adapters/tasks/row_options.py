@@ -7,7 +7,6 @@ Columns that nobody has named are chosen by a survey of all rows.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from zo2adapters.tasks.row_source import Cell, at_row, parsed_rows, row_error
+from zo2adapters.tasks.row_source import at_row, parsed_rows, row_error
+from zo2adapters.tasks.row_values import Cell, shown
 from zo2core.errors import DataError, OptionError, without_effect
 
 # keys that a column can be named for
@@ -262,7 +262,7 @@ class RowOptions:
         if index is None or not 0 <= index < len(self.labels):
             listed, found = (
                 self.labels[:_LISTED],
-                f"{json.dumps(label)[:40]} as '{self.label_column or 'label'}'",
+                f"{shown(label)} as '{self.label_column or 'label'}'",
             )
             remedy = (
                 _nearest(str(label), self.labels)
@@ -320,7 +320,7 @@ class RowOptions:
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
                 found, remedy = (
-                    f"{json.dumps(value)[:40]} in the column {column!r}",
+                    f"{shown(value)} in the column {column!r}",
                     "name another column in the template",
                 )
                 raise row_error(found, "text or a number for --prompt-template", remedy)

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from zo2adapters.optional_package import optional_package
+from zo2adapters.tasks.row_values import Cell, RowDict, arrow_rows
 from zo2core.errors import DataError, ZO2Error, system_errors_as
 from zo2core.io.durable import open_regular
-
-RowDict = dict[str, Any]  # a row's values by column, as JSON values
 
 _HUB = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<configuration>[\w.-]+))?:(?P<split>\w+(?:\[[\w:%+-]*\])?)"
@@ -33,27 +32,7 @@ _JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON
 _UNREADABLE = {"expected": "a readable file", "remedy": "check the path"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the byte order mark, and space
 _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
-
-
-class Cell(str):
-    """The text of a cell of a CSV file, which stands for a number or a list where a row's format
-    has no text.
-    """
-
-    __slots__ = ()
-
-    @property
-    def value(self) -> Any:
-        """The number or list that the text is as JSON; else the text."""
-        try:
-            value = json.loads(self)
-        except (ValueError, RecursionError):
-            return str(self)
-        return (
-            value
-            if isinstance(value, (int, float, list)) and not isinstance(value, bool)
-            else str(self)
-        )
+_BATCH = 1024  # rows that are read at a time from a file of columns
 
 
 class _Dataset(NamedTuple):
@@ -144,7 +123,7 @@ class DataFile:
         path, file = self.path, self._file
         if file is None:
             assert self._dataset is not None, "it is no file"
-            yield from _json_values(
+            yield from _numbered(
                 path, _dataset_rows(path, self._dataset), f"rows of text at {path}"
             )
             return
@@ -155,7 +134,8 @@ class DataFile:
                 yield from _csv_rows(path, file)
             case ".parquet":
                 parquet = optional_package("pyarrow.parquet", install=_INSTALL_PARQUET)
-                yield from _json_values(path, _parquet_rows(parquet, file), "a Parquet file")
+                rows = _parquet_rows(path, parquet, file)
+                yield from _numbered(path, rows, "a Parquet file")
             case ".json" if is_list:
                 yield from _list_rows(path, file)
             case _:
@@ -343,35 +323,31 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
         text.detach()
 
 
-def _json_values(
-    path: Path, rows: Iterable[RowDict], expected: str
-) -> Iterator[tuple[int, RowDict]]:
-    """Rows that a package reads, with JSON values; what JSON lacks, such as times, becomes text."""
+def _numbered(path: Path, rows: Iterable[RowDict], expected: str) -> Iterator[tuple[int, RowDict]]:
+    """Rows that a package reads, with their numbers."""
     try:
-        for number, row in enumerate(rows, 1):
-            try:
-                text = json.dumps(row, default=str)
-                text.encode()
-                parsed = json.loads(text)
-            except (ValueError, RecursionError, TypeError) as error:
-                found = f"a value that is not text ({error})"
-                raise _bad_row(
-                    path, number, found, "texts and numbers", "correct the row"
-                ) from error
-            yield number, parsed
+        yield from enumerate(rows, 1)
     except ZO2Error:
         raise
     except Exception as error:
-        # of pyarrow, whose errors have no common class, the network, the hub, or decoded images
+        # of pyarrow, whose errors have no common class, the network or the hub
         found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200]
         raise DataError(
             path, found, expected, "check the name, the file and the network"
         ) from error
 
 
-def _parquet_rows(parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
-    for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
-        yield from batch.to_pylist()
+def _parquet_rows(path: Path, parquet: Any, file: IO[bytes]) -> Iterator[RowDict]:
+    stored = parquet.ParquetFile(file)
+    names = stored.schema_arrow.names
+    if len(set(names)) < len(names):
+        raise DataError(
+            path,
+            f"the columns {', '.join(map(repr, names))}",
+            "different names of columns",
+            "name each column once",
+        )
+    yield from arrow_rows(stored.iter_batches(batch_size=_BATCH))
 
 
 def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
@@ -397,7 +373,9 @@ def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
         )
     # of a ClassLabel
     names = {column: getattr(feature, "names", None) for column, feature in loaded.features.items()}
-    for row in loaded.with_format(None):
+    # As Arrow holds them: datasets would decode images and sounds, and open the paths and URLs that
+    # rows have for them.
+    for row in arrow_rows(loaded.with_format("arrow").iter(batch_size=_BATCH)):
         yield {column: _class_name(names.get(column), value) for column, value in row.items()}
 
 

@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
-from zo2adapters.tasks.row_source import Cell, DataFile, at_row, row_error
+from zo2adapters.tasks.row_source import DataFile, at_row, row_error
+from zo2adapters.tasks.row_values import Cell, shown
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core.errors import BatchError, DataError, OptionError
 from zo2core.ranges import counted, require_whole
@@ -574,7 +575,7 @@ class RowReader:
             type(index) is int and 0 <= index < len(candidates) for index in right
         )
         found, expected = (
-            f"{json.dumps(answer)[:40]} as 'answer'",
+            f"{shown(answer)} as 'answer'",
             "one of the candidates, or its index from 0",
         )
         _require(is_valid, found, expected, "write the right candidate")
@@ -807,7 +808,7 @@ def _string(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str
     value = row[key]
     _require(
         isinstance(value, str),
-        f"{json.dumps(value)[:40]} as {key!r}",
+        f"{shown(value)} as {key!r}",
         "a string",
         f"write {key!r} as a string",
     )
@@ -836,9 +837,7 @@ def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
         isinstance(fields.get(name), str) for fields in messages for name in ("role", "content")
     )
     expected = "a list of objects with two strings, 'role' and 'content'"
-    _require(
-        typed, f"{json.dumps(value)[:40]} as {key!r}", expected, f"write {key!r} as such a list"
-    )
+    _require(typed, f"{shown(value)} as {key!r}", expected, f"write {key!r} as such a list")
     _require(
         any(fields["content"] for fields in messages),
         f"an empty {key!r}",
@@ -877,7 +876,7 @@ def padding_of(config: PretrainedConfig) -> int:
 
 def _label(value: Any, config: PretrainedConfig) -> Label:
     """A row's label as the model's loss takes it."""
-    count, found = int(config.num_labels or 1), f"{json.dumps(value)[:40]} as 'label'"
+    count, found = int(config.num_labels or 1), f"{shown(value)} as 'label'"
     held = value.value if isinstance(value, Cell) else value
     if classifies(config):
         names: dict[str, Any] = dict(config.label2id or {})
