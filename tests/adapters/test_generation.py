@@ -10,18 +10,21 @@ from unittest.mock import patch
 import families
 import pytest
 import torch
+import transformers
 from command_lines import done, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, WORDS, continuations, save_model, save_tokenizer, small_config
 from runs import finish, small_run
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
 from whole_loops import StackedLoop
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.conversion import quantize
 from zo2adapters.models.footprint import cache_bytes
+from zo2adapters.models.library_names import cache_argument
 from zo2adapters.tasks import generation
 from zo2adapters.tasks.generation import (
     STREAM,
@@ -115,14 +118,37 @@ def test_draws_depend_on_their_seed_and_on_no_global_generator(base: Path) -> No
     with Engine(model) as engine:
 
         def drawn(**options: float) -> list[list[int]]:
-            return columns(
-                generate(engine, model, PROMPTS, max_new_tokens=5, sampling=Sampling(**options))
-            )  # type: ignore[arg-type]
+            sampling = Sampling(**options)  # type: ignore[arg-type]
+            return columns(generate(engine, model, PROMPTS, max_new_tokens=5, sampling=sampling))
 
         assert drawn(seed=0) == drawn(seed=0) != drawn(seed=1)
         greedy = columns(generate(engine, model, PROMPTS, max_new_tokens=5))
         assert drawn(temperature=1e-4) == drawn(top_p=1e-6) == greedy != drawn(seed=0)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class _Declares(nn.Module):
+    """Names the cache as no release of transformers does."""
+
+    def forward(self, ids: torch.Tensor, kept: DynamicCache | None = None, cache: int = 0) -> None:
+        """Unused."""
+
+
+class _LeavesItToItsPart(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(
+        self, ids: torch.Tensor, cache: int = 0, kept: tuple[int, ...] | None = None
+    ) -> None:
+        """Unused."""
+
+
+def test_the_argument_of_the_cache_is_known_by_its_type() -> None:
+    declaring, without = _Declares(), nn.Linear(1, 1)
+    assert cache_argument(declaring) == cache_argument(_LeavesItToItsPart(declaring)) == "kept"
+    assert cache_argument(without) is cache_argument(_LeavesItToItsPart(without)) is None
 
 
 def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
@@ -147,10 +173,13 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     for changes in wrong:
         with pytest.raises(OptionError, match=next(iter(changes))):
             Sampling(**changes)  # type: ignore[arg-type]
-    families.small_model(families.small_config("openai-gpt")).save_pretrained(tmp_path / "gpt")
-    model = open_checkpoint(tmp_path / "gpt")
-    with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match="past_key_values"):
-        list(generate(replayer, model, [[3, 4]], max_new_tokens=2))
+    for model_type in ("openai-gpt", "mamba"):
+        small = families.small_model(families.small_config(model_type))
+        small.save_pretrained(tmp_path / model_type)
+        model = open_checkpoint(tmp_path / model_type)
+        found = f"without a cache of keys and values, in transformers {transformers.__version__}"
+        with Engine(model) as replayer, pytest.raises(UnsupportedModelError, match=found):
+            list(generate(replayer, model, [[3, 4]], max_new_tokens=2))
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
     with Engine(model) as engine:
         bad: list[list[list[int]]] = [[], [[]], [[1], []], [[40]], [[-1]]]

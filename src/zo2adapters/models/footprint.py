@@ -122,15 +122,8 @@ def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
     """Expected bytes of all layers' keys and values for so many tokens of so many rows."""
     config = config.get_text_config()
     heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
-    return int(
-        2
-        * config.num_hidden_layers
-        * rows
-        * tokens
-        * heads
-        * _head_size(config)
-        * _itemsize(config)
-    )
+    of_layer = 2 * heads * _head_size(config) if heads else 0  # without attention there are none
+    return int(config.num_hidden_layers * rows * tokens * of_layer * _itemsize(config))
 
 
 def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:

@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from zo2adapters.models.architecture import (
     Architecture,
@@ -58,6 +58,7 @@ from zo2adapters.models.batches import (
     whole_losses,
 )
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, vision_bytes
+from zo2adapters.models.library_names import cache_argument
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
@@ -349,7 +350,7 @@ class HFBlockModel:
         """
         self.embed(batch)
         with self._unwrapped(), self._stand_in_branches:
-            self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
+            self.prologue({"input_ids": torch.zeros_like(batch["input_ids"][:1, :1])})
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
@@ -392,7 +393,7 @@ class HFBlockModel:
         inputs = {key: value for key, value in batch.items() if key not in self.kind.targets}
         try:
             with branches_of(batch):
-                return self.prologue(**inputs, use_cache=False)
+                return self.prologue(inputs)
         except (ZO2Error, torch.OutOfMemoryError):
             raise
         except (ValueError, IndexError, RuntimeError) as error:
@@ -411,13 +412,27 @@ class HFBlockModel:
                 "do not split rows",
             ) from error
 
-    def prologue(self, **inputs: Any) -> Activations:
-        """Run HF's forward with these arguments up to the first layer."""
+    @cached_property
+    def cache_argument(self) -> str | None:
+        """The argument of HF's forward for a cache of keys and values; None: it takes none."""
+        return cache_argument(self.skeleton)
+
+    def prologue(self, inputs: Batch, cache: Cache | None = None) -> Activations:
+        """Run HF's forward up to the first layer.
+
+        Args:
+            inputs: Arguments of HF's forward.
+            cache: Keys and values of earlier tokens, to which the layers will add those of these.
+        """
         recorder = self._recorder
         recorder.reset()
         set_batch_shape(self._low_rank, inputs["input_ids"])
+        arguments: dict[str, Any] = {**inputs, **self.routers.off, "use_cache": cache is not None}
+        if cache is not None:
+            assert self.cache_argument is not None, "a model without a cache was refused"
+            arguments[self.cache_argument] = cache
         with contextlib.suppress(CutError), self._casting():
-            self._called(**inputs, **self.routers.off)
+            self._called(**arguments)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         if self.takes_single_tokens:
             require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
@@ -465,7 +480,7 @@ class HFBlockModel:
 
     @contextlib.contextmanager
     def _unwrapped(self) -> Iterator[None]:
-        """A context in which HF's forward is called without an adapter's model around it."""
+        """A context in which HF's forward is called without what an adapter adds to its inputs."""
         called, self._called = self._called, self.skeleton
         try:
             yield

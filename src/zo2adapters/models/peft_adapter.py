@@ -582,7 +582,7 @@ def _real_keys_and_values(
     # the base's up to the last layer, which writes all keys and values to the cache
     forward: Any = SimpleNamespace(
         prepared=lambda batch: batch,
-        embed=lambda batch: base.prologue(**batch, past_key_values=cache, use_cache=True),
+        embed=lambda batch: base.prologue(batch, cache),
         block=base.block,
         head=lambda batch, activations: activations.hidden.new_zeros(()),
         forward_bytes=base.forward_bytes,

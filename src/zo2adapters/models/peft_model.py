@@ -127,15 +127,20 @@ class LayerPrefix(NamedTuple):
 class PrefixBlockModel(PeftBlockModel):
     """A Hugging Face model with a prefix of peft.
 
-    Peft's model calls Hugging Face's forward with the prefix as a cache, and with a mask that
-    starts with ones for the prefix. Attention appends the row's keys to the cache. Therefore a
+    As in peft, Hugging Face's forward is called with the prefix as a cache, and with a mask
+    that starts with ones for the prefix. Attention appends the row's keys to the cache. Therefore a
     batch holds each layer's keys and values as tensors, and each call of a layer gets a new cache
     made from them.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._wrapper = self._called = self.adapter.wrapper
+        if self.cache_argument is None:
+            found = "a forward that takes no cache of keys and values"
+            raise _unfit(f"model type {self.config.model_type}", found, "one that takes it")
+        self._cache_argument = self.cache_argument
+        self._peft_model = self.adapter.wrapper
+        self._called = self._behind_prefix
         self.virtual_tokens = int(self.adapter.config.num_virtual_tokens)
         if self.longest_row is not None:
             self.longest_row -= self.virtual_tokens  # which have positions, too
@@ -161,27 +166,25 @@ class PrefixBlockModel(PeftBlockModel):
         )
         return activations._replace(calls=LayerCalls.of(calls))
 
-    def prologue(self, **inputs: Any) -> Activations:
-        """Run HF's forward up to the first layer.
+    def _behind_prefix(self, **inputs: Any) -> Any:
+        """Run HF's forward behind the prefix, as peft's model does.
 
-        A cache of the caller gets the prefix as its first entries.
+        An empty cache of the caller gets the prefix as its first entries.
         """
-        cache = inputs.get("past_key_values")
-        if cache is None:
-            return super().prologue(**inputs)
         rows = len(inputs["input_ids"])
-        if cache.get_seq_length() == 0:
-            for index, layer in enumerate(self._wrapper.get_prompt(rows).layers):
+        cache = inputs.get(self._cache_argument)
+        if cache is None:
+            cache = self._peft_model.get_prompt(rows)
+        elif cache.get_seq_length() == 0:
+            for index, layer in enumerate(self._peft_model.get_prompt(rows).layers):
                 cache.update(layer.keys, layer.values, index)
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         if mask is not None:
-            inputs["attention_mask"] = torch.cat(
-                [mask.new_ones(rows, self.virtual_tokens), mask], dim=1
-            )
+            prefix = mask.new_ones(rows, self.virtual_tokens)
+            inputs["attention_mask"] = torch.cat([prefix, mask], dim=1)
         if positions is not None:
             inputs["position_ids"] = positions + self.virtual_tokens
-        with self._unwrapped():
-            return super().prologue(**inputs)
+        return self.skeleton(**{**inputs, self._cache_argument: cache})
 
     def _arguments(self, index: int, activations: Activations) -> LayerCall:
         """The recorded arguments, with a new cache."""

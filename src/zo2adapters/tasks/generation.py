@@ -23,6 +23,7 @@ from transformers import (
     PretrainedConfig,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
+    __version__,
 )
 
 from zo2adapters.models.footprint import cache_bytes, expected_held_bytes, forward_bytes
@@ -137,9 +138,7 @@ class NextToken:
     def _require_common_cache(self, ids: torch.Tensor) -> None:
         config = self._model.config
         try:
-            self._model.prologue(
-                input_ids=ids, past_key_values=DynamicCache(config=config), use_cache=True
-            )
+            self._model.prologue({"input_ids": ids}, DynamicCache(config=config))
         except Exception as error:
             # a forward may fail in any way with a cache that it does not expect
             found = (
@@ -158,7 +157,7 @@ class NextToken:
         if streams not in self.caches:
             self.caches[streams] = DynamicCache(config=self._model.config)
         inputs = {key: value for key, value in batch.items() if key not in (STREAM, DRAW)}
-        return self._model.prologue(**inputs, past_key_values=self.caches[streams], use_cache=True)
+        return self._model.prologue(inputs, self.caches[streams])
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Choose each row's next token: (rows,), int64."""
@@ -271,11 +270,11 @@ class Generation:
     allowed: int | None = None
 
     def __post_init__(self) -> None:
-        if "past_key_values" not in self._arguments:
-            expected = "a forward that takes past_key_values, since each sweep runs one token"
-            raise _unsupported(
-                self.model.config, "a forward without a cache of keys and values", expected
-            )
+        config = self.model.config
+        if self.model.cache_argument is None or not cache_bytes(config, rows=1, tokens=1):
+            found = f"a forward without a cache of keys and values, in transformers {__version__}"
+            expected = "a forward that takes one, since each sweep runs one token"
+            raise _unsupported(config, found, expected)
 
     @property
     def _arguments(self) -> Collection[str]:
