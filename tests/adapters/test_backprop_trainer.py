@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import memory
-from models import WORDS, save_model, save_tokenizer, small_config
+from models import WORDS, save_classifier, save_model, save_tokenizer, small_config
 from peft_models import lora, monolithic, values_of
 from profiles import each_choice
 from trainers import OF_TRL, ROWS, Smoothed, trainer_options
@@ -114,44 +114,48 @@ def test_a_run_is_that_of_the_trainer_alone(
     assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
 
 
+COMPLETIONS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES]
+TRL = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig, COMPLETIONS),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, PREFERENCES),
+}
+
+
 def of_trl(
-    kind: type[Any], config: Any, rows: list[Any], model: Any, output: Path, **given: Any
+    name: str, model: Any, output: Path, *, mixin: type[Any] | None = None, **changes: Any
 ) -> Any:
-    args = {name: given.pop(name) for name in ("bf16", "precompute_ref_log_probs") if name in given}
-    args = config(**trainer_options(output, max_length=16, **args))
-    return kind(model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), **given)
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path, bf16: bool) -> None:
-    """Also with TRL's default bf16=True: the weights are float32, and autocast computes in
-    bfloat16.
+    """One of TRL's trainers, as it is or with a mixin; changes are of its arguments, but for
+    the adapter's config.
     """
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES]
-    given = (trl.SFTConfig, rows)
-    ours = of_trl(
-        mixed_in(trl.SFTTrainer), *given, str(base), tmp_path / "run", peft_config=lora(), bf16=bf16
-    )
-    before = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
-    stock = of_trl(
-        trl.SFTTrainer, *given, monolithic(base, lora(), before, ()), tmp_path / "stock", bf16=bf16
-    )
-    ours.train()
-    stock.train()
-    assert_alike(ours, stock)
+    kind, config, rows = TRL[name]
+    given = {key: changes.pop(key) for key in ("peft_config",) if key in changes}
+    args = config(**trainer_options(output, max_length=16, **changes))
+    made = kind if mixin is None else mixed_in(kind, mixin)
+    return made(model=model, args=args, train_dataset=datasets.Dataset.from_list(rows), **given)
 
 
-def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path) -> None:
-    given, asked = (trl.DPOConfig, PREFERENCES), dict[str, Any](precompute_ref_log_probs=True)
-    ours = of_trl(mixed_in(trl.DPOTrainer), *given, opened(base), tmp_path / "run", **asked)
-    resident = AutoModelForCausalLM.from_pretrained(base)
-    stock = of_trl(
-        trl.DPOTrainer, *given, resident, tmp_path / "stock", peft_config=lora(), **asked
+@pytest.fixture(scope="module")
+def rewarding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_classifier(tmp_path_factory.mktemp("rewarding") / "base", labels=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"), [("sft", False), ("sft", True), ("dpo", False), ("reward", False)]
+)
+def test_a_run_from_one_seed_is_that_of_trls_trainer_as_it_is(
+    name: str, bf16: bool, base: Path, rewarding: Path, tmp_path: Path
+) -> None:
+    """First values and the order of rows follow from the seed. With TRL's default bf16=True the
+    weights are float32, and autocast computes in bfloat16.
+    """
+    path, changes = str(rewarding if name == "reward" else base), dict[str, Any](bf16=bf16)
+    changes |= {"train_sampling_strategy": "random", "seed": 3, "max_steps": 4}
+    changes |= {"peft_config": lora()}
+    ours, stock = (
+        of_trl(name, path, tmp_path / str(mixin), mixin=mixin, **changes)
+        for mixin in (BackpropTrainerMixin, None)
     )
-    with torch.no_grad():
-        own = dict(stock.model.named_parameters())
-        for name, value in values_of(opened(base)).items():
-            own[f"base_model.model.{name}"].copy_(value)
     ours.train()
     stock.train()
     assert_alike(ours, stock)

@@ -180,7 +180,10 @@ def test_a_new_adapter_of_experts_begins_as_the_base(family: str, tmp_path: Path
     config = config_of("experts", base)
     config.init_lora_weights = True
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=7))
-    values = values_of(model)
+    values, whole = values_of(model), AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(7)
+    drawn = dict(peft.get_peft_model(whole, config).get_base_model().named_parameters())
+    assert [name for name, value in values.items() if not torch.equal(value, drawn[name])] == []
     assert all(bool(value.any()) == ("lora_A" in name) for name, value in values.items())
     assert len(values) > 2 * len(stacks(base))
     with Engine(model) as adapted, Engine(open_checkpoint(base)) as plain:

@@ -162,30 +162,10 @@ def test_what_cannot_be_trained_so_is_refused(
         open_checkpoint(base, adapter=Adapter(**adapter))
 
 
-@pytest.mark.parametrize("start", [True, False, "gaussian"])
-def test_first_values_are_pefts(start: bool | str, base: Path) -> None:
-    wrong: list[Any] = [-1, 2**64, None, 0.5, True]
-    for seed in wrong:
-        with pytest.raises(OptionError, match=r"adapter\.seed"):
-            Adapter(config=lora(), seed=seed)
-    config = lora(init_lora_weights=start, target_modules=["q_proj"])
-    values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7)))
-    state = torch.random.get_rng_state()
-    torch.manual_seed(7)
-    linears = [
-        torch.nn.Linear(*sizes, bias=False) for _ in range(2) for sizes in ((12, 3), (3, 12))
-    ]
-    torch.random.set_rng_state(state)
-    for number, (name, value) in enumerate(values.items()):
-        if start is False:
-            assert torch.equal(value, linears[number].weight), name
-        else:
-            assert bool(value.any()) == ("lora_A" in name)
-    assert (
-        values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7))).keys()
-        == values.keys()
-    )
-    assert torch.equal(torch.random.get_rng_state(), state)
+@pytest.mark.parametrize("seed", [-1, 2**64, None, 0.5, True])
+def test_a_seed_out_of_range_is_refused(seed: Any) -> None:
+    with pytest.raises(OptionError, match=r"adapter\.seed"):
+        Adapter(config=lora(), seed=seed)
 
 
 @pytest.mark.parametrize("buckets", [None, 1])

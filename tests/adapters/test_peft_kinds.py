@@ -367,18 +367,34 @@ def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(
     assert steps(encoded, memory=streamed) == steps(plain)
 
 
-@pytest.mark.parametrize("kind", ["ia3", "loha", "lokr", "hra", "miss"])
-def test_first_values_of_kinds_without_code_of_their_own_are_pefts(
-    kind: str, tmp_path: Path
+DRAWN: dict[str, Callable[..., Any]] = {
+    "lora": in_lora,
+    "lora, matrices that are not zero": partial(in_lora, init_lora_weights=False),
+    "lora, gaussian": partial(in_lora, init_lora_weights="gaussian"),
+    "dora": dora,
+    "loha": partial(loha, init_weights=True),
+    **{name: KINDS[name].config for name in ("ia3", "lokr", "hra", "miss")},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, torch.float32) for kind in DRAWN), ("lora", torch.bfloat16), ("lokr", torch.float16)],
+)
+def test_first_values_are_those_that_peft_draws_from_the_same_seed(
+    kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    base = save_model(tmp_path, small_config("llama"))
-    config = KINDS[kind].config("llama")
-    values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=4)))
-    whole = AutoModelForCausalLM.from_pretrained(base)
+    base, config = save_model(tmp_path, small_config("llama"), dtype), DRAWN[kind]
+    state = torch.random.get_rng_state()
+    adapter = Adapter(config=config("llama"), seed=4)
+    values = values_of(open_checkpoint(base, adapter=adapter))
+    assert torch.equal(torch.random.get_rng_state(), state), "the generator of the host is its own"
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     torch.manual_seed(4)
-    theirs = dict(KINDS[kind].insert(whole, config).named_parameters())
+    theirs = dict(wrapped(whole, config("llama")).named_parameters())
     assert len(values) >= 4
     for name, value in values.items():
+        assert theirs[name].dtype == torch.float32
         assert torch.equal(value, theirs[name]), name
 
 

@@ -194,7 +194,11 @@ def open_checkpoint(
             open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head
         )
         options["adapter"] = opened = inject(
-            skeleton, adapter_config, base, is_mixed=chosen.autocast is not None
+            skeleton,
+            adapter_config,
+            base,
+            is_mixed=chosen.autocast is not None,
+            encoded=encodings.keys(),
         )
         causal = PeftBlockModel if opened.wrapper is None else PrefixBlockModel
         model_class = causal if kind is CAUSAL_LM else PeftHeadModel

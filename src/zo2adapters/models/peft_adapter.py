@@ -18,7 +18,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -288,6 +288,22 @@ def wraps_parameter(module: nn.Module) -> bool:
     return hasattr(module, "parameter_name")
 
 
+def _in_drawing_order(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the wrapped layers of a model in the order in which peft wraps them and draws values.
+
+    Modules come first, then parameters; several parameters of one module are wrapped around each
+    other from the inside out.
+    """
+    of_parameters: dict[str, list[tuple[str, Any]]] = {}
+    for path, layer in _wrapped_layers(model):
+        if wraps_parameter(layer):
+            of_parameters.setdefault(base_form(f"{path}."), []).insert(0, (path, layer))
+        else:
+            yield path, layer
+    for wrapped in of_parameters.values():
+        yield from wrapped
+
+
 def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
     """Refuse ``modules_to_save`` that match no module, or modules whose copies cannot be
     trained.
@@ -378,20 +394,17 @@ class LoRAKind(AdapterKind):
         """Matrices from peft's initialisation; DoRA's magnitudes from peft's too, which reads each
         layer's weights.
         """
-        wrapped = dict(_wrapped_layers(skeleton))
-        linears: dict[str, Any] = {}
+        wrapped = dict(_in_drawing_order(skeleton))
+        values: dict[str, torch.Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # without seeding devices
-            for name in (name for path in wrapped for name in _matrices(path)):
-                linears[name] = (
-                    skeleton.get_submodule(name.removesuffix(".weight"))
-                    .float()
-                    .to_empty(device="cpu")
-                )
-                linears[name].reset_parameters()  # as when the layer is built
-            for layer in wrapped.values():
+            for path, layer in wrapped.items():
+                for name in _matrices(path):
+                    module: Any = skeleton.get_submodule(name.removesuffix(".weight"))
+                    linear = module.float().to_empty(device="cpu")
+                    linear.reset_parameters()  # as when the layer is built
+                    values[name] = linear.weight.detach()
                 layer.reset_lora_parameters(ADAPTER_NAME, config.init_lora_weights)
-        values = {name: linear.weight.detach() for name, linear in linears.items()}
         if not config.use_dora:
             return lambda: values
         named = {parameter: base_form(name) for name, parameter in skeleton.named_parameters()}
@@ -714,9 +727,15 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
 
 
 def inject(
-    skeleton: PreTrainedModel, chosen: ChosenConfig, base: OpenBase, *, is_mixed: bool
+    skeleton: PreTrainedModel,
+    chosen: ChosenConfig,
+    base: OpenBase,
+    *,
+    is_mixed: bool,
+    encoded: Collection[str],
 ) -> OpenedAdapter:
-    """Insert peft's modules into a skeleton, in mixed or exact precision.
+    """Insert peft's modules into a skeleton, in mixed or exact precision, given the names of the
+    encoded parameters.
 
     Their parameters are on the meta device.
     """
@@ -758,9 +777,9 @@ def inject(
         remedy = "leave it out, or use LoRA of linear layers"
         raise OptionError("precision", f"mixed with {not_mixed}", "exact precision", remedy)
     if weights is None:
-        values = partial(
-            _with_copies, kind.first_values(skeleton, config, adapter.seed, base), copies, base
-        )
+        drawn = kind.first_values(skeleton, config, adapter.seed, base)
+        rounded = partial(_rounded, drawn, _dtypes_beside(skeleton, encoded))
+        values = partial(_with_copies, rounded, copies, base)
     else:
         values = partial(dict, read_values(weights, names, tensors))
     for name, tensor in tensors.items():
@@ -776,6 +795,27 @@ def inject(
         forward_bytes=kind.forward_bytes(skeleton, config),
         wrapper=wrapper,
     )
+
+
+def _rounded(values: FirstValues, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Initial values of an adapter, rounded to these dtypes."""
+    return {
+        name: value.to(dtypes.get(name, value.dtype)).to(value.dtype)
+        for name, value in values().items()
+    }
+
+
+def _dtypes_beside(skeleton: PreTrainedModel, encoded: Collection[str]) -> dict[str, torch.dtype]:
+    """The dtype of the weights that each parameter of an adapter belongs to, to which peft rounds
+    what it draws; of encoded weights, beside which it does not, none.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for path, layer in _wrapped_layers(skeleton):
+        weight = "weight" if not wraps_parameter(layer) else layer.parameter_name
+        adapted: nn.Parameter = getattr(layer.get_base_layer(), weight)
+        if f"{base_form(path + '.')}{weight}" not in encoded:
+            dtypes |= {f"{path}.{name}": adapted.dtype for name, _ in layer.named_parameters()}
+    return dtypes
 
 
 def _with_copies(
