@@ -105,7 +105,7 @@ def process_memory(monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of this process, which stay the same for every plan of the test: the real number may
     fall in the meantime.
     """
-    from zo2core.devices import memory_in_use
+    from zo2core.io.process_memory import memory_in_use
 
     nbytes = memory_in_use()
     monkeypatch.setattr("zo2core.planning.memory.memory_in_use", lambda: nbytes)

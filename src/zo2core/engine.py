@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from zo2core.build import Method, build, require_whole_model
-from zo2core.checkpoint.shards import CustomExport, require_unused, write_checkpoint
-from zo2core.checkpoint.snapshots import Snapshots
+from zo2core.checkpoint.export import CustomExport, require_unused, write_checkpoint
+from zo2core.encodings.decoding import decoded
 from zo2core.errors import OptionError
-from zo2core.journal import Journal
-from zo2core.kernels.encoding import decoded
+from zo2core.estimators.factors import Learned
+from zo2core.journal.journal import Journal
+from zo2core.journal.snapshots import Snapshots
 from zo2core.methods.first_order import AdapterSteps, CommittedSteps
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.perturbation import Learned
 from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy, Replay
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.profiling import Timeline, Trace
@@ -31,7 +31,7 @@ from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate
 from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
-from zo2core.workers import Workers
+from zo2core.workers.workers import Workers
 
 Part = TypeVar("Part")
 

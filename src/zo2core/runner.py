@@ -18,12 +18,13 @@ from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 
-from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import JournalError, OptionError
-from zo2core.journal import Journal
+from zo2core.estimators.factors import FactorStore
+from zo2core.estimators.perturbation import Perturbation, StackedModel
+from zo2core.journal.journal import Journal
+from zo2core.journal.snapshots import Snapshot, Snapshots
 from zo2core.kernels.programs import Trajectory
-from zo2core.optimizers import form_of, require_finite, unusable_state
-from zo2core.perturbation import FactorStore, Perturbation, StackedModel
+from zo2core.optimizers.states import form_of, require_finite, unusable_state
 from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
@@ -62,7 +63,8 @@ from zo2core.types import (
     Update,
     require_tensors,
 )
-from zo2core.workers import Workers, sync_snapshots
+from zo2core.workers.agreement import sync_snapshots
+from zo2core.workers.workers import Workers
 
 Trained: TypeAlias = TrainedParameters | StoredParameters
 StepBatch: TypeAlias = Batch | Sequence[Batch]  # of a step: one, or several that count as one

@@ -22,10 +22,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 
-from zo2core.devices import choose_device
+from zo2core.encodings.decoding import decode
 from zo2core.errors import BusyError, MemoryBudgetError, OptionError
-from zo2core.kernels.encoding import decode
-from zo2core.perturbation import DensePerturbation
+from zo2core.estimators.perturbation import DensePerturbation
 from zo2core.planning.memory import (
     DevicePlan,
     HostPlan,
@@ -39,7 +38,8 @@ from zo2core.planning.memory import (
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.profiling import Timeline
 from zo2core.protocols import BlockModel, Device, ReplaySegment, Store, VisitSegment
-from zo2core.schedulers import open_scheduler
+from zo2core.schedulers.devices import choose_device
+from zo2core.schedulers.overlapped import open_scheduler
 from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
 from zo2core.sweep.perturbers import named_views

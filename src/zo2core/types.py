@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from zo2core.encodings import Encoding, encoded_bytes
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
@@ -52,6 +51,35 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 def aligned(nbytes: int) -> int:
     """Round a size in bytes up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class EncodedPart(NamedTuple):
+    """One of the tensors of an encoded matrix."""
+
+    role: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes. Parts follow each other without alignment, as in a checkpoint."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Encoding(Protocol):
+    """How the weights of a matrix are stored in fewer bits: one of ``encodings/forms.py``."""
+
+    @property
+    def name(self) -> str:
+        """Name of the encoding."""
+
+    def parts(self, shape: Sequence[int], /) -> tuple[EncodedPart, ...]:
+        """Tensors in which a matrix of this shape is stored, in their order in memory."""
+
+
+def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:
+    """Return the size of an encoded matrix in bytes."""
+    return sum(part.nbytes for part in encoding.parts(shape))
 
 
 @dataclass(frozen=True, slots=True)

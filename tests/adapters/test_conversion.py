@@ -25,13 +25,8 @@ from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import stored_tensors
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder, ZO2Error
-from zo2core.checkpoint.shards import (
-    Piece,
-    SafetensorsReader,
-    TensorEntry,
-    parse_header,
-    write_checkpoint,
-)
+from zo2core.checkpoint.export import write_checkpoint
+from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
 from zo2core.types import SavedForm, SavedPart
 

@@ -29,7 +29,7 @@ from zo2core.build import request_of
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.durable import RecordFile, from_line, to_line
-from zo2core.optimizers import OPTIMIZERS, make_block_update
+from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host
 from zo2core.ranges import OF_ADAPTERS, OptimizerName
 from zo2core.runner import RunOptions

@@ -45,7 +45,7 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.checkpoint.shards import write_checkpoint
+from zo2core.checkpoint.export import write_checkpoint
 from zo2core.errors import (
     BatchError,
     CheckpointError,

@@ -46,7 +46,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import OptionError, OutputError, ZO2Warning
-from zo2core.perturbation import Perturbation
+from zo2core.estimators.perturbation import Perturbation
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")

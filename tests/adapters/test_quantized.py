@@ -43,7 +43,9 @@ from zo2core import (
     PhiloxNoise,
     ZerothOrder,
 )
-from zo2core.encodings import (
+from zo2core.encodings import decoding
+from zo2core.encodings.decoding import encode
+from zo2core.encodings.forms import (
     Float8Blocks,
     FourBitGroups,
     Int8Rows,
@@ -53,10 +55,8 @@ from zo2core.encodings import (
     NF4Blocks,
 )
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
+from zo2core.estimators.factors import factor_bytes
 from zo2core.kernels import dispatch
-from zo2core.kernels import encoding as kernels
-from zo2core.kernels.encoding import encode
-from zo2core.perturbation import factor_bytes
 from zo2core.types import Lane, shown_bytes
 
 SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
@@ -225,10 +225,10 @@ def test_every_encoding_is_decoded_by_its_formats_arithmetic_rounded_once(
     out = torch.full(spec.shape, 7.0, dtype=spec.dtype)
     with (
         patch.object(dispatch, "decodes", dispatch.decodes if compiled else lambda *tensors: False),
-        patch.object(kernels, "_TWO_THREADS", 1),
+        patch.object(decoding, "_TWO_THREADS", 1),
         ThreadPoolExecutor(1) as helper,
     ):
-        kernels.decode(spec, shifted, out, helper if threaded else None)
+        decoding.decode(spec, shifted, out, helper if threaded else None)
     assert_same_bits(kind, out, expected)
 
 
@@ -253,7 +253,7 @@ def test_the_compiled_kernels_decode_every_code_of_fp8() -> None:
         "w", (1, len(codes)), torch.float32, 0, decays=False, encoding=Float8Blocks((1, 2048))
     )
     out = torch.empty(spec.shape)
-    kernels.decode(spec, torch.cat([codes, torch.tensor([0.3]).view(torch.uint8)]), out)
+    decoding.decode(spec, torch.cat([codes, torch.tensor([0.3]).view(torch.uint8)]), out)
     expected = codes.view(torch.float8_e4m3fn).float() * 0.3
     torch.testing.assert_close(out.view(-1), expected, rtol=0, atol=0, equal_nan=True)
 

@@ -31,7 +31,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine, Journal, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2Error, branch_journal
 from zo2core.errors import DataError, JournalError, OptionError, OutputError
 from zo2core.io.durable import open_regular, to_line
-from zo2core.journal import copy_journal
+from zo2core.journal.journal import copy_journal
 from zo2core.ranges import OptimizerName
 
 SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}

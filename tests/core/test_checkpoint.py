@@ -17,13 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from zo2core import HostDevice, ParameterSpec
-from zo2core.checkpoint.shards import (
-    SafetensorsReader,
-    find_tensors,
-    new_directory,
-    parse_header,
-    write_checkpoint,
-)
+from zo2core.checkpoint.export import new_directory, write_checkpoint
+from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
 from zo2core.errors import CheckpointError, OutputError
 from zo2core.io import direct_file as ranged
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view

@@ -16,7 +16,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-import zo2core.devices
 from zo2adapters import open_checkpoint
 from zo2core import CudaDevice, Engine, HostDevice
 from zo2core.errors import DeviceError
@@ -100,7 +99,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> FakeRuntime:
     fake = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("zo2core.devices._clear_error", fake.forgotten)
+    monkeypatch.setattr("zo2core.schedulers.devices._clear_error", fake.forgotten)
     return fake
 
 
@@ -162,7 +161,7 @@ def test_cuda_copies_in_a_lanes_stream_between_events_after_what_it_awaits(
 def test_cuda_copies_all_of_what_is_issued_in_turns(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zo2core.devices, "_COPY_BYTES", 3)
+    monkeypatch.setattr("zo2core.schedulers.streams._COPY_BYTES", 3)
     target, source = torch.zeros(nbytes, dtype=torch.uint8), torch.arange(nbytes, dtype=torch.uint8)
     CudaDevice().streams.copy(Lane.OFFLOAD, target, source, {})
     assert torch.equal(target, source)

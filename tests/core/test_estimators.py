@@ -31,9 +31,10 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import DivergenceError, NonFiniteLossError, OptionError, ZO2Warning
-from zo2core.estimators import ESTIMATORS as REGISTRY
-from zo2core.estimators import EvolutionStrategies, best_step
-from zo2core.journal import decode, encode
+from zo2core.estimators.evolution import EvolutionStrategies
+from zo2core.estimators.guard import best_step
+from zo2core.estimators.registry import ESTIMATORS as REGISTRY
+from zo2core.journal.records import decode, encode
 from zo2core.protocols import ZOEstimator
 from zo2core.ranges import EstimatorName, Fitness
 

@@ -55,7 +55,8 @@ from zo2core.errors import (
     OptionError,
 )
 from zo2core.methods.first_order import LossScale, _FusedStep, segment_gradient_bytes, trained_bytes
-from zo2core.optimizers import _Zeros, copied_state, make_block_update, state_bytes
+from zo2core.optimizers.registry import make_block_update
+from zo2core.optimizers.states import _Zeros, copied_state, state_bytes
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.gradient_visitor import StoredParameters
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind

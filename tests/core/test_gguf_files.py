@@ -19,10 +19,11 @@ from gguf_models import SCALES, Tensor, gguf_bytes
 
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import GGUFFile, read_gguf
-from zo2core.encodings import GGUF_BLOCKS, GGUFRows
+from zo2core.encodings.decoding import decode
+from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows
+from zo2core.encodings.gguf import grid_of
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.kernels import dispatch
-from zo2core.kernels.encoding import decode, grid_of
 from zo2core.types import ParameterSpec
 
 METADATA: dict[str, Any] = {

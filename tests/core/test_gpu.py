@@ -31,12 +31,12 @@ from zo2core import (
     PhiloxNoise,
     ZerothOrder,
 )
-from zo2core import perturbation as factor_store
-from zo2core.encodings import GGUF_BLOCKS, GGUFRows
+from zo2core.encodings.decoding import decode
+from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows
 from zo2core.errors import DeviceError
+from zo2core.estimators import factors as factor_store
 from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import Draw, dispatch, reference
-from zo2core.kernels.encoding import decode
 from zo2core.kernels.low_bit import FP8
 from zo2core.planning.memory import DevicePlan, Replay
 from zo2core.protocols import Device
@@ -367,7 +367,7 @@ def test_memory_is_locked_again_where_a_device_was_left_open() -> None:
 
 def test_memory_that_cannot_be_locked_is_refused_and_nothing_else_fails() -> None:
     device, pages = CudaDevice(), anonymous_memory(1 << 20)
-    with patch("zo2core.devices.anonymous_memory", lambda nbytes: pages):
+    with patch("zo2core.schedulers.devices.anonymous_memory", lambda nbytes: pages):
         device.host_memory(1 << 20)
         with pytest.raises(DeviceError, match="cudaHostRegister failed"):
             device.host_memory(1 << 20)

@@ -38,10 +38,10 @@ from zo2core import (
     ZerothOrder,
     build,
 )
-from zo2core.encodings import Int8Rows, NF4Blocks
+from zo2core.encodings.forms import Int8Rows, NF4Blocks
 from zo2core.errors import JournalError, OptionError
-from zo2core.journal import digest
-from zo2core.noise import TorchGenerator, numbers_drawn
+from zo2core.estimators.noise import TorchGenerator, numbers_drawn
+from zo2core.journal.records import digest
 
 HEADER = {"base": "b", "noise": "n"}
 DIGESTS = {"embedding": "0a1b", "block 0": "2c3d"}

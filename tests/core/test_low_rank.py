@@ -59,21 +59,15 @@ from zo2core import (
     ZerothOrder,
     ZOEstimator,
 )
-from zo2core import perturbation as factor_store
 from zo2core.errors import BatchError, JournalError, OptionError, UnsupportedModelError, ZO2Warning
+from zo2core.estimators import factors as factor_store
+from zo2core.estimators.factors import DATA, MANIFEST, kept_bytes_a_step, sum_elements
+from zo2core.estimators.perturbation import Factors, PerturbedParameter
 from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.durable import RecordFile
-from zo2core.journal import Journal
+from zo2core.journal.journal import Journal
 from zo2core.kernels import apply
-from zo2core.perturbation import (
-    DATA,
-    MANIFEST,
-    Factors,
-    PerturbedParameter,
-    kept_bytes_a_step,
-    sum_elements,
-)
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Lane, Program
 

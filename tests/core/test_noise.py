@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from profiles import examples
 from segments import DTYPES, assert_torch_draws, z_of
 
-import zo2core.noise
+import zo2core.estimators.noise
 from zo2core import (
     BlockLayout,
     Distribution,
@@ -25,8 +25,8 @@ from zo2core import (
     SegmentKind,
     SequentialNoise,
 )
+from zo2core.estimators.noise import CompiledGenerator, Generator, TorchGenerator, agrees, seeded
 from zo2core.kernels import dispatch
-from zo2core.noise import CompiledGenerator, Generator, TorchGenerator, agrees, seeded
 from zo2core.protocols import NoiseGenerator
 
 Make = Callable[[Sequence[BlockLayout]], NoiseGenerator]
@@ -163,7 +163,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         fill=lambda out: counts.append(out.numel()), skip=lambda count, _: counts.append(count)
     )
     counter.copy = lambda: counter
-    monkeypatch.setattr(zo2core.noise, "seeded", lambda *_: counter)
+    monkeypatch.setattr(zo2core.estimators.noise, "seeded", lambda *_: counter)
     return counts
 
 
@@ -232,7 +232,7 @@ sizes = st.one_of(
 @pytest.fixture(autouse=True)
 def compared_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether the generators agree; and chunks are shorter than some of the parameters."""
-    monkeypatch.setattr(zo2core.noise, "CHUNK", 1 << 16)
+    monkeypatch.setattr(zo2core.estimators.noise, "CHUNK", 1 << 16)
     agrees.cache_clear()
     yield
     agrees.cache_clear()

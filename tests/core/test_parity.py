@@ -28,7 +28,7 @@ from profiles import examples
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import zo2core.noise
+import zo2core.estimators.noise
 import zo2core.sweep.perturbers
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, Engine, MeZOSGD, ZerothOrder
@@ -165,7 +165,7 @@ def test_parameters_larger_than_a_chunk_of_noise_keep_parity(
 ) -> None:
     # Embedding: 32768 + 8 elements, two whole chunks and a rest shorter than 16, which has to join
     # the last.
-    monkeypatch.setattr(zo2core.noise, "CHUNK", 16384)
+    monkeypatch.setattr(zo2core.estimators.noise, "CHUNK", 16384)
     config = small_config(
         "opt", vocab_size=8194, hidden_size=4, word_embed_proj_dim=4, num_attention_heads=1
     )

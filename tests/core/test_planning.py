@@ -43,9 +43,9 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.estimators.noise import SequentialNoise
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply
-from zo2core.noise import SequentialNoise
 from zo2core.planning.memory import (
     DevicePlan,
     HostPlan,

@@ -254,7 +254,7 @@ def test_quantised_blocks_are_decoded_once_for_all_runs(
     shared, engines = four
     with (
         patch("zo2core.shared.decode") as decode,
-        patch("zo2core.kernels.encoding.decode") as others,
+        patch("zo2core.encodings.decoding.decode") as others,
     ):
         shared.step({engines["low-rank"]: batch_of(0, 0), engines["exact"]: batch_of(0, 0)})
     matrices = 7 * 3

@@ -33,8 +33,8 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
+from zo2core.estimators.noise import GENERATOR, STREAM
 from zo2core.kernels.programs import compile_moves, compile_updates, seeds_of, split_updates
-from zo2core.noise import GENERATOR, STREAM
 from zo2core.planning.memory import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.sweep.visitor import EVERY, SAMPLED, UpdateLoss

@@ -51,10 +51,10 @@ from zo2core.errors import (
     OptionError,
     WorkerError,
 )
-from zo2core.journal import ImpossibleRecordError, decode, encode
+from zo2core.journal.records import ImpossibleRecordError, decode, encode
 from zo2core.methods.first_order import add_up
 from zo2core.planning.memory import free_memory, resident_memory
-from zo2core.workers import Report, Split, choose_split, combined
+from zo2core.workers.workers import Report, Split, choose_split, combined
 
 STEPS = 4
 RGE = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1)

@@ -35,7 +35,7 @@ from zo2core import (
     ZerothOrder,
     ZOEstimator,
 )
-from zo2core.optimizers import make_block_update
+from zo2core.optimizers.registry import make_block_update
 from zo2core.ranges import OptimizerName
 
 STEPS, RESUMED_AFTER = 4, 2

@@ -14,15 +14,21 @@ from updates import update_of
 
 import zo2core
 from zo2core import Journal
+from zo2core.estimators.factors import FactorFile
 from zo2core.io.durable import RecordFile
-from zo2core.perturbation import FactorFile
 from zo2core.sources.slot_file import Scratch
 from zo2core.types import ParameterSpec
 
 HEADER = {"base": "b", "parameters": "p", "noise": "n", "estimator": {"name": "e"}, "seed": 0}
 DIGESTS = {"embedding": "0a", "block 0": "0b"}
 CORE = Path(zo2core.__file__).parent
-WRITERS = ("journal.py", "io/durable.py", "sources/slot_file.py", "perturbation.py")
+WRITERS = (
+    "journal/journal.py",
+    "journal/records.py",
+    "io/durable.py",
+    "sources/slot_file.py",
+    "estimators/factors.py",
+)
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
 assert all(Path(name).exists() for name in INTERRUPTED), (
     "a file that was renamed would not be interrupted"

@@ -33,6 +33,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import JournalError, ScratchError, ZO2Warning
+from zo2core.estimators.factors import DATA as FACTORS
 from zo2core.io import durable
 from zo2core.io.durable import (
     DisturbedFileError,
@@ -41,8 +42,7 @@ from zo2core.io.durable import (
     close_locked,
     open_locked,
 )
-from zo2core.journal import copy_journal
-from zo2core.perturbation import DATA as FACTORS
+from zo2core.journal.journal import copy_journal
 from zo2core.sources.slot_file import DATA, MANIFEST
 
 IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -32,7 +32,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.export import export_gguf
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import Engine
-from zo2core.encodings import GGUF_BLOCKS
+from zo2core.encodings.forms import GGUF_BLOCKS
 
 TYPE_NUMBERS = {kind.name: int(kind) for kind in gguf.GGMLQuantizationType}
 _SCALARS = {bool: (7, "?"), int: (4, "I"), float: (6, "f")}

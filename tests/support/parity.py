@@ -28,7 +28,7 @@ from zo2core import (
     WriteBackPolicy,
 )
 from zo2core.errors import NonFiniteLossError
-from zo2core.estimators import direction_seeds
+from zo2core.estimators.two_point import direction_seeds
 from zo2core.kernels import fill
 from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.protocols import BlockModel, Device, ZOEstimator

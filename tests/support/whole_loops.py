@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from zo2adapters.models.low_rank import LowRankModules
 from zo2adapters.models.monolithic import MonolithicMeZO, MonolithicStep
 from zo2core import Distribution
-from zo2core import perturbation as factor_store
+from zo2core.estimators import factors as factor_store
+from zo2core.estimators.perturbation import Factors, PerturbedParameter
 from zo2core.kernels import fill
 from zo2core.kernels.low_bit import FP8
-from zo2core.perturbation import Factors, PerturbedParameter
 
 Values = Mapping[str, torch.Tensor]
 

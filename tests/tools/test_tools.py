@@ -35,7 +35,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import ARCHITECTURES, segment_layouts
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import Engine
-from zo2core.encodings import GGUFRows, MatrixStack, MXFP4Stack
+from zo2core.encodings.forms import GGUFRows, MatrixStack, MXFP4Stack
 
 
 def head(path: Path) -> bytes:

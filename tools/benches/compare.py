@@ -86,7 +86,7 @@ from zo2core import (
     Workers,
     WriteBackPolicy,
 )
-from zo2core.optimizers import OPTIMIZERS, make_block_update
+from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import ACTIVATIONS
 from zo2core.protocols import UpdateInputs
 from zo2core.ranges import OptimizerName, parse_size

@@ -29,8 +29,8 @@ from zo2core import (
     SegmentStore,
     WriteBackPolicy,
 )
+from zo2core.estimators.factors import BESIDE_UP_TO
 from zo2core.io.direct_file import byte_view
-from zo2core.perturbation import BESIDE_UP_TO
 from zo2core.planning.memory import resident_memory
 from zo2core.sources.segment_store import CHUNK, READERS, BaseDigests, laid_out_as_on_disk
 from zo2core.types import Lane, trained

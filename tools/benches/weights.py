@@ -12,10 +12,11 @@ from measuring import spread, timed
 
 from zo2adapters.models.checkpoint import DTYPES
 from zo2core import CudaDevice, Distribution, LowRankPerturbation
-from zo2core.encodings import GGUF_BLOCKS, GGUFRows, NF4Blocks
+from zo2core.encodings.decoding import decode
+from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows, NF4Blocks
+from zo2core.estimators.factors import FactorStore
+from zo2core.estimators.perturbation import Factors
 from zo2core.kernels import Draw, dispatch, fill, reference
-from zo2core.kernels.encoding import decode
-from zo2core.perturbation import Factors, FactorStore
 from zo2core.types import Descend, Evaluation, ParameterSpec, Perturb, Program, Update
 
 MATRIX = (4096, 11008)  # of Llama-7B's largest matrix

@@ -246,7 +246,9 @@ def measured_side(
             and (needed := sum(layout.nbytes for layout in layouts)) > room
         ):
             return {REASON: f"host-memory: found {room} bytes, blocks take {needed}"}
-        opened.enter_context(mock.patch("zo2core.schedulers.OverlappedScheduler", scheduler))
+        opened.enter_context(
+            mock.patch("zo2core.schedulers.overlapped.OverlappedScheduler", scheduler)
+        )
         step = opened.enter_context(made.opened())
         taken = [timed(step) for _ in range(WARM_UP)]
         traffic.nbytes = dict.fromkeys(traffic.nbytes, 0)

@@ -336,7 +336,7 @@ class AtStep(Command):
 
 def _last_kept(journal: Journal, run: Path) -> int:
     """The last step whose weights can be had: of first-order steps that of the last snapshot."""
-    from zo2core.checkpoint.snapshots import Snapshots
+    from zo2core.journal.snapshots import Snapshots
 
     if journal.is_replayable:
         return journal.version

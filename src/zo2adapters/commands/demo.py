@@ -107,7 +107,7 @@ class Demo(Command):
 
     def run(self) -> None:
         """Run the demo."""
-        from zo2core.checkpoint.shards import require_unused
+        from zo2core.checkpoint.export import require_unused
 
         if self.keep is not None:
             require_unused(self.keep)
@@ -214,7 +214,7 @@ def prepare(
     """Make a base model, and a task held out from its pre-training."""
     import torch
 
-    from zo2core.checkpoint.shards import require_unused
+    from zo2core.checkpoint.export import require_unused
 
     require_unused(directory)
     files = source_texts(seed=seed)

@@ -315,7 +315,7 @@ class WriteRows(Command):
 
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
-        from zo2core.checkpoint.shards import new_directory, require_unused
+        from zo2core.checkpoint.export import new_directory, require_unused
 
         require_unused(self.output)
         files = self.files()  # before anything is made at the path

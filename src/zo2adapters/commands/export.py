@@ -36,7 +36,7 @@ class WritesDirectory(AtStep):
 
     def run(self) -> None:
         """Replay the run and write the model."""
-        from zo2core.checkpoint.shards import require_unused
+        from zo2core.checkpoint.export import require_unused
 
         require_unused(self.output)
         if self.output.suffix.lower() in _FILES:

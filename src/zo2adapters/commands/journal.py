@@ -102,7 +102,7 @@ class ShowJournal(Command):
 
     def _print_commits(self, journal: Journal) -> None:
         """Print the steps of a first-order run, and mark those that have a snapshot."""
-        from zo2core.checkpoint.snapshots import Snapshots
+        from zo2core.journal.snapshots import Snapshots
 
         snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
         self._print_head(journal.version, "gradient norm")

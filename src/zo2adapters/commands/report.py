@@ -35,7 +35,7 @@ from zo2adapters.trainers.run_directory import (
 )
 from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError
-from zo2core.estimators import is_refused
+from zo2core.estimators.guard import is_refused
 from zo2core.ranges import counted
 from zo2core.types import Commit, Lane, shown_bytes
 

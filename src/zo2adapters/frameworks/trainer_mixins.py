@@ -44,9 +44,9 @@ from zo2core import (
     MemoryPolicy,
     TorchOptimizer,
 )
-from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import OptionError
-from zo2core.journal import copy_journal
+from zo2core.journal.journal import copy_journal
+from zo2core.journal.snapshots import Snapshot, Snapshots
 
 # the type checker's stand-in for the trainer that the mixin is combined with
 _Trainer: Any = object

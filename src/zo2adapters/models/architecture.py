@@ -32,9 +32,9 @@ from transformers import PreTrainedModel
 from zo2adapters.models.batches import CAUSAL_LM, Head, without_router_losses
 from zo2adapters.models.skeleton import StandIn
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
-from zo2core.encodings import Encoding
 from zo2core.errors import OptionError, UnsupportedModelError, system_errors_as, without_effect
 from zo2core.io.durable import open_regular
+from zo2core.types import Encoding
 
 _MAX_BYTES = 1 << 20
 _EXAMPLE = "see the example in docs/models.md"

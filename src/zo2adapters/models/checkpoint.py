@@ -55,9 +55,19 @@ from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel, PrefixB
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.stored_tensors import EncodedTensor, Quantization
 from zo2core import ZO2Error
-from zo2core.checkpoint import shards
 from zo2core.checkpoint.gguf import is_gguf
-from zo2core.checkpoint.shards import Piece, TensorEntry
+from zo2core.checkpoint.shards import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Piece,
+    SafetensorsReader,
+    TensorEntry,
+    check_float,
+    choose_weights,
+    find_tensors,
+    parse_index,
+    require_own_file,
+)
 from zo2core.errors import (
     CheckpointError,
     OptionError,
@@ -211,7 +221,7 @@ def open_checkpoint(
         )
         formats = replace(formats, trained=opened.trained, resident=opened.tensors.keys())
         if chosen.autocast is not None:
-            kept = {name: shards.check_float(first.entry) for name, (first, *_) in pieces.items()}
+            kept = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
             # frozen weights keep the checkpoint's dtype
             formats = replace(formats, frozen_dtypes=kept)
     reader: TensorReader = files.reader(pieces)
@@ -298,10 +308,10 @@ def _download(name: str) -> Path:
     shards. Reading reports a damaged index.
     """
     small = [f"*{suffix}" for suffix in sorted(SUFFIXES)]
-    directory = Path(snapshot_download(name, allow_patterns=[*small, shards.SINGLE_FILE]))
-    if shards.choose_weights(directory) == directory / shards.INDEX_FILE:
+    directory = Path(snapshot_download(name, allow_patterns=[*small, SINGLE_FILE]))
+    if choose_weights(directory) == directory / INDEX_FILE:
         with contextlib.suppress(CheckpointError):
-            named = shards.parse_index(directory / shards.INDEX_FILE).values()
+            named = parse_index(directory / INDEX_FILE).values()
             return Path(snapshot_download(name, allow_patterns=sorted(set(named))))
     return directory
 
@@ -362,7 +372,7 @@ class ModelDirectory:
         self._directory, self.described_in = directory, directory / "config.json"
         self.config, quantization = _read_config(self.described_in)
         _require_weights(directory, self.config)
-        self.entries, self._encoded = shards.find_tensors(directory), dict[str, EncodedTensor]()
+        self.entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()
         # whether there are tensors that have to be decoded
         self.is_encoded = quantization is not None
         if quantization is not None:
@@ -385,7 +395,7 @@ class ModelDirectory:
 
     def reader(self, pieces: Mapping[str, Sequence[Piece]]) -> TensorReader:
         """A reader of the parameters that consist of these pieces."""
-        return shards.SafetensorsReader(pieces)
+        return SafetensorsReader(pieces)
 
     def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
         """Files to write beside exported weights of this dtype."""
@@ -404,7 +414,7 @@ class ModelDirectory:
 
 def _require_weights(directory: Path, config: PretrainedConfig) -> None:
     """Refuse a directory whose weights are in other files than transformers' first two choices."""
-    chosen = shards.choose_weights(directory)
+    chosen = choose_weights(directory)
     named = getattr(config, "transformers_weights", None)
     if chosen is not None and named not in (None, chosen.name):
         where = f"{directory / 'config.json'}: transformers_weights"
@@ -416,7 +426,7 @@ def _require_weights(directory: Path, config: PretrainedConfig) -> None:
     if pickled:
         remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
         raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
-    expected = f"{shards.SINGLE_FILE} or {shards.INDEX_FILE}, which transformers loads"
+    expected = f"{SINGLE_FILE} or {INDEX_FILE}, which transformers loads"
     for other in sorted(path for path in directory.iterdir() if path.suffix in _OTHER_WEIGHTS):
         remedy = "pass the path of this file" if is_gguf(other) else "rename it, if it is the model"
         raise UnsupportedModelError(other, "weights under another name", expected, remedy)
@@ -586,7 +596,7 @@ def _checked(path: Path, directory: Path) -> Path:
     with _readable(path):
         target = Path(os.path.realpath(path, strict=True))
         info = target.stat()
-    shards.require_own_file(path, directory)
+    require_own_file(path, directory)
     if not stat.S_ISREG(info.st_mode):
         raise _refused(path, "no regular file", "a regular file")
     max_bytes = _MAX_CONFIG_BYTES if path.name.endswith("config.json") else _MAX_BYTES

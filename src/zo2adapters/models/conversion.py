@@ -32,12 +32,20 @@ from zo2adapters.models.checkpoint import (
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.stored_tensors import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
-from zo2core.checkpoint import shards
-from zo2core.encodings import EncodedPart, Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
+from zo2core.checkpoint.export import (
+    new_directory,
+    require_unused,
+    shard_names,
+    write_checkpoint,
+    write_companions,
+    write_index,
+)
+from zo2core.checkpoint.shards import choose_weights, malformed, parse_index, require_own_file
+from zo2core.encodings.decoding import encode
+from zo2core.encodings.forms import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, system_errors_as
 from zo2core.io.durable import open_regular
-from zo2core.kernels.encoding import encode
-from zo2core.types import SavedForm, SavedPart
+from zo2core.types import EncodedPart, SavedForm, SavedPart
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -61,16 +69,16 @@ def convert(
 
     Memory: one shard, in a child process.
     """
-    shards.require_unused(destination)
+    require_unused(destination)
     require_no_adapter(source, None)
     expected = _find_shards(source)
     companions, changed = portable_companions(source)
-    names = shards.shard_names(len(expected))
+    names = shard_names(len(expected))
     weight_map: dict[str, str] = {}
     total_size = 0
     reading = new_reader() if reader is None else contextlib.nullcontext(reader)
-    with shards.new_directory(destination) as partial, reading as child:
-        shards.write_companions(partial, companions)
+    with new_directory(destination) as partial, reading as child:
+        write_companions(partial, companions)
         if changed:
             report(remote_code_note(changed))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
@@ -80,13 +88,13 @@ def convert(
             weight_map |= dict.fromkeys(sizes, target)
             for name in expected[shard]:
                 if name not in sizes:
-                    raise shards.malformed(
+                    raise malformed(
                         source / shard, f"no tensor {name}", f"the tensor, as {INDEX_FILE} says"
                     )
             total_size += sum(sizes.values())
         if not weight_map:
-            raise shards.malformed(source, "no tensors", "a model's weights")
-        shards.write_index(partial, weight_map, total_size=total_size)
+            raise malformed(source, "no tensors", "a model's weights")
+        write_index(partial, weight_map, total_size=total_size)
     return destination
 
 
@@ -102,8 +110,8 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
     """The tensors that the index expects in each shard, by the shard's file name; a single file has
     no index, and is preferred to one, as in transformers.
     """
-    chosen = shards.choose_weights(directory, (SINGLE_FILE, INDEX_FILE))
-    preferred = shards.choose_weights(directory)
+    chosen = choose_weights(directory, (SINGLE_FILE, INDEX_FILE))
+    preferred = choose_weights(directory)
     expected = f"{SINGLE_FILE} or {INDEX_FILE}"
     if chosen is None and preferred is None:
         remedy = "pass a directory that holds a model in the Hugging Face layout"
@@ -115,17 +123,17 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
         found = f"{preferred.name} as well, which transformers loads instead"
         remedy = "use this directory as it is, or convert a copy without the safetensors"
         raise CheckpointError(directory, found, f"{chosen.name} alone", remedy)
-    shards.require_own_file(chosen, directory)
+    require_own_file(chosen, directory)
     names: dict[str, list[str]] = {}
     if chosen.name == SINGLE_FILE:
         names[SINGLE_FILE] = []
     else:
-        for name, shard in sorted(shards.parse_index(chosen, suffix=".bin").items()):
+        for name, shard in sorted(parse_index(chosen, suffix=".bin").items()):
             names.setdefault(shard, []).append(name)
     if not names:
-        raise shards.malformed(chosen, "an empty weight_map", "the model's tensors")
+        raise malformed(chosen, "an empty weight_map", "the model's tensors")
     for shard in names:
-        shards.require_own_file(directory / shard, directory)
+        require_own_file(directory / shard, directory)
     return dict(sorted(names.items()))
 
 
@@ -176,7 +184,7 @@ def quantize(
     """
     if method not in METHODS:
         raise OptionError("quantize", method, f"one of {', '.join(METHODS)}", "pass one of these")
-    shards.require_unused(directory)
+    require_unused(directory)
     opened = open_checkpoint(model)
     with contextlib.closing(opened.weights):
         chosen = _linear_weights(opened, Path(model))
@@ -200,7 +208,7 @@ def quantize(
             "config.json": json.dumps(config, indent=2).encode() + b"\n",
         }
         form = SavedForm(kept, opened.saved_form.constants)
-        shards.write_checkpoint(directory, specs, tensors, companions, form=form)
+        write_checkpoint(directory, specs, tensors, companions, form=form)
     in_layers = [
         spec for layout in opened.layouts if not layout.resident for spec in layout.parameters
     ]
@@ -328,7 +336,7 @@ def _tensors(
                     f"{model.weights.origin(spec.name)}: {spec.name}",
                     "get it again, or choose another dtype",
                 )
-                raise shards.malformed(
+                raise malformed(
                     where, "a number that is not finite", "finite weights", remedy=remedy
                 )
             fitted, parts = encode(weights, encoding)

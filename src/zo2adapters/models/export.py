@@ -32,14 +32,14 @@ from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
-from zo2core.checkpoint.gguf import is_gguf, read_gguf
-from zo2core.checkpoint.shards import (
+from zo2core.checkpoint.export import (
     new_directory,
     require_unused,
     write_checkpoint,
     write_companions,
 )
-from zo2core.encodings import GGUF_BLOCKS
+from zo2core.checkpoint.gguf import is_gguf, read_gguf
+from zo2core.encodings.forms import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
 Progress: TypeAlias = Callable[[int], object]  # is told the bytes of each parameter

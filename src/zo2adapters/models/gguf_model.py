@@ -53,9 +53,9 @@ from zo2core.checkpoint.shards import (
     check_float,
     malformed,
 )
-from zo2core.encodings import GGUF_BLOCKS, GGUFRows
+from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows
+from zo2core.encodings.gguf import grid_of, row_order
 from zo2core.errors import CheckpointError, UnsupportedModelError
-from zo2core.kernels.encoding import grid_of, row_order
 from zo2core.protocols import TensorReader
 
 # llama.cpp's names; all are tested

@@ -64,7 +64,7 @@ from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_shar
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
 from zo2core import Batch, ZO2Error
 from zo2core.errors import BatchError, UnsupportedModelError
-from zo2core.perturbation import PerturbedParameter
+from zo2core.estimators.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
 from zo2core.sweep.microbatch import combined_loss, rows_of
 from zo2core.types import SavedForm

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from zo2core.errors import UnsupportedModelError
-from zo2core.perturbation import Factors, PerturbedParameter
+from zo2core.estimators.perturbation import Factors, PerturbedParameter
 
 _PROBE_STREAMS, _PROBE_ROWS = 2, 3
 

@@ -37,6 +37,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
+from zo2core.encodings.decoding import decoded
 from zo2core.errors import (
     CheckpointError,
     OptionError,
@@ -46,7 +47,6 @@ from zo2core.errors import (
     without_effect,
 )
 from zo2core.io.durable import open_regular
-from zo2core.kernels.encoding import decoded
 from zo2core.protocols import TensorReader
 from zo2core.ranges import LARGEST, require_whole
 

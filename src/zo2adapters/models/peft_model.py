@@ -22,7 +22,7 @@ from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HF
 from zo2adapters.models.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, OpenedAdapter
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch
-from zo2core.checkpoint.shards import new_directory, write_companions
+from zo2core.checkpoint.export import new_directory, write_companions
 from zo2core.errors import UnsupportedModelError
 
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zo2core.encodings import MatrixStack, MXFP4Stack, encoded_bytes
-from zo2core.kernels.encoding import decode
+from zo2core.encodings.decoding import decode
+from zo2core.encodings.forms import MatrixStack, MXFP4Stack
 from zo2core.protocols import TensorReader
-from zo2core.types import ParameterSpec
+from zo2core.types import ParameterSpec, encoded_bytes
 
 # share of the experts from which all are read ahead, while the blocks before are computed
 MOST = 0.5

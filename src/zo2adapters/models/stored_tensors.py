@@ -42,7 +42,7 @@ from transformers.core_model_loading import (
 )
 
 from zo2adapters.models.architecture import Architecture, parameter_names
-from zo2core import ParameterSpec, encodings
+from zo2core import ParameterSpec
 from zo2core.checkpoint.shards import (
     DTYPE_NAMES,
     DTYPES,
@@ -51,11 +51,20 @@ from zo2core.checkpoint.shards import (
     check_float,
     same_samples,
 )
-from zo2core.encodings import Encoding, MatrixStack
+from zo2core.encodings.forms import (
+    MXFP4_BLOCK,
+    Float8Blocks,
+    FourBitGroups,
+    Int8Rows,
+    MatrixEncoding,
+    MatrixStack,
+    MXFP4Stack,
+    NF4Blocks,
+)
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.io.direct_file import byte_view
 from zo2core.protocols import TensorReader
-from zo2core.types import SavedForm, SavedPart
+from zo2core.types import Encoding, SavedForm, SavedPart
 
 _INTEGERS = {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}
 SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the part's role
@@ -93,7 +102,6 @@ _UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")
 # suffixes that encoded layers alone have
 _MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}
 _MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": SUFFIXES["nf4"]["state"]}
-_STACKS = encodings.MXFP4Stack, MatrixStack
 _MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
 _MAX_OFFSET = torch.finfo(torch.float32).max
 _MAX_STATE_BYTES = 4096
@@ -206,7 +214,7 @@ class Quantization:
         codes = self._entry(entries, layer, "codes")
         if self.method == "mxfp4" and len(codes.shape) == 4:
             *stack, outputs, blocks, _ = codes.shape
-            return encodings.MXFP4Stack(), (*stack, blocks * encodings.MXFP4_BLOCK, outputs)
+            return MXFP4Stack(), (*stack, blocks * MXFP4_BLOCK, outputs)
         if self.method == "mxfp4" or len(codes.shape) != 2:
             expected = (
                 f"{'stacks of matrices' if self.method == 'mxfp4' else 'a matrix'} in {self.method}"
@@ -215,7 +223,7 @@ class Quantization:
         if self.method == "fp8":
             stored = self._entry(entries, layer, "scales").dtype
             scales = DTYPES[stored if stored in ("BF16", "F8_E8M0") else "F32"]
-            return encodings.Float8Blocks(self.block, scales), codes.shape
+            return Float8Blocks(self.block, scales), codes.shape
         if self.method != "int8":
             return self._groups(entries, layer, *codes.shape)
         order = entries.get(f"{layer}{SUFFIXES['int8']['format']}")
@@ -225,11 +233,11 @@ class Quantization:
                 "checkpoint"
             )
             raise _malformed(order, "codes in another layout", "0, the layout row by row", remedy)
-        return encodings.Int8Rows(), codes.shape
+        return Int8Rows(), codes.shape
 
     def _groups(
         self, entries: Mapping[str, TensorEntry], layer: str, first: int, second: int
-    ) -> tuple[encodings.FourBitGroups, tuple[int, int]]:
+    ) -> tuple[FourBitGroups, tuple[int, int]]:
         """The encoding and the shape of a matrix of 4 bits a weight, whose codes have this
         shape.
         """
@@ -263,7 +271,7 @@ class Quantization:
             # no neighbours
             is_ordered = not torch.equal(groups, torch.arange(columns, dtype=torch.int32) // group)
         has_zeros = self.method not in ("int4", "nvfp4") or not self.is_symmetric
-        return encodings.FourBitGroups(self.method, group, scales, has_zeros, is_ordered), (
+        return FourBitGroups(self.method, group, scales, has_zeros, is_ordered), (
             rows,
             columns,
         )
@@ -368,7 +376,7 @@ def encodings_of(
         stack = tuple(
             (one.encoding, one.shape[0])
             for one in matrices
-            if not isinstance(one.encoding, _STACKS)
+            if isinstance(one.encoding, MatrixEncoding)
         )
         is_whole = all(piece == Piece.whole(piece.entry) for piece in of_parameter)
         if (
@@ -389,7 +397,7 @@ def encodings_of(
     return pieces, found
 
 
-def _nf4(entry: TensorEntry) -> tuple[encodings.NF4Blocks, tuple[int, ...]]:
+def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
     """Read encoding and shape from the JSON object beside a matrix."""
     try:
         state = json.loads(_read(entry))
@@ -415,7 +423,7 @@ def _nf4(entry: TensorEntry) -> tuple[encodings.NF4Blocks, tuple[int, ...]]:
         raise _malformed(
             entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}"
         )
-    return encodings.NF4Blocks(block, nested, offset), shape
+    return NF4Blocks(block, nested, offset), shape
 
 
 def _read(entry: TensorEntry, most: int = _MAX_STATE_BYTES, dtype: str = "U8") -> bytes:

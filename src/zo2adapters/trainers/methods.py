@@ -51,15 +51,16 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.build import request_of
-from zo2core.checkpoint.snapshots import Snapshots
+from zo2core.encodings.decoding import decoded
 from zo2core.errors import CheckpointError, DivergenceError, NonFiniteLossError, OptionError
-from zo2core.estimators import ESTIMATORS
-from zo2core.estimators import best_step as best_guarded_step
+from zo2core.estimators.factors import kept_bytes_a_step
+from zo2core.estimators.guard import best_step as best_guarded_step
+from zo2core.estimators.registry import ESTIMATORS
 from zo2core.io.direct_file import whole_pages
-from zo2core.kernels.encoding import decoded
+from zo2core.journal.snapshots import Snapshots
 from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
-from zo2core.optimizers import OPTIMIZERS, state_bytes
-from zo2core.perturbation import kept_bytes_a_step
+from zo2core.optimizers.registry import OPTIMIZERS
+from zo2core.optimizers.states import state_bytes
 from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
 from zo2core.ranges import counted, parse_size, require_whole

@@ -326,7 +326,7 @@ def export_bar(
     model: HFBlockModel, desc: str = "export", *, quiet: bool = False
 ) -> Iterator[Callable[[int], object]]:
     """Show a bar of the bytes that an export writes."""
-    from zo2core.checkpoint.shards import CustomExport
+    from zo2core.checkpoint.export import CustomExport
 
     exported = model.exported_parameters if isinstance(model, CustomExport) else None
     layouts = [

@@ -18,8 +18,8 @@ from zo2core.ranges import EstimatorName, Fitness, OptimizerName, require_whole
 
 if TYPE_CHECKING:
     from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator
-    from zo2core.estimators import EstimatorClasses
-    from zo2core.perturbation import Perturbation
+    from zo2core.estimators.perturbation import Perturbation
+    from zo2core.estimators.registry import EstimatorClasses
 
 
 class Decay(Enum):
@@ -221,7 +221,7 @@ class Optimization(StepSize):
 
     @property
     def _classes(self) -> EstimatorClasses:
-        from zo2core.estimators import ESTIMATORS
+        from zo2core.estimators.registry import ESTIMATORS
 
         return ESTIMATORS[self.estimator]
 
@@ -393,7 +393,7 @@ class FirstOrder:
     def block_update(self, *, weight_decay: float, seed: int = 0) -> BlockUpdate:
         """The optimizer of all parameters."""
         from zo2core import Delayed, TorchOptimizer
-        from zo2core.optimizers import make_block_update
+        from zo2core.optimizers.registry import make_block_update
 
         assert self.method is not None, "zeroth-order steps have no optimizer"
         options = self.optimizer_options

@@ -22,8 +22,8 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.routed_experts import routed_stacks
 from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
-from zo2core.kernels.encoding import decode
-from zo2core.optimizers import StateMemory
+from zo2core.encodings.decoding import decode
+from zo2core.optimizers.states import StateMemory
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.activations import flattened
 from zo2core.sweep.gradient_visitor import HEAP_EXPECTED, BlockGraph, tensor_ids

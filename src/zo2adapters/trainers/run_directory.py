@@ -348,7 +348,7 @@ def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed
     before its run started.
     """
-    from zo2core.checkpoint.shards import require_unused
+    from zo2core.checkpoint.export import require_unused
 
     _require_unstarted(path)
     if _ended_before_start(path):
@@ -528,7 +528,7 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
     new run is removed if the body of the context raises.
     """
     from zo2core import Journal, branch_journal
-    from zo2core.checkpoint.shards import new_directory
+    from zo2core.checkpoint.export import new_directory
 
     options.require_valid()
     estimator, output, created = (

@@ -30,9 +30,10 @@ from zo2adapters.trainers.process import with_kept_memory
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.estimators.factors import kept_bytes_a_step
+from zo2core.estimators.perturbation import require_perturbation
 from zo2core.kernels.low_bit import low_bit_layout
-from zo2core.optimizers import OPTIMIZERS
-from zo2core.perturbation import kept_bytes_a_step, require_perturbation
+from zo2core.optimizers.registry import OPTIMIZERS
 from zo2core.planning.memory import MOST_RUNS, Machine, MemoryPart, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import (
     MeasuredSpeeds,

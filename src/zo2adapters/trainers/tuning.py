@@ -46,7 +46,7 @@ from zo2core.errors import (
     OutputError,
     without_effect,
 )
-from zo2core.estimators import is_refused
+from zo2core.estimators.guard import is_refused
 from zo2core.ranges import counted, require_whole
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory

@@ -29,7 +29,8 @@ from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.options import ModelOptions, precision_of_run
 from zo2core import Batch, Engine, FirstOrder, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
-from zo2core.optimizers import OPTIMIZERS, StateMemory, make_block_update
+from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
+from zo2core.optimizers.states import StateMemory
 from zo2core.planning.memory import free_memory
 from zo2core.protocols import UpdateInputs
 from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole

@@ -1,1 +1,4 @@
-"""Checkpoints in safetensors or GGUF: read by range, written as a stream."""
+"""Checkpoints: safetensors and GGUF, read by range; safetensors written as a stream.
+
+A new format is a reader here that satisfies ``TensorReader``.
+"""

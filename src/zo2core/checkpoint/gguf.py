@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from zo2core.checkpoint.shards import TensorEntry, malformed, require_own_file
-from zo2core.encodings import GGUF_BLOCKS
+from zo2core.encodings.forms import GGUF_BLOCKS
 from zo2core.errors import CheckpointError, UnsupportedModelError, system_errors_as
 from zo2core.io.durable import open_regular
 

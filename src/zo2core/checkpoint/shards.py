@@ -1,15 +1,10 @@
-"""Shards in safetensors: headers are read by safetensors, ranges straight into the caller's memory;
-written as a stream.
+"""Shards in safetensors: headers are read by safetensors, ranges straight into the caller's memory.
 
 Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length;
 the header; the data of the tensors, one after the other. Checkpoints of several shards have a
 ``model.safetensors.index.json``, whose ``weight_map`` gives the shard of each tensor.
 
 Trade-off: positioned reads instead of a memory map, so that only the caller's buffer holds weights.
-
-Headers that are written are known beforehand, and tensors are written one at a time. A directory
-appears whole or not at all: everything is written to a private directory beside it, which is
-renamed at the end. Only new files are opened for writing: a planted link is not followed.
 """
 
 from __future__ import annotations
@@ -19,24 +14,21 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import struct
-import tempfile
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zo2core.errors import CheckpointError, OutputError, reason, system_errors_as
+from zo2core.errors import CheckpointError, reason, system_errors_as
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
-from zo2core.io.durable import create_file, open_regular, sync_path
-from zo2core.types import ParameterSpec, SavedForm, SavedPart
+from zo2core.io.durable import open_regular
+from zo2core.types import ParameterSpec, SavedPart
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -401,202 +393,6 @@ def require_own_file(path: Path, directory: Path) -> Path:
     raise malformed(
         path, f"a link to {target}", "a file of the model's own directory", remedy=remedy
     )
-
-
-@runtime_checkable
-class CustomExport(Protocol):
-    """A model with an export format of its own, such as an adapter, instead of a checkpoint of all
-    parameters.
-    """
-
-    @property
-    def exported_parameters(self) -> Collection[str]:
-        """Names of the parameters that ``write`` needs."""
-
-    def write(
-        self,
-        directory: Path,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        files: Mapping[str, Path | bytes],
-    ) -> None:
-        """Write the export; its directory appears whole or not at all."""
-
-
-def require_unused(directory: Path) -> None:
-    """Refuse an output path that exists, unless it is an empty directory."""
-    if directory.is_dir() and not any(directory.iterdir()):
-        return
-    if directory.exists() or directory.is_symlink():
-        expected = "a path that does not exist yet, or an empty directory"
-        remedy = "choose another output directory, or remove this one"
-        raise OutputError(directory, "something at this path", expected, remedy)
-
-
-def write_checkpoint(
-    directory: Path,
-    parameters: Sequence[ParameterSpec],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    companions: Mapping[str, Path | bytes],
-    *,
-    dtype: torch.dtype | None = None,
-    form: SavedForm | None = None,
-    max_shard: int = MAX_SHARD,
-) -> None:
-    """Write a model directory that ``from_pretrained`` loads. One tensor at a time is in memory."""
-    form = form or SavedForm()
-    written = {
-        spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters
-    }
-    runs = {spec.name: form.parts_of(spec) for spec in parameters}
-    saved = {
-        part.tensor: replace(written[name], name=part.tensor, shape=part.shape)
-        for name in runs
-        for part in runs[name]
-    }
-    others = [
-        ParameterSpec(name, tuple(t.shape), t.dtype, index=-1, decays=False)
-        for name, t in form.constants.items()
-    ]
-    with new_checkpoint(directory, [*saved.values(), *others], companions, max_shard) as locations:
-        missing = set(written)
-        for name, tensor in tensors:
-            missing.remove(name)
-            spec, done = written[name], 0
-            assert sum(part.numel for part in runs[name]) == tensor.numel() == spec.numel
-            for part in runs[name]:
-                elements = tensor.view(-1)[done : done + part.numel]
-                _write(*locations[part.tensor], elements, spec.dtype, first=part.start)
-                done += part.numel
-        assert not missing, missing  # the file would have holes
-        for name, tensor in form.constants.items():
-            _write(*locations[name], tensor.contiguous().view(-1), tensor.dtype)
-
-
-def _write(
-    file: IO[bytes], start: int, elements: torch.Tensor, dtype: torch.dtype, first: int = 0
-) -> None:
-    file.seek(start + first * dtype.itemsize)
-    step = elements.numel() if elements.dtype is dtype else _STAGING
-    for begin in range(0, elements.numel(), max(step, 1)):
-        part = elements[begin : begin + step].to(dtype)
-        file.write(byte_view(part))  # the view does not keep the memory alive
-
-
-@contextlib.contextmanager
-def new_checkpoint(
-    directory: Path,
-    tensors: Sequence[ParameterSpec],
-    companions: Mapping[str, Path | bytes],
-    max_shard: int,
-) -> Iterator[dict[str, tuple[IO[bytes], int]]]:
-    """Make a directory with headers and companions, and yield the file and offset of each tensor's
-    data by name.
-    """
-    shards = _cut(tensors, max_shard)
-    names = shard_names(len(shards))
-    locations: dict[str, tuple[IO[bytes], int]] = {}
-    with new_directory(directory) as partial:
-        write_companions(partial, companions)
-        with contextlib.ExitStack() as opened:
-            for name, specs in zip(names, shards, strict=True):
-                file = opened.enter_context(create_file(partial / name))
-                start = _write_header(file, specs)
-                for spec in specs:
-                    locations[spec.name] = (file, start)
-                    start += spec.nbytes
-            yield locations
-        weight_map = {
-            spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs
-        }
-        write_index(partial, weight_map, total_size=sum(spec.nbytes for spec in tensors))
-
-
-@contextlib.contextmanager
-def new_directory(directory: Path) -> Iterator[Path]:
-    """Make a directory that appears whole and durable, or not at all."""
-    require_unused(directory)
-    remedy = "free space or choose another directory"
-    with system_errors_as(
-        OutputError, directory, expected="a directory that can be written", remedy=remedy
-    ):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Private and with a random name, so that other users can plant nothing in it. The directory
-        # inside it gets the permissions of any new one.
-        enclosure = Path(
-            tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent)
-        )
-        try:
-            partial = enclosure / directory.name
-            partial.mkdir()
-            yield partial
-            for path in [*partial.iterdir(), partial]:
-                sync_path(path)
-            try:
-                partial.rename(directory)
-            except OSError as error:
-                if directory.is_dir() and not any(directory.iterdir()):
-                    raise  # an empty directory is not the reason
-                if os.path.lexists(directory):
-                    found = "something at this path that another process put there in the meantime"
-                    expected = "a path that stays free until the directory is written"
-                    remedy = "use what is there now, or choose another output directory"
-                    raise OutputError(directory, found, expected, remedy) from error
-                raise
-            sync_path(directory.parent)
-        finally:
-            shutil.rmtree(enclosure, ignore_errors=True)
-
-
-def shard_names(count: int) -> list[str]:
-    """File names of a checkpoint with ``count`` shards, as the hub's tools expect them."""
-    return (
-        [SINGLE_FILE]
-        if count == 1
-        else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    )
-
-
-def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: int) -> None:
-    """Write the index of a checkpoint if it has several shards."""
-    if not (directory / SINGLE_FILE).exists():
-        index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
-        write_companions(
-            directory, {INDEX_FILE: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()}
-        )
-
-
-def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) -> None:
-    """Write or copy the small files beside the weights."""
-    for name, content in companions.items():
-        with create_file(directory / name) as file:
-            if isinstance(content, bytes):
-                file.write(content)
-                continue
-            remedy = "restore the base model's files"
-            with system_errors_as(
-                CheckpointError, content, expected="a readable file", remedy=remedy
-            ):
-                source = open_regular(content)
-            with source:
-                shutil.copyfileobj(source, file, _STAGING)
-
-
-def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[ParameterSpec]]:
-    shards: list[list[ParameterSpec]] = [[]]
-    size = 0
-    for spec in parameters:
-        if shards[-1] and size + spec.nbytes > max_shard:
-            shards.append([])
-            size = 0
-        shards[-1].append(spec)
-        size += spec.nbytes
-    return shards
-
-
-def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> int:
-    """Write a shard's header; return the offset of its data."""
-    tensors = ((spec.name, DTYPE_NAMES[spec.dtype], spec.shape, spec.nbytes) for spec in parameters)
-    return file.write(header_bytes({"format": "pt"}, tensors))
 
 
 def header_bytes(

@@ -1,1 +1,4 @@
-"""Files and host memory: direct I/O, record logs, durable writes, shared memory."""
+"""Files and host memory: direct I/O, records with checksums, durable names, this process's memory.
+
+What reads or writes a file, and knows nothing of models, is here.
+"""

@@ -1,4 +1,8 @@
-"""Elementwise kernels for perturbations, updates and noise. reference.py has the reference."""
+"""Elementwise kernels for perturbations, updates and noise: C, Triton, and a reference in torch.
+
+``dispatch.py`` chooses. A new kernel is a function of ``native.c`` or ``triton_kernels.py`` beside
+one of ``reference.py`` with the same bits.
+"""
 
 from zo2core.kernels.dispatch import apply as apply
 from zo2core.kernels.dispatch import fill as fill

@@ -25,10 +25,19 @@ from typing import Any
 import torch
 from torch import nn
 
-import zo2core.optimizers as optimizers
-from zo2core.checkpoint.snapshots import Snapshots
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError, without_effect
-from zo2core.journal import json_object
+from zo2core.journal.records import json_object
+from zo2core.journal.snapshots import Snapshots
+from zo2core.optimizers.delayed import Delayed
+from zo2core.optimizers.states import (
+    StateMemory,
+    StatesInStores,
+    copied_state,
+    require_optimizer_state,
+    state_bytes,
+    unusable_state,
+)
+from zo2core.optimizers.torch_optimizer import OptimizerFactory, make_optimizer
 from zo2core.planning.speeds import kept_blocks
 from zo2core.protocols import (
     BlockModel,
@@ -54,7 +63,7 @@ from zo2core.sweep.gradient_visitor import (
     gradient_bytes,
 )
 from zo2core.types import HALVES, LARGEST, Batch, BlockLayout, Commit, StepResult, widened
-from zo2core.workers import Split, Workers, require_equal
+from zo2core.workers.workers import Split, Workers, require_equal
 
 # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 TRAINED_COPIES = 4
@@ -142,7 +151,7 @@ class LossScale:
             or type(steps) is not int
             or steps < 0
         ):
-            raise optimizers.unusable_state(f"{values!r:.80} as the scale of the loss")
+            raise unusable_state(f"{values!r:.80} as the scale of the loss")
         if self._scaling is not None and "loss_scale" in values:
             self.scale, self._good_steps = scale, steps
 
@@ -178,7 +187,7 @@ class FirstOrder:
         OptionError: if an option is out of its range, or has no effect.
     """
 
-    optimizer: optimizers.OptimizerFactory | BlockUpdate | None
+    optimizer: OptimizerFactory | BlockUpdate | None
     lr: float | Callable[[int], float] | None = None
     clip: float | None = None
     clip_value: float | None = None
@@ -286,7 +295,7 @@ def require_trainable(
     blocks = sum(not layout.resident for layout in model.layouts)
     if blocks < 2:
         raise OptionError("model", f"{blocks} block", "at least 2", "leave commit_every out")
-    if isinstance(update, optimizers.Delayed):
+    if isinstance(update, Delayed):
         raise OptionError(
             "update",
             found="Delayed, whose thread changes states while they are written",
@@ -303,10 +312,7 @@ def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[
         [layouts] if update.turn is None else [[layout] for layout in layouts]
     )
     return max(
-        (
-            (segment_gradient_bytes(update, one), optimizers.state_bytes(update, one))
-            for one in apart
-        ),
+        ((segment_gradient_bytes(update, one), state_bytes(update, one)) for one in apart),
         key=sum,
     )
 
@@ -579,7 +585,7 @@ class AdapterSteps(GradientSteps):
         assert not isinstance(method.optimizer, BlockUpdate), "it trains what is in memory"
         self._factory, parameters = method.optimizer, list(self.trained.parameters.values())
         self.optimizer: Any = (
-            None if self._factory is None else optimizers.make_optimizer(self._factory, parameters)
+            None if self._factory is None else make_optimizer(self._factory, parameters)
         )
         self._differentiate(self.trained.parameters)
 
@@ -607,12 +613,12 @@ class AdapterSteps(GradientSteps):
         """Continue from a copy of a snapshot."""
         _require_state(state)
         if self._factory is not None:
-            optimizers.require_optimizer_state(
+            require_optimizer_state(
                 state["optimizer"], self._factory, list(self.trained.parameters.values())
             )
         self.load(state["parameters"])
         if self._factory is not None:
-            self.optimizer.load_state_dict(optimizers.copied_state(state["optimizer"]))
+            self.optimizer.load_state_dict(copied_state(state["optimizer"]))
         self.version = state["steps"]
 
     def _taken(self, batch: StepBatch, forward: Forward | None) -> Commit:
@@ -780,9 +786,7 @@ class FusedSteps(GradientSteps):
         super().__init__(runner, method)
         self.update, self.scale = method.update, LossScale(method.scaling)
         self._options = json_object("update", method.journal_options)
-        self.states: optimizers.StateMemory | optimizers.StatesInStores = optimizers.StateMemory(
-            self.update, runner.layouts
-        )
+        self.states: StateMemory | StatesInStores = StateMemory(self.update, runner.layouts)
 
     @property
     def _next_version(self) -> int | None:
@@ -803,7 +807,7 @@ class FusedSteps(GradientSteps):
 
     def snapshot(self) -> dict[str, Any]:
         """All on which later steps depend, which is not copied: the next step changes it."""
-        assert isinstance(self.states, optimizers.StateMemory), "other states are committed on disk"
+        assert isinstance(self.states, StateMemory), "other states are committed on disk"
         self.update.settle()
         weights = self._runner.parameters_at(0, range(len(self._runner.layouts)))
         return {
@@ -816,12 +820,10 @@ class FusedSteps(GradientSteps):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of a snapshot."""
-        assert isinstance(self.states, optimizers.StateMemory), "other states are committed on disk"
+        assert isinstance(self.states, StateMemory), "other states are committed on disk"
         _require_state(state)
         if state.get("method") != self._options:
-            raise optimizers.unusable_state(
-                f"a state of the optimizer {state.get('method')!r:.200}"
-            )
+            raise unusable_state(f"a state of the optimizer {state.get('method')!r:.200}")
         self.require(state["parameters"])
         self.update.settle()
         self.scale.load_values(state.get("values", {}))
@@ -889,7 +891,7 @@ class CommittedSteps(FusedSteps):
         assert every is not None, "it was required"
         self._source, self._generations = runner.source, runner.generations
         if any(layout.states for layout in runner.layouts):
-            self.states = optimizers.StatesInStores(runner.layouts, runner.source.read_states)
+            self.states = StatesInStores(runner.layouts, runner.source.read_states)
         self._every = every
         self.version = self._generations.step
         self.scale.load_values(self._generations.values)
@@ -959,9 +961,9 @@ def _require_state(state: Mapping[str, Any]) -> None:
         state.keys() if isinstance(state, Mapping) else set()
     )
     if missing:
-        raise optimizers.unusable_state(f"a state without {', '.join(sorted(missing))}")
+        raise unusable_state(f"a state without {', '.join(sorted(missing))}")
     if type(state["steps"]) is not int or state["steps"] < 0:
-        raise optimizers.unusable_state(f"{state['steps']!r:.40} as the number of steps")
+        raise unusable_state(f"{state['steps']!r:.40} as the number of steps")
 
 
 def steps_of(runner: Runner, method: FirstOrder) -> GradientSteps:

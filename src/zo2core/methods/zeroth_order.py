@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.estimators import direction_seeds, learning_rate
-from zo2core.perturbation import Perturbation
+from zo2core.estimators.perturbation import Perturbation
+from zo2core.estimators.two_point import direction_seeds, learning_rate
 from zo2core.protocols import Forward, NoiseGenerator, ZOEstimator
 from zo2core.runner import Runner, StepBatch, Steps
 from zo2core.sweep import microbatch
 from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
-from zo2core.workers import Split
+from zo2core.workers.workers import Split
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from typing import Literal, Self, TypeAlias
 
 import psutil
 
-from zo2core.devices import memory_in_use
-from zo2core.devices import resident_memory as resident_memory
 from zo2core.errors import MemoryBudgetError, OptionError, without_effect
+from zo2core.estimators.factors import factor_bytes
+from zo2core.estimators.noise import PhiloxNoise, drawn_bytes, noise_bytes
+from zo2core.estimators.perturbation import DensePerturbation, Perturbation
 from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.io.process_memory import memory_in_use
+from zo2core.io.process_memory import resident_memory as resident_memory
 from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
-from zo2core.noise import PhiloxNoise, drawn_bytes, noise_bytes
-from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.speeds import (
     MOST_USEFUL_BUCKETS,
     MeasuredSpeeds,
@@ -35,7 +36,7 @@ from zo2core.planning.speeds import (
 )
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator
 from zo2core.ranges import parse_size
-from zo2core.schedulers import SLOTS
+from zo2core.schedulers.overlapped import SLOTS
 from zo2core.sources.low_bit import staging_bytes
 from zo2core.sources.segment_store import READERS
 from zo2core.types import (

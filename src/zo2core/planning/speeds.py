@@ -18,13 +18,13 @@ from typing import Literal
 
 import torch
 
-from zo2core.devices import HostDevice
 from zo2core.errors import OptionError, ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.kernels import Draw, apply
 from zo2core.kernels.programs import compile_updates
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.ranges import require_number, require_whole
+from zo2core.schedulers.devices import HostDevice
 from zo2core.sources.segment_store import CHUNK, READ_AHEAD, READERS
 from zo2core.types import (
     BlockLayout,

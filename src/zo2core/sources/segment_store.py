@@ -37,7 +37,7 @@ from zo2core.io.direct_file import (
     combined_checksum,
     whole_pages,
 )
-from zo2core.journal import Journal
+from zo2core.journal.journal import Journal
 from zo2core.profiling import Gathered, Timeline
 from zo2core.protocols import BlockModel, TensorReader
 from zo2core.ranges import require_whole

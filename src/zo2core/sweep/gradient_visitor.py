@@ -36,8 +36,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from zo2core.devices import resident_memory, return_freed_memory
 from zo2core.errors import ClosedError, OptionError
+from zo2core.io.process_memory import resident_memory, return_freed_memory
 from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Forward, Store, Stores, Streams, TensorReader
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of

@@ -23,7 +23,7 @@ from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
 from zo2core.ranges import counted, require_whole
 from zo2core.types import Batch, EvaluationResult, RowGroup, require_tensors
-from zo2core.workers import Workers
+from zo2core.workers.workers import Workers
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
 

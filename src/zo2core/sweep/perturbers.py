@@ -37,7 +37,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.kernels import Draw, apply, encoding
+from zo2core.encodings import decoding
+from zo2core.estimators.factors import FactorStore
+from zo2core.estimators.noise import noise_bytes
+from zo2core.estimators.perturbation import StackedForward, StackedModel
+from zo2core.kernels import Draw, apply
 from zo2core.kernels.dispatch import triton_kernels
 from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
 from zo2core.kernels.programs import (
@@ -47,8 +51,6 @@ from zo2core.kernels.programs import (
     seeds_of,
     split_updates,
 )
-from zo2core.noise import noise_bytes
-from zo2core.perturbation import FactorStore, StackedForward, StackedModel
 from zo2core.protocols import (
     SEEDS_IN_TURN,
     CounterNoise,
@@ -107,7 +109,7 @@ class ParameterView(NamedTuple):
         """Copy or decode the weight to the memory where it is perturbed or read."""
         stored, (target, _) = self.stored(stores), self.targets()
         if self.is_encoded(stored):
-            encoding.decode(self.spec, stored, target, helper)
+            decoding.decode(self.spec, stored, target, helper)
         else:
             target.copy_(stored)
 

@@ -19,11 +19,10 @@ from functools import partial
 
 import torch
 
-from zo2core.devices import HostDevice
 from zo2core.errors import BusyError, ClosedError
+from zo2core.estimators.perturbation import StackedForward
 from zo2core.kernels import Distribution, Draw, apply
 from zo2core.kernels.programs import Trajectory
-from zo2core.perturbation import StackedForward
 from zo2core.profiling import Timeline
 from zo2core.protocols import (
     Activations,
@@ -34,6 +33,7 @@ from zo2core.protocols import (
     Streams,
     VisitSegment,
 )
+from zo2core.schedulers.devices import HostDevice
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.perturbers import CounterPerturber, Groups, Perturber, Stream, WorkBuffer
 from zo2core.types import (

@@ -17,22 +17,31 @@ so the bits are equal. NaNs may have another payload.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import zo2core.encodings as encodings
-from zo2core.errors import OptionError
+from zo2core.encodings.forms import (
+    GGUF_BLOCKS,
+    MXFP4_BLOCK,
+    Float8Blocks,
+    FourBitGroups,
+    GGUFRows,
+    Int8Rows,
+    MatrixEncoding,
+    MatrixStack,
+    MXFP4Stack,
+    NF4Blocks,
+)
+from zo2core.encodings.gguf import GGUF_DECODERS, grid_of, row_order
 from zo2core.kernels import dispatch
-from zo2core.types import ParameterSpec
+from zo2core.types import EncodedPart, ParameterSpec, encoded_bytes
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
 # value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it
@@ -52,7 +61,7 @@ _PLACES = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 _SYMMETRIC = 8.0  # the zero of formats that store none
 _V1 = 0x11111111  # files of GPTQ's first version store each zero less 1
 # the order of gguf.c's enum
-_GGUF_KINDS = {name: number for number, name in enumerate(encodings.GGUF_BLOCKS)}
+_GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
@@ -71,25 +80,26 @@ def decode(
             the same device.
         helper: Runs half of the work in parallel if compiled kernels do it.
     """
-    assert spec.encoding is not None, "only encoded parameters are decoded"
+    assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack | MatrixStack), (
+        "only encoded parameters are decoded"
+    )
     whole, first, begin = out.view(-1, spec.shape[-1]), 0, 0
     of_all = (
         spec.encoding.matrices
-        if isinstance(spec.encoding, encodings.MatrixStack)
+        if isinstance(spec.encoding, MatrixStack)
         else ((spec.encoding, len(whole)),)
     )
     for encoding, rows in of_all:
         matrix = whole[first : first + rows]
-        shape = spec.shape if isinstance(encoding, encodings.MXFP4Stack) else tuple(matrix.shape)
+        shape = spec.shape if isinstance(encoding, MXFP4Stack) else tuple(matrix.shape)
         parts = _Parts(encoding.parts(shape), stored[begin:])
-        first, begin = first + rows, begin + encodings.encoded_bytes(encoding, shape)
+        first, begin = first + rows, begin + encoded_bytes(encoding, shape)
         if not dispatch.decodes(stored, out):
             _decode(encoding, parts, matrix)
             continue
         units, run = _compiled(encoding, parts, matrix, shape)
         splits_block = (
-            isinstance(encoding, encodings.NF4Blocks)
-            and units // 2 * matrix.shape[1] % encoding.block
+            isinstance(encoding, NF4Blocks) and units // 2 * matrix.shape[1] % encoding.block
         )
         dispatch.run_in_halves(
             run, units, None if matrix.numel() < _TWO_THREADS or splits_block else helper
@@ -97,7 +107,7 @@ def decode(
 
 
 def _compiled(
-    encoding: encodings.MatrixEncoding | encodings.MXFP4Stack,
+    encoding: MatrixEncoding | MXFP4Stack,
     parts: _Parts,
     matrix: Tensor,
     shape: Sequence[int],
@@ -107,14 +117,14 @@ def _compiled(
     """
     compiled, (rows, columns), stored = dispatch.functions(), matrix.shape, parts.bytes
     memory = dispatch.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
-    if isinstance(encoding, encodings.MXFP4Stack):
+    if isinstance(encoding, MXFP4Stack):
         *stack, inputs, outputs = shape
         sizes = inputs, outputs
         powers = stored["scales"].data_ptr()
         return math.prod(stack), lambda first, last: compiled.zo2core_decode_mxfp4(
             *memory, powers, first, last, *sizes
         )
-    if isinstance(encoding, encodings.GGUFRows):
+    if isinstance(encoding, GGUFRows):
         grid = grid_of(encoding.name)
         # kept by the module
         table = _GGUF_KINDS[encoding.name], None if grid is None else grid.data_ptr()
@@ -122,7 +132,7 @@ def _compiled(
         return rows, lambda first, last: compiled.zo2core_decode_gguf(
             *memory, *of_rows, first, last
         )
-    if isinstance(encoding, encodings.FourBitGroups):
+    if isinstance(encoding, FourBitGroups):
         groups = _groups(encoding, parts)
         # the order of decode.c's enum
         layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0
@@ -134,7 +144,7 @@ def _compiled(
             compiled.zo2core_decode_four_bits(*memory, *addresses, *sizes)
 
         return -(-rows // 8), run_eights
-    if isinstance(encoding, encodings.NF4Blocks):
+    if isinstance(encoding, NF4Blocks):
         addresses = [stored[role].data_ptr() if role in stored else None for role in _NF4_ROLES]
         blocks = encoding.nested_block or 0, encoding.offset, encoding.block
 
@@ -150,7 +160,7 @@ def _compiled(
 
     def run_rows(first: int, last: int) -> None:
         out, codes = matrix[first:last], stored["codes"][first * columns :].data_ptr()
-        if isinstance(encoding, encodings.Int8Rows):
+        if isinstance(encoding, Int8Rows):
             scaled = scales[first:].data_ptr(), INT8_UNIT, *out.shape
             compiled.zo2core_decode_int8(memory[0], out.data_ptr(), codes, *scaled)
         else:
@@ -162,34 +172,30 @@ def _compiled(
     return rows, run_rows
 
 
-def _decode(
-    encoding: encodings.MatrixEncoding | encodings.MXFP4Stack, parts: _Parts, matrix: Tensor
-) -> None:
+def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor) -> None:
     """Decode a matrix with torch operations: the reference."""
-    if isinstance(encoding, encodings.MXFP4Stack):
+    if isinstance(encoding, MXFP4Stack):
         _decode_mxfp4(parts["codes"], parts["scales"], matrix)
         return
-    if isinstance(encoding, encodings.FourBitGroups):
+    if isinstance(encoding, FourBitGroups):
         _decode_four_bits(encoding, parts, matrix)
         return
-    if isinstance(encoding, encodings.NF4Blocks):
+    if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
         return
     codes, (rows, columns) = parts["codes"], matrix.shape
     step = max(1, _DECODED_AT_ONCE // max(columns, 1))
-    if isinstance(encoding, encodings.GGUFRows):
+    if isinstance(encoding, GGUFRows):
         order = row_order(encoding, rows, matrix.device)
         for first in range(0, rows, step):
-            blocks = codes[first : first + step].reshape(
-                -1, encodings.GGUF_BLOCKS[encoding.name].nbytes
-            )
-            weights = _GGUF_DECODERS[encoding.name](blocks).view(-1, columns)
+            blocks = codes[first : first + step].reshape(-1, GGUF_BLOCKS[encoding.name].nbytes)
+            weights = GGUF_DECODERS[encoding.name](blocks).view(-1, columns)
             matrix[order[first : first + step]] = weights.to(matrix.dtype)
         return
     scales = parts["scales"].float()
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        if isinstance(encoding, encodings.Int8Rows):
+        if isinstance(encoding, Int8Rows):
             matrix[first:last] = codes[first:last] * scales[first:last, None] * INT8_UNIT
         else:
             matrix[first:last] = codes[first:last].float() * _scales_of_rows(
@@ -201,7 +207,7 @@ def _decode_mxfp4(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:
     """Decode the matrices of a stack one by one, and exchange their axes."""
     *_, outputs, blocks, _ = codes.shape
     codes, scales = (
-        codes.view(-1, outputs, blocks, encodings.MXFP4_BLOCK // 2),
+        codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2),
         scales.view(-1, outputs, blocks),
     )
     table = torch.tensor(FP4_TABLE, device=codes.device)
@@ -209,7 +215,7 @@ def _decode_mxfp4(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:
         matrix.view(len(codes), -1, outputs), codes.int(), scales.int(), strict=True
     ):
         numbers = table[torch.stack([packed & 15, packed >> 4], dim=-1)].view(
-            outputs, blocks, encodings.MXFP4_BLOCK
+            outputs, blocks, MXFP4_BLOCK
         )
         of_one.copy_(torch.ldexp(numbers, powers[..., None] - 127).view(outputs, -1).t())
 
@@ -222,8 +228,8 @@ def decoded(spec: ParameterSpec, stored: Tensor) -> Tensor:
 
 
 def encode(
-    weights: Tensor, encoding: encodings.MatrixEncoding
-) -> tuple[encodings.MatrixEncoding, Mapping[str, Tensor]]:
+    weights: Tensor, encoding: MatrixEncoding
+) -> tuple[MatrixEncoding, Mapping[str, Tensor]]:
     """Encode a matrix.
 
     Args:
@@ -234,17 +240,15 @@ def encode(
     Returns:
         The encoding, and its parts by role.
     """
-    assert not isinstance(encoding, encodings.GGUFRows | encodings.FourBitGroups), (
-        "such matrices are only decoded"
-    )
+    assert not isinstance(encoding, GGUFRows | FourBitGroups), "such matrices are only decoded"
     exact = weights.float()
-    if isinstance(encoding, encodings.Int8Rows):
+    if isinstance(encoding, Int8Rows):
         scales = exact.abs().amax(dim=1)
         codes = torch.round(
             exact / torch.where(scales == 0, torch.ones_like(scales), scales)[:, None] * 127.0
         )
         return encoding, {"codes": codes.clamp_(-127, 127).to(torch.int8), "scales": scales}
-    if isinstance(encoding, encodings.Float8Blocks):
+    if isinstance(encoding, Float8Blocks):
         return encoding, _encode_float8(exact, encoding)
     return _encode_nf4(exact.reshape(-1), encoding)
 
@@ -252,7 +256,7 @@ def encode(
 class _Parts:
     """Views of the parts of an encoded matrix in its bytes."""
 
-    def __init__(self, parts: Sequence[encodings.EncodedPart], stored: Tensor) -> None:
+    def __init__(self, parts: Sequence[EncodedPart], stored: Tensor) -> None:
         self._parts = {part.role: part for part in parts}
         ends = list(accumulate(part.nbytes for part in parts))
         self.bytes = {
@@ -283,7 +287,7 @@ class _Groups(NamedTuple):
     order: Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
 
 
-def _groups(encoding: encodings.FourBitGroups, parts: _Parts) -> _Groups:
+def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
     """Unpack a matrix's scales and zeros from its parts."""
     scales, zeros = parts["scales"].float(), parts.get("zeros")
     if encoding.name == "nvfp4":
@@ -302,7 +306,7 @@ def _groups(encoding: encodings.FourBitGroups, parts: _Parts) -> _Groups:
     return _Groups(scales.contiguous(), zeros.contiguous(), order)
 
 
-def _decode_four_bits(encoding: encodings.FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
+def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
     codes, groups, (rows, columns) = parts["codes"], _groups(encoding, parts), matrix.shape
     if encoding.name == "nvfp4":
         table = torch.tensor(FP4_TABLE, device=matrix.device)
@@ -326,7 +330,7 @@ def _unpacked(words: Tensor, name: str) -> Tensor:
     return ((words.contiguous()[..., None] >> 4 * places) & 15).view(len(words), -1)
 
 
-def _block_scales(encoding: encodings.NF4Blocks, parts: _Parts) -> Tensor:
+def _block_scales(encoding: NF4Blocks, parts: _Parts) -> Tensor:
     """The scale of each block, float32."""
     scales = parts["scales"]
     if encoding.nested_block is None:
@@ -335,7 +339,7 @@ def _block_scales(encoding: encodings.NF4Blocks, parts: _Parts) -> Tensor:
     return parts["nested table"][scales.int()] * nested + encoding.offset
 
 
-def _decode_nf4(encoding: encodings.NF4Blocks, parts: _Parts, out: Tensor) -> None:
+def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: Tensor) -> None:
     table, codes, scales = parts["table"], parts["codes"], _block_scales(encoding, parts)
     length = _DECODED_AT_ONCE // encoding.block * encoding.block
     for first in range(0, len(out), length):
@@ -356,7 +360,7 @@ def _scales_of_rows(
     return scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
 
 
-def _encode_float8(exact: Tensor, encoding: encodings.Float8Blocks) -> Mapping[str, Tensor]:
+def _encode_float8(exact: Tensor, encoding: Float8Blocks) -> Mapping[str, Tensor]:
     """Scale each block so that its largest magnitude becomes the largest number of the dtype."""
     (rows, columns), (high, wide) = exact.shape, encoding.block
     padded = torch.nn.functional.pad(exact, (0, -columns % wide, 0, -rows % high))
@@ -370,9 +374,7 @@ def _encode_float8(exact: Tensor, encoding: encodings.Float8Blocks) -> Mapping[s
     }
 
 
-def _encode_nf4(
-    exact: Tensor, encoding: encodings.NF4Blocks
-) -> tuple[encodings.NF4Blocks, Mapping[str, Tensor]]:
+def _encode_nf4(exact: Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Mapping[str, Tensor]]:
     """Scale each block so that its largest magnitude is 1, and take the nearest numbers of the
     table.
     """
@@ -419,287 +421,3 @@ def _encode_scales(around_zero: Tensor, nested_block: int) -> dict[str, Tensor]:
     table = torch.linspace(-128 / 127, 1, 256)
     table[128] = 0.0  # exactly
     return {"scales": codes, "nested scales": nested, "nested table": table}
-
-
-# values of IQ4's codes
-UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-
-def row_order(encoding: encodings.GGUFRows, rows: int, device: torch.device) -> Tensor:
-    """For each stored row, its index in the matrix: int64, (rows,)."""
-    order = torch.arange(rows, device=device)
-    return (
-        order
-        if encoding.heads == 0
-        else order.view(encoding.heads, 2, -1).transpose(1, 2).reshape(-1)
-    )
-
-
-def _numbers(blocks: Tensor, start: int, stop: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Bytes of each block as numbers, in float32."""
-    return blocks[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype).float()
-
-
-def _shifted(codes: Tensor, bits: int, group: int) -> Tensor:
-    """Unpack codes of some bits, (blocks, codes): from each group of bytes first the lowest bits of
-    all, then the next.
-    """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    parts = codes.reshape(len(codes), -1, 1, group) >> shifts[:, None]
-    return (parts & ((1 << bits) - 1)).reshape(len(codes), -1)
-
-
-def _scaled(scales: Tensor, codes: Tensor, least: Tensor | None = None) -> Tensor:
-    """Multiply each group of a block's codes by its scale, and subtract its minimum."""
-    weights = scales[:, :, None] * codes.view(*scales.shape, -1).float()
-    return (weights if least is None else weights - least[:, :, None]).view(len(codes), -1)
-
-
-def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    high = (blocks[:, start : start + 4, None] >> shifts & 1).reshape(len(blocks), 32)
-    return _shifted(blocks[:, start + 4 :], 4, 16) | high << 4
-
-
-def _q2_k(blocks: Tensor) -> Tensor:
-    scales = _numbers(blocks, 80, 82) * (blocks[:, :16] & 15).float()
-    least = _numbers(blocks, 82, 84) * (blocks[:, :16] >> 4).float()
-    return _scaled(scales, _shifted(blocks[:, 16:80], 2, 32), least)
-
-
-def _q3_k(blocks: Tensor) -> Tensor:
-    low, high = _shifted(blocks[:, 96:104], 4, 8), _shifted(blocks[:, 104:108], 2, 4)
-    scales = _numbers(blocks, 108, 110) * ((low | high << 4).to(torch.int8) - 32).float()
-    missing = (_shifted(blocks[:, :32], 1, 32) ^ 1) << 2  # 4 is subtracted where the bit is not set
-    return _scaled(
-        scales, _shifted(blocks[:, 32:96], 2, 32).to(torch.int8) - missing.to(torch.int8)
-    )
-
-
-def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and the minima of the groups of 32 codes, 6 bits each."""
-    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    codes = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
-    least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)
-    return _numbers(blocks, 0, 2) * codes.float(), _numbers(blocks, 2, 4) * least.float()
-
-
-def _q4_k(blocks: Tensor) -> Tensor:
-    scales, least = _six_bit_scales(blocks)
-    return _scaled(scales, _shifted(blocks[:, 16:], 4, 32), least)
-
-
-def _q5_k(blocks: Tensor) -> Tensor:
-    scales, least = _six_bit_scales(blocks)
-    return _scaled(
-        scales, _shifted(blocks[:, 48:], 4, 32) | _shifted(blocks[:, 16:48], 1, 32) << 4, least
-    )
-
-
-def _q6_k(blocks: Tensor) -> Tensor:
-    scales = _numbers(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8).float()
-    codes = _shifted(blocks[:, :128], 4, 64) | _shifted(blocks[:, 128:192], 2, 32) << 4
-    return _scaled(scales, codes.to(torch.int8) - 32)
-
-
-def _looked_up(codes: Tensor, table: Sequence[int]) -> Tensor:
-    """The values that codes of 4 bits stand for, float32."""
-    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.long()]
-
-
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).view(len(blocks), 8)
-    scales = (
-        _numbers(blocks, 0, 2)
-        * ((low | _shifted(blocks[:, 2:4], 2, 1) << 4).to(torch.int8) - 32).float()
-    )
-    return _scaled(scales, _looked_up(_shifted(blocks[:, 8:], 4, 16), UNEVEN))
-
-
-def _mxfp4(blocks: Tensor) -> Tensor:
-    exponents = blocks[:, :1].int()
-    halves = torch.where(
-        exponents < 2, 0x00200000 << exponents.clamp(max=1), exponents - 1 << 23
-    ).view(torch.float32)
-    return halves * _looked_up(_shifted(blocks[:, 1:], 4, 16), TWICE_E2M1)
-
-
-def _tq1_0(blocks: Tensor) -> Tensor:
-    parts = []
-    for first, stop, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
-        # each byte has digits to the base of 3
-        powers = torch.tensor([1, 3, 9, 27, 81][:count], dtype=torch.uint8, device=blocks.device)
-        parts.append((blocks[:, None, first:stop] * powers[:, None]).reshape(len(blocks), -1))
-    digits = (torch.cat(parts, dim=1).int() * 3 >> 8) - 1
-    return _numbers(blocks, 52, 54) * digits.float()
-
-
-@cache
-def grid_of(name: str) -> Tensor | None:
-    """The rows of values that the codes of a type stand for, (rows, 4 or 8), int8; None for types
-    that have none.
-
-    Raises:
-        OptionError: if the gguf package, which has these tables, is not installed.
-    """
-    if not name.startswith(("IQ1", "IQ2", "IQ3")):
-        return None
-    try:
-        table = getattr(importlib.import_module("gguf.quants"), name)
-    except ImportError as error:
-        found, expected = (
-            f"weights of the type {name}",
-            "the package gguf, which has the values of its codes",
-        )
-        raise OptionError("the model's file", found, expected, "pip install gguf") from error
-    table.init_grid()
-    return torch.tensor(table.grid).view(-1, table.grid.shape[-1]).to(torch.int8)
-
-
-def _on_grid(name: str, rows: Tensor, device: torch.device) -> Tensor:
-    """The values of rows of a type's grid, (blocks, weights), int8."""
-    grid = grid_of(name)
-    assert grid is not None, "the type has a grid"
-    return grid.to(device)[rows.reshape(len(rows), -1).long()].view(len(rows), -1)
-
-
-def _signed(values: Tensor, signs: Tensor) -> Tensor:
-    """Negate values where their bit is set; each byte has those of 8 neighbours."""
-    return values * (1 - 2 * _shifted(signs.to(torch.uint8), 1, 1).to(torch.int8))
-
-
-def _even(words: Tensor) -> Tensor:
-    """Four times 7 signs of each word, and for each an eighth one that makes their number even:
-    (blocks, 4 words).
-    """
-    signs = words[:, :, None] >> torch.arange(0, 28, 7, device=words.device) & 127
-    return _with_parity(signs.reshape(len(words), -1))
-
-
-def _with_parity(signs: Tensor) -> Tensor:
-    folded = signs ^ signs >> 4
-    folded = folded ^ folded >> 2
-    return signs | (folded ^ folded >> 1) << 7 & 128
-
-
-def _integers(blocks: Tensor, start: int, stop: int, nbytes: int) -> Tensor:
-    """Bytes of each block as integers without sign, int64."""
-    parts = blocks[:, start:stop].reshape(len(blocks), -1, nbytes).long()
-    return (parts << 8 * torch.arange(nbytes, device=blocks.device)).sum(dim=2)
-
-
-def _threes(codes: Tensor) -> Tensor:
-    """Four codes of 3 bits of each integer."""
-    return (codes[:, :, None] >> torch.arange(0, 12, 3, device=codes.device) & 7).reshape(
-        len(codes), -1
-    )
-
-
-def _quarters(blocks: Tensor, codes: Tensor) -> Tensor:
-    return _numbers(blocks, 0, 2) * (0.5 + codes.float()) * 0.25
-
-
-def _iq1_s(blocks: Tensor) -> Tensor:
-    high = _integers(blocks, 34, 50, 2)
-    scales = _numbers(blocks, 0, 2) * (2 * (high >> 12 & 7) + 1).float()
-    values = _on_grid("IQ1_S", blocks[:, 2:34] | _threes(high) << 8, blocks.device).view(
-        *high.shape, -1
-    )
-    return _scaled(
-        scales,
-        (values + torch.where(high >> 15 == 0, 0.125, -0.125)[:, :, None]).view(len(blocks), -1),
-    )
-
-
-def _iq1_m(blocks: Tensor) -> Tensor:
-    parts, high = _integers(blocks, 48, 56, 2), _shifted(blocks[:, 32:48], 4, 1)
-    whole = (parts >> 12 << torch.arange(0, 16, 4, device=blocks.device)).sum(dim=1, keepdim=True)
-    whole = (
-        torch.where(whole < 1 << 15, whole, whole - (1 << 16))
-        .to(torch.int16)
-        .view(torch.float16)
-        .float()
-    )
-    values = _on_grid("IQ1_M", blocks[:, :32] | (high & 7).long() << 8, blocks.device).view(
-        *high.shape, -1
-    )
-    values = values + torch.where(high & 8 == 0, 0.125, -0.125)[:, :, None]
-    return _scaled(whole * (2 * _threes(parts) + 1).float(), values.view(len(blocks), -1))
-
-
-def _iq2_xxs(blocks: Tensor) -> Tensor:
-    groups = blocks[:, 2:].reshape(-1, 8)
-    words = _integers(groups, 4, 8, 4).view(len(blocks), 8)
-    values = _on_grid("IQ2_XXS", groups[:, :4].reshape(len(blocks), -1), blocks.device)
-    return _scaled(_quarters(blocks, words >> 28), _signed(values, _even(words)))
-
-
-def _iq2_xs(blocks: Tensor) -> Tensor:
-    codes = _integers(blocks, 2, 66, 2)
-    values = _signed(_on_grid("IQ2_XS", codes & 511, blocks.device), _with_parity(codes >> 9))
-    return _scaled(_quarters(blocks, _shifted(blocks[:, 66:74], 4, 1)), values)
-
-
-def _iq2_s(blocks: Tensor) -> Tensor:
-    values = _on_grid(
-        "IQ2_S", blocks[:, 2:34] | _shifted(blocks[:, 66:74], 2, 1).long() << 8, blocks.device
-    )
-    return _scaled(
-        _quarters(blocks, _shifted(blocks[:, 74:82], 4, 1)), _signed(values, blocks[:, 34:66])
-    )
-
-
-def _iq3_xxs(blocks: Tensor) -> Tensor:
-    words = _integers(blocks, 66, 98, 4)
-    scales = _numbers(blocks, 0, 2) * (0.5 + (words >> 28).float()) * 0.5
-    return _scaled(
-        scales, _signed(_on_grid("IQ3_XXS", blocks[:, 2:66], blocks.device), _even(words))
-    )
-
-
-def _iq3_s(blocks: Tensor) -> Tensor:
-    rows = blocks[:, 2:66] | _shifted(blocks[:, 66:74], 1, 1).long() << 8
-    scales = _numbers(blocks, 0, 2) * (1 + 2 * _shifted(blocks[:, 106:110], 4, 1)).float()
-    return _scaled(scales, _signed(_on_grid("IQ3_S", rows, blocks.device), blocks[:, 74:106]))
-
-
-_GGUF_DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "F32": lambda blocks: _numbers(blocks, 0, 4, torch.float32),
-    "F16": lambda blocks: _numbers(blocks, 0, 2),
-    "BF16": lambda blocks: _numbers(blocks, 0, 2, torch.bfloat16),
-    "Q4_0": lambda blocks: (
-        _numbers(blocks, 0, 2) * (_shifted(blocks[:, 2:], 4, 16).to(torch.int8) - 8).float()
-    ),
-    "Q4_1": lambda blocks: (
-        _numbers(blocks, 0, 2) * _shifted(blocks[:, 4:], 4, 16).float() + _numbers(blocks, 2, 4)
-    ),
-    "Q5_0": lambda blocks: (
-        _numbers(blocks, 0, 2) * (_five_bits(blocks, 2).to(torch.int8) - 16).float()
-    ),
-    "Q5_1": lambda blocks: (
-        _numbers(blocks, 0, 2) * _five_bits(blocks, 4).float() + _numbers(blocks, 2, 4)
-    ),
-    "Q8_0": lambda blocks: blocks[:, 2:].view(torch.int8).float() * _numbers(blocks, 0, 2),
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": lambda blocks: (
-        _numbers(blocks, 0, 2) * _looked_up(_shifted(blocks[:, 2:], 4, 16), UNEVEN)
-    ),
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
-    "TQ1_0": _tq1_0,
-    "TQ2_0": lambda blocks: (
-        _numbers(blocks, 64, 66) * (_shifted(blocks[:, :64], 2, 32).to(torch.int8) - 1).float()
-    ),
-    "IQ1_S": _iq1_s,
-    "IQ1_M": _iq1_m,
-    "IQ2_XXS": _iq2_xxs,
-    "IQ2_XS": _iq2_xs,
-    "IQ2_S": _iq2_s,
-    "IQ3_XXS": _iq3_xxs,
-    "IQ3_S": _iq3_s,
-}

@@ -1,11 +1,5 @@
-"""How weights are perturbed: dense directions in the weights, or low-rank ones beside the
-activations.
-
-Models that take low-rank ones satisfy ``StackedModel``; forwards that run several of them as one
-batch, ``StackedForward``.
-
-The low-rank factors of a run are sums of updates in float32, perturbed factors for evaluations, and
-a file of them.
+"""Low-rank factors of a run: sums of updates in float32, perturbed factors for evaluations, and a
+file of them.
 
 Trade-off: each period adds m * rank float32 numbers and n * rank numbers of the matrix's dtype for
 each matrix (m, n), which stay in device memory. Replaying an update draws and adds m * rank
@@ -15,44 +9,39 @@ numbers, instead of m * n in the weights.
 from __future__ import annotations
 
 import os
-import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from io import RawIOBase
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 
+from zo2core.encodings.decoding import decoded
 from zo2core.errors import (
-    JournalError,
-    OptionError,
     ScratchError,
-    UnsupportedModelError,
     ZO2Warning,
     reason,
 )
+from zo2core.estimators.perturbation import (
+    DensePerturbation,
+    Factors,
+    LowRankPerturbation,
+    Perturbation,
+    PerturbedParameter,
+)
 from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
-from zo2core.journal import Journal
+from zo2core.journal.journal import Journal
 from zo2core.kernels import Draw, apply, fill, form, perturb_each
-from zo2core.kernels.encoding import decoded
 from zo2core.kernels.programs import compile_updates, split_updates
 from zo2core.protocols import (
     SEEDS_IN_TURN,
-    Activations,
-    BlockModel,
-    CounterNoise,
-    Forward,
-    NoiseGenerator,
-    ZOEstimator,
 )
-from zo2core.ranges import require_whole
 from zo2core.types import (
-    Batch,
     BlockLayout,
     Distribution,
     Evaluation,
@@ -62,220 +51,6 @@ from zo2core.types import (
     Update,
     trained,
 )
-
-
-class Factors(NamedTuple):
-    """Factors of the change of a matrix W (m, n): ``left @ right^T``, or ``left[s] @ right^T`` for
-    stream s.
-
-    Those of several periods are side by side.
-    """
-
-    left: torch.Tensor  # learned: (m, R), float32; of streams: (streams, m, R), in W's dtype
-    right: torch.Tensor  # (n, R), in W's dtype
-
-    def joined(self, other: Factors) -> Factors:
-        """These columns followed by the other's."""
-        return Factors(*(torch.cat(pair, dim=-1) for pair in zip(self, other, strict=True)))
-
-
-# factors for a matrix; (streams, n) values for a vector
-PerturbedParameter: TypeAlias = Factors | torch.Tensor
-
-
-@runtime_checkable
-class StackedForward(Forward, Protocol):
-    """A forward that runs several streams as one batch, each with another perturbation.
-
-    A stack has the rows of its first stream, then those of the second, and so on, with equal
-    numbers of rows.
-    """
-
-    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be
-        joined.
-        """
-
-    def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
-        """Run the layers after the blocks on a stack; return the output of each stream, of a model
-        its loss, 0-d.
-        """
-
-
-@runtime_checkable
-class StackedModel(BlockModel, StackedForward, Protocol):
-    """A model that takes low-rank perturbations."""
-
-    def require_stackable(self) -> None:
-        """Prepare for ``perturb``. Called before anything is read."""
-
-    def perturb(
-        self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int
-    ) -> None:
-        """Perturb a segment's next forwards, and stop perturbing every other segment's."""
-
-
-_KIND = "beside-activations"
-_FIRST_PERIOD_SEED = 1 << 62  # seeds of periods start here; seeds of directions are below
-
-
-@dataclass(frozen=True)
-class DensePerturbation:
-    """Exact MeZO: perturbed weights are written for every evaluation, whatever their shape and the
-    layers' forwards.
-    """
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRankPerturbation:
-    """Low-rank directions, ``z = U V^T / sqrt(rank)`` for a matrix, computed beside a layer's
-    activations.
-
-    A linear layer computes ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the
-    root of the rank. W is only read: it is never offloaded or written back. All evaluations of a
-    step run as one batch, stacked along its rows. Parameters of one dimension have dense
-    directions, with separate values for each stream.
-
-    U is drawn for each direction; V stays for a period, so that a period's updates add up to one
-    factor, A, in float32 (LOZO, arXiv 2410.07698, with z scaled as dense directions are: LOZO's
-    ``zo_eps`` is this one divided by the root of the rank, and learning rates are the same). The
-    weights of a step are the base plus ``A V^T`` of each period, with float32 precision whatever
-    the base's dtype. Both factors follow from the journal and the run's seed.
-
-    Args:
-        rank: Columns of U and V.
-        period: Steps for which V stays.
-        stack: Most evaluations of a step that run as one batch; None: all of them. It is recorded
-            with the run, since it changes the order in which floats are summed, and so the losses.
-
-    Raises:
-        OptionError: if a value is not an integer of at least 1.
-    """
-
-    rank: int
-    period: int = 100
-    stack: int | None = None
-
-    def __post_init__(self) -> None:
-        require_whole("perturbation.rank", self.rank, 1)
-        require_whole("perturbation.period", self.period, 1)
-        if self.stack is not None:
-            require_whole("perturbation.stack", self.stack, 1)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """The options that change the result, as JSON values for the journal."""
-        return {"kind": _KIND, "rank": self.rank, "period": self.period, "stack": self.stack}
-
-    def period_seed(self, run_seed: int, step: int) -> int:
-        """Seed of V in the period of a step, derived from the run's seed and the period; no
-        direction has it.
-        """
-        rng = random.Random(f"{run_seed}/period/{step // self.period}")  # noqa: S311 - not a secret
-        return _FIRST_PERIOD_SEED + rng.randrange(_FIRST_PERIOD_SEED)
-
-
-Perturbation: TypeAlias = DensePerturbation | LowRankPerturbation
-
-
-def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> Perturbation:
-    """Choose the caller's perturbation, else the journal's, else a dense one."""
-    if journal.header is None:
-        return DensePerturbation() if perturbation is None else perturbation
-    options = journal.header.get("perturbation")
-    recorded: Perturbation = DensePerturbation()
-    if options is not None:
-        keys = {"kind", "rank", "period", "stack"}
-        if not isinstance(options, dict) or options.get("kind") != _KIND or set(options) != keys:
-            raise JournalError(
-                journal.name,
-                found=f"perturbation {str(options)[:80]}",
-                expected=f"none, or {_KIND} with rank, period and stack",
-                remedy="use the version that wrote the journal",
-            )
-        recorded = LowRankPerturbation(
-            rank=options["rank"], period=options["period"], stack=options["stack"]
-        )
-    if perturbation is not None and perturbation != recorded:
-        raise JournalError(
-            journal.name,
-            found=f"perturbation {recorded}",
-            expected=str(perturbation),
-            remedy="continue with the journal's perturbation, or start a new journal",
-        )
-    return recorded
-
-
-def require_perturbation(
-    perturbation: Perturbation,
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    noise: NoiseGenerator,
-) -> None:
-    """Check that a perturbation fits model, estimator and noise, before anything is read."""
-    if isinstance(perturbation, DensePerturbation):
-        for spec in trained(model.layouts):
-            if estimator is not None and spec.encoding is not None:
-                raise _refusal(
-                    "perturbation",
-                    f"none, for the weights of {spec.name}, which are stored in "
-                    f"{spec.encoding.name}",
-                    "directions of low rank or an adapter, because quantised weights are only read",
-                    "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
-                )
-        return
-    if not isinstance(model, StackedModel):
-        raise _refusal(
-            "perturbation",
-            f"a {type(model).__name__}",
-            "a model that stacks streams",
-            "use DensePerturbation()",
-        )
-    if not isinstance(noise, CounterNoise):
-        remedy = "pass PhiloxNoise(Distribution.GAUSSIAN)"
-        raise _refusal("noise", noise.name, "counter-based noise beside the activations", remedy)
-    # A parameter may be rounded in a segment that borrows it, and not in the one that owns it.
-    for spec in (spec for layout in model.layouts for spec in layout.used if not spec.frozen):
-        if spec.is_rounded or spec.is_low_bit:
-            raise _refusal(
-                "precision",
-                f"{spec.name}, stored in {spec.dtype} and rounded to another dtype in forwards or "
-                "transfers",
-                "exact precision beside the activations, whose factors are float32 anyway",
-                'open the model with precision="exact"',
-            )
-        if len(spec.shape) not in (1, 2):
-            raise UnsupportedModelError(
-                spec.name,
-                found=f"a parameter of shape {list(spec.shape)}",
-                expected="matrices and vectors, for directions beside the activations",
-                remedy=(
-                    "leave --rank out, or use DensePerturbation(), which takes parameters of any "
-                    "shape"
-                ),
-            )
-    if estimator is not None:
-        name, weight_decay = estimator.options.get("name"), estimator.options.get("weight_decay")
-        if estimator.perturb_in_place:
-            expected = "False beside the activations, where weights stay"
-            raise _refusal("perturb_in_place", "True", expected, "pass perturb_in_place=False")
-        if weight_decay:
-            expected = "0 beside the activations, where weights are only read"
-            raise _refusal("weight_decay", str(weight_decay), expected, "pass weight_decay=0.0")
-        if estimator.distribution is not None:
-            raise _refusal(
-                "estimator",
-                f"{name}, which needs {estimator.distribution.value} directions",
-                "an estimator for directions of any distribution, since products of factors have "
-                "another one",
-                "choose another estimator, or DensePerturbation()",
-            )
-    model.require_stackable()
-
-
-def _refusal(option: str, found: str, expected: str, remedy: str) -> OptionError:
-    return OptionError(option, found, expected, remedy)
-
 
 DATA = "factors.bin"
 MANIFEST = "factors.jsonl"

@@ -1,8 +1,7 @@
 """Data-parallel workers on ``torch.distributed``: each computes a shard of a step, and all combine
 the results alike.
 
-A shard is part of the evaluations, on part of the rows. Before a run starts, each worker takes the
-journal's records or the snapshot that others have and it lacks, and all compare what has to agree.
+A shard is part of the evaluations, on part of the rows.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from zo2core.checkpoint.snapshots import Snapshot, Snapshots
 from zo2core.errors import ClosedError, OptionError, WorkerError
 from zo2core.io.direct_file import byte_view
-from zo2core.journal import Journal
-from zo2core.protocols import NoiseGenerator
-from zo2core.ranges import counted
-from zo2core.types import Batch, BlockLayout, require_tensors
+from zo2core.types import Batch, require_tensors
 
 
 class Split(NamedTuple):
@@ -464,107 +459,3 @@ def _told(error: RuntimeError) -> str:
     """What gloo says, without the place in its source and its advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.partition("/gloo/")[2].partition("] ")[2].partition(". This is")[0] or line[:200]
-
-
-def sync_journals(journal: Journal, workers: Workers) -> None:
-    """Append the records that the longest journal of the workers has and this one lacks: the run
-    continues there.
-    """
-    if workers.size == 1:
-        return
-    version = journal.version
-    held = (
-        [version, len(journal.base_digests), journal.chain(version)]
-        if journal.header is not None
-        else [-1, 0, None]
-    )
-    journals = workers.all_gather(held)
-    longest = max(range(workers.size), key=lambda rank: (journals[rank][:2], -rank))
-    if journals[longest][0] < 0:
-        return
-    steps = [max(length, 0) for length, *_ in journals]
-    expected = workers.all_gather(
-        [journal.chain(step) for step in steps] if longest == workers.rank else []
-    )[longest]
-    for rank, step in enumerate(steps):
-        if journals[rank][2] not in (None, expected[rank]):
-            raise WorkerError(
-                f"worker {rank}",
-                found=f"a journal of {counted(step, 'step')} that does not belong to worker "
-                f"{longest}'s run",
-                expected=f"the first {step} steps of its {steps[longest]}",
-                remedy=(
-                    "start all workers with the same command, or move that worker's run directory "
-                    "away"
-                ),
-            )
-    records = workers.broadcast(
-        journal.excerpt(min(steps)) if longest == workers.rank else b"", longest
-    )
-    if longest != workers.rank:
-        journal.take_excerpt(records)
-
-
-def sync_snapshots(snapshots: Snapshots, workers: Workers) -> Snapshot | None:
-    """Return the newest snapshot of all workers; one that this worker lacks is written to its
-    directory.
-    """
-    newest = snapshots.newest()
-    if workers.size == 1:
-        return newest
-    content = b"" if newest is None else snapshots.content(newest.step)
-    held = workers.all_gather([-1 if newest is None else newest.step, snapshots.digest(content)])
-    owner = max(range(workers.size), key=lambda rank: (held[rank][0], -rank))
-    if all(other == held[owner] for other in held):
-        return newest
-    content = workers.broadcast(content, owner)
-    return newest if owner == workers.rank else snapshots.receive(held[owner][0], content)
-
-
-def require_agreement(
-    journal: Journal,
-    noise: NoiseGenerator,
-    layouts: Sequence[BlockLayout],
-    device: torch.device,
-    workers: Workers,
-) -> None:
-    """Refuse a journal (header, steps, digests of the base) or noise that differs from rank 0's.
-
-    Torch's normal numbers, which MeZO draws, differ between kinds of processors: the same record
-    would give another update.
-    """
-    if workers.size == 1:
-        return
-    version = journal.version
-    steps = [version, journal.chain(version), sorted(journal.base_digests.items())]
-    states = workers.all_gather([journal.header, steps, _noise_checksum(noise, layouts, device)])
-    first_header, first_steps, first_noise = states[0]
-    if first_header is not None:
-        journal.begin(first_header)
-    for rank, (_, steps_of_rank, drawn) in enumerate(states):
-        if steps_of_rank != first_steps:
-            found = f"a journal of {counted(steps_of_rank[0], 'step')} that differs from worker 0's"
-            raise mismatch(rank, found, f"its {first_steps[0]} steps")
-        if drawn != first_noise:
-            raise WorkerError(
-                f"worker {rank}",
-                found=f"a machine that draws other {noise.name} noise than worker 0's",
-                expected="the same numbers on all machines",
-                remedy="use counter-based noise (PhiloxNoise; no --estimator mezo:exact), or "
-                "machines of one kind",
-            )
-
-
-def _noise_checksum(
-    noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device
-) -> int:
-    """A checksum over the first numbers that this machine draws."""
-    first = min(
-        (spec for layout in layouts for spec in layout.parameters if not spec.frozen),
-        key=lambda spec: spec.index,
-    )
-    start, stop = noise.chunks(first)[0]
-    drawn = torch.empty(stop - start, dtype=first.dtype, device=device)
-    noise.fill(drawn, 0, first)
-    noise.retain(())
-    return zlib.crc32(byte_view(drawn.cpu()))

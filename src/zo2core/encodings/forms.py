@@ -1,6 +1,6 @@
 """Encodings of matrices with 8 or 4 bits a weight: the order of their parts in memory.
 
-The kernels decode them.
+``encodings/decoding.py`` decodes them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from zo2core.types import EncodedPart
+
 FP8 = torch.float8_e4m3fn
 MXFP4_BLOCK = 32  # weights that share a scale
-
-
-class EncodedPart(NamedTuple):
-    """One of the tensors of an encoded matrix."""
-
-    role: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes. Parts follow each other without alignment, as in a checkpoint."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -257,9 +246,3 @@ class MatrixStack:
 
 
 MatrixEncoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | FourBitGroups | GGUFRows
-Encoding: TypeAlias = MatrixEncoding | MXFP4Stack | MatrixStack
-
-
-def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:
-    """Return the size of an encoded matrix in bytes."""
-    return sum(part.nbytes for part in encoding.parts(shape))
