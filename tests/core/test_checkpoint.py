@@ -4,7 +4,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,59 @@ def test_tensors_are_read_bit_for_bit_and_converted_on_request(tmp_path: Path) -
     reader.read_into("a", again)  # opens the file anew
     assert torch.equal(again, value)
     reader.close()
+
+
+def overwrite_in_place(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+
+
+def replace_by_rename(path: Path) -> None:
+    save_file({"a": torch.full((PAGE,), 2.0)}, path.with_name("new"))
+    path.with_name("new").replace(path)
+
+
+REWRITTEN = "that another process has written into the file meanwhile"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("change", "found", "found_anew"),
+    [
+        (overwrite_in_place, REWRITTEN, REWRITTEN),
+        (lambda path: os.truncate(path, 9000), "9000 bytes", "9000 bytes"),
+        (replace_by_rename, None, REWRITTEN),  # what is open is the file as it was
+        (Path.unlink, None, "No such file"),
+    ],
+    ids=["in place", "truncated", "replaced", "removed"],
+)
+def test_a_base_that_changes_while_it_is_open_is_refused(
+    change: Callable[[Path], object],
+    found: str | None,
+    found_anew: str,
+    direct: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, out = tmp_path / "model.safetensors", torch.empty(PAGE)
+    save_file({"a": torch.ones(PAGE)}, path)
+    with closing(SafetensorsReader(find_tensors(tmp_path))) as reader:
+        reader.read_into("a", out)
+        if not direct:
+            monkeypatch.setattr(reader._files[path], "_supports_direct", False)
+        change(path)
+        if found is None:
+            reader.read_into("a", out.zero_())
+            assert torch.equal(out, torch.ones(PAGE))
+        else:
+            with pytest.raises(CheckpointError, match=found) as info:
+                reader.read_into("a", out)
+            assert info.value.where == str(path)
+            assert "resumes" in info.value.remedy
+        reader.close()
+        with pytest.raises(CheckpointError, match=found_anew):
+            reader.read_into("a", out)
 
 
 def test_integer_tensors_are_refused_as_quantised(tmp_path: Path) -> None:

@@ -96,6 +96,19 @@ def test_a_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
         assert raw[found.start : found.start + found.nbytes] == expected.data.tobytes()
 
 
+def test_metadata_of_a_file_that_has_changed_since_it_was_read_is_refused(tmp_path: Path) -> None:
+    file = read(tmp_path, gguf_bytes(METADATA, TENSORS))
+    assert next(file.array("tokenizer.ggml.tokens")) == "token 0"
+    other = {**METADATA, "tokenizer.ggml.tokens": [f"other {number}" for number in range(400)]}
+    (tmp_path / "new").write_bytes(gguf_bytes(other, TENSORS))
+    (tmp_path / "new").replace(file.path)
+    for use in (lambda: next(file.array("tokenizer.ggml.tokens")), lambda: file.text("long")):
+        with pytest.raises(CheckpointError, match="found that another process has written"):
+            use()
+    with pytest.raises(CheckpointError, match="found that another process has written"):
+        file.tensors["output_norm.weight"].read()
+
+
 def split(tmp_path: Path, count: int, *, numbers: list[int] | None = None) -> Path:
     for number in range(count):
         metadata = {

@@ -4,6 +4,7 @@ Whatever happens to it, weights are right.
 """
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -339,13 +340,17 @@ def wide_toy(file: Path) -> ToyBlockModel:
 
 
 def changed_toy(file: Path, parameter: str = "layers.1.mix.weight") -> ToyBlockModel:
-    """The toy, with one byte changed between the samples of the fingerprint under its reader."""
+    """The toy, with one byte changed between the samples of the fingerprint under its reader, which
+    the file's time does not tell.
+    """
     model = wide_toy(file)
+    written = file.stat().st_mtime_ns
     before = model.weights.fingerprint
     entry = parse_header(file)[parameter]
     data = bytearray(file.read_bytes())
     data[entry.start + 4096 + 100] ^= 1
     file.write_bytes(data)
+    os.utime(file, ns=(written, written))
     assert SafetensorsReader(parse_header(file)).fingerprint == before, "the samples do not see it"
     return model
 
@@ -409,6 +414,27 @@ def test_a_base_changed_between_the_samples_is_refused(
         pytest.raises(CheckpointError, match="block 1"),
     ):
         replayer.evaluate([BATCH])
+
+
+def test_a_base_that_is_overwritten_during_a_run_is_refused_before_a_step_or_an_export(
+    tmp_path: Path,
+) -> None:
+    file, run = tmp_path / "base.safetensors", tmp_path / "run"
+    with engine_on(wide_toy(file), run, 1) as training:
+        training.step(BATCH)
+        training.step(BATCH)
+        written, content = file.stat().st_mtime_ns, file.read_bytes()
+        file.write_bytes(content)  # in place; even equal bytes may have been others in between
+        told = r"base\.safetensors: found that another process has written into the file"
+        with pytest.raises(CheckpointError, match=told):
+            training.step(BATCH)
+        with pytest.raises(CheckpointError, match=told):
+            training.export(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        assert training.version == 2
+        os.utime(file, ns=(written, written))
+        training.step(BATCH)
+    assert len(Journal(run / "journal.jsonl").updates) == 3
 
 
 def test_digests_are_compared_where_segments_were_written_back_meanwhile(tmp_path: Path) -> None:

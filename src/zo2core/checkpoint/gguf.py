@@ -23,10 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeAlias
 
-from zo2core.checkpoint.shards import TensorEntry, malformed, require_own_file
+from zo2core.checkpoint.shards import (
+    TensorEntry,
+    malformed,
+    refusing_changes,
+    require_own_file,
+)
 from zo2core.encodings.forms import GGUF_BLOCKS
 from zo2core.errors import CheckpointError, UnsupportedModelError, system_errors_as
-from zo2core.io.durable import open_regular
+from zo2core.io.durable import FileState, open_regular
 
 SUFFIX = ".gguf"
 
@@ -73,6 +78,7 @@ class GGUFFile:
     metadata: Mapping[str, Value]
     kinds: Mapping[str, int]
     tensors: Mapping[str, TensorEntry]
+    state: FileState  # of the file with the metadata, when it was read
 
     def text(self, key: str) -> str | None:
         """A string of the metadata, from memory or from the file; None if there is no such key."""
@@ -81,7 +87,7 @@ class GGUFFile:
             return value
         if not isinstance(value, StoredText):
             raise malformed(f"{self.path}: {key}", f"{str(value)[:80]}", "a string")
-        with _opened(self.path, value.start) as cursor:
+        with _opened(self.path, value.start, self.state) as cursor:
             return cursor.text(value.nbytes, key)
 
     def array(self, key: str) -> Iterator[Scalar | str]:
@@ -91,7 +97,7 @@ class GGUFFile:
             return
         if not isinstance(value, StoredArray):
             raise malformed(f"{self.path}: {key}", f"{str(value)[:80]!r}", "an array")
-        with _opened(self.path, value.start) as cursor:
+        with _opened(self.path, value.start, self.state) as cursor:
             for _ in range(value.length):
                 is_text = value.kind == _STRING
                 yield (
@@ -158,7 +164,7 @@ def read_gguf(path: Path) -> GGUFFile:
             f"{str(total)[:40]}, as split.tensors.count says",
         )
     metadata = {key: value for key, value in first.metadata.items() if key not in _SPLIT_KEYS}
-    return GGUFFile(path, metadata, first.kinds, tensors)
+    return GGUFFile(path, metadata, first.kinds, tensors, first.state)
 
 
 class _Cursor:
@@ -167,7 +173,8 @@ class _Cursor:
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
         self.file = file
-        self.size = os.fstat(file.fileno()).st_size
+        self.state = FileState.of(file.fileno())
+        self.size = self.state.size
 
     def require(self, nbytes: int, what: str) -> None:
         """Refuse a length that is longer than the rest of the file."""
@@ -212,12 +219,18 @@ class _Cursor:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, start: int = 0) -> Iterator[_Cursor]:
-    """A context with a cursor on a file. Errors of the system become ``CheckpointError``."""
+def _opened(path: Path, start: int = 0, state: FileState | None = None) -> Iterator[_Cursor]:
+    """A context with a cursor on a file, in this state.
+
+    Errors of the system become ``CheckpointError``.
+    """
     typed = system_errors_as(
         CheckpointError, path, expected="a readable GGUF file", remedy="check the path"
     )
     with typed, open_regular(path) as file:
+        if state is not None:
+            with refusing_changes(path):
+                state.require(file.fileno())
         file.seek(start)
         yield _Cursor(path, file)
 
@@ -260,9 +273,9 @@ def _read_file(path: Path) -> GGUFFile:
             raise malformed(path, f"general.alignment {str(alignment)[:40]}", "a power of 2")
         entries = [_tensor(cursor) for _ in range(tensors)]
         start = -(-cursor.file.tell() // alignment) * alignment
-        return GGUFFile(
-            path, metadata, kinds, _placed(path, entries, start, cursor.size, alignment)
-        )
+        entries = [entry._replace(state=cursor.state) for entry in entries]
+        placed = _placed(path, entries, start, cursor.size, alignment)
+        return GGUFFile(path, metadata, kinds, placed, cursor.state)
 
 
 def _placed(

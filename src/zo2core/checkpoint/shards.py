@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from zo2core.errors import CheckpointError, reason, system_errors_as
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
-from zo2core.io.durable import open_regular
+from zo2core.io.durable import DisturbedFileError, FileState, open_regular
 from zo2core.types import ParameterSpec, SavedPart
 
 SINGLE_FILE = "model.safetensors"
@@ -65,6 +65,7 @@ class TensorEntry(NamedTuple):
     path: Path  # of the shard
     start: int  # byte offset in the file
     nbytes: int
+    state: FileState | None = None  # of the file when its header was read
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -110,6 +111,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
             CheckpointError, path, expected="a readable safetensors file", remedy="check the path"
         )
         with typed, open_regular(path) as file, safe_open(path, "np") as shard:
+            state = FileState.of(file.fileno())
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
     except SafetensorError as error:
@@ -121,10 +123,21 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         if dtype not in DTYPES:
             raise malformed(f"{path}: {name}", f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
         entries[name] = TensorEntry(
-            name, dtype, shape, path, start, math.prod(shape) * DTYPES[dtype].itemsize
+            name, dtype, shape, path, start, math.prod(shape) * DTYPES[dtype].itemsize, state
         )
         start += entries[name].nbytes
     return entries
+
+
+@contextlib.contextmanager
+def refusing_changes(path: Path) -> Iterator[None]:
+    """A context in which a file that another process has changed becomes a typed error."""
+    try:
+        yield
+    except DisturbedFileError as error:
+        expected = "the file as it was when it was opened"
+        remedy = "restore it, and give the command again; a run resumes from its last step"
+        raise malformed(path, reason(error), expected, remedy=remedy) from error
 
 
 def malformed(
@@ -349,18 +362,22 @@ class SafetensorsReader:
         for file in files.values():
             file.close()
 
-    def _file(self, path: Path) -> RangedFile:
+    def _file(self, entry: TensorEntry) -> RangedFile:
         with self._lock:
-            if path not in self._files:
-                self._files[path] = RangedFile(path)
-            return self._files[path]
+            if entry.path not in self._files:
+                file = self._files[entry.path] = RangedFile(entry.path)
+                if entry.state is not None:
+                    file.state = entry.state
+            return self._files[entry.path]
 
     def read_bytes(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
         """Fill memory from a byte of a tensor on. See ``read_into``."""
         where, expected = f"{entry.path}: {entry.name}", f"{entry.nbytes} bytes at {entry.start}"
         remedy = "check the disk, and download the shard again"
         with system_errors_as(CheckpointError, where, expected=expected, remedy=remedy):
-            self._file(entry.path).read_into(entry.start + offset, out)
+            file = self._file(entry)
+            with refusing_changes(entry.path):
+                file.read_into(entry.start + offset, out)
 
 
 def same_samples(first: TensorEntry, second: TensorEntry) -> bool:

@@ -26,7 +26,13 @@ from typing import Self
 import torch
 import xxhash
 
-from zo2core.io.durable import close_locked, open_descriptor, open_locked, require_same_file
+from zo2core.io.durable import (
+    FileState,
+    close_locked,
+    open_descriptor,
+    open_locked,
+    require_same_file,
+)
 
 PAGE = 4096  # bytes; a multiple of the block size of today's disks
 # bytes of a thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
@@ -37,7 +43,11 @@ _thread = threading.local()
 
 
 class RangedFile:
-    """A file whose ranges any thread may read, and write if it was opened for writing."""
+    """A file whose ranges any thread may read, and write if it was opened for writing.
+
+    A file that is only read must stay as it was when it was opened: each read checks that, after
+    its last byte, since a writer changes the time of a file before its bytes.
+    """
 
     def __init__(
         self, path: Path, *, writable: bool = False, _descriptor: int | None = None
@@ -61,6 +71,7 @@ class RangedFile:
                 self.close()
                 raise
             self._open_buffered()
+        self.state = None if writing is not None else FileState.of(self._open_descriptor)
 
     @classmethod
     def unnamed(cls, directory: Path) -> Self:
@@ -76,8 +87,10 @@ class RangedFile:
             buffered, offset, out = self._open_buffered(), offset + done, out[done:]
             done = _read_up_to(buffered, offset, out, at_least=len(out), unit=1)
             if done < len(out):
+                self._require_unchanged()
                 raise EOFError(f"end of file at byte {offset + done}")
             os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
+        self._require_unchanged()
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write memory at a byte offset; ``sync`` makes it durable."""
@@ -124,10 +137,21 @@ class RangedFile:
         for descriptor in descriptors:
             close_locked(descriptor)
 
+    @property
+    def _open_descriptor(self) -> int:
+        """One of the open descriptors."""
+        return self._open_buffered() if self._direct is None else self._direct
+
+    def _require_unchanged(self) -> None:
+        if self.state is not None:
+            self.state.require(self._open_descriptor)
+
     def _open_buffered(self) -> int:
         with self._lock:
             if self._buffered is None:
-                self._buffered = open_descriptor(self._path, self._flags)
+                # The same file, also if another one is at its path by now.
+                path = self._path if self._direct is None else f"/proc/self/fd/{self._direct}"
+                self._buffered = open_descriptor(path, self._flags)
             return self._buffered
 
 

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from filelock import lock_descriptor
 
@@ -42,6 +42,27 @@ class DisturbedFileError(OSError):
 
     def __init__(self, reason: str = "that the file was removed or replaced while in use") -> None:
         super().__init__(errno.ESTALE, reason)
+
+
+class FileState(NamedTuple):
+    """What changes when another process writes into a file, or puts another file in its place."""
+
+    size: int  # bytes
+    mtime_ns: int  # time of the last write
+
+    @classmethod
+    def of(cls, descriptor: int) -> Self:
+        """The state of an open file."""
+        status = os.fstat(descriptor)
+        return cls(status.st_size, status.st_mtime_ns)
+
+    def require(self, descriptor: int) -> None:
+        """Refuse an open file in another state."""
+        found = FileState.of(descriptor)
+        if found.size != self.size:
+            raise DisturbedFileError(f"{found.size} bytes, where there were {self.size} before")
+        if found != self:
+            raise DisturbedFileError("that another process has written into the file meanwhile")
 
 
 def make_directory(path: Path) -> None:

@@ -131,7 +131,7 @@ class BaseDigests:
     """Expected digests of the base's segments.
 
     A segment is checked when a process first reads it from the base, not at later reads: disks have
-    error-correcting codes, and files are replaced between processes, not while one has them open.
+    error-correcting codes, and a reader refuses files that change while it has them open.
     """
 
     def __init__(self, kept: Mapping[str, str], *, learns: bool) -> None:
