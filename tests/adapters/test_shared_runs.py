@@ -145,7 +145,7 @@ def test_kills_lose_nothing(
     command = arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path))
     for at, moment in ((3, "before"), (6, "after"), (4, "SIGTERM")):
         struck = apart.run(
-            *command, patch=strike("zo2core.journal", "Journal", "append", at, moment)
+            *command, patch=strike("zo2core.journal.journal", "Journal", "append", at, moment)
         )
         assert struck.status != 0
     done(*command)

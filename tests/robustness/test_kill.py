@@ -51,7 +51,11 @@ DRAWN = {"reward", "best", "completion", "generated", "drift"}
 Place = tuple[str, str, str, int, str]  # module, owner, function, call from 1, moment
 SLOTS, RECORDS = "zo2core.sources.slot_file", "zo2core.io.durable"
 GENERATION, TASK = "zo2adapters.tasks.generation", "zo2adapters.tasks.task"
-TORCH_UPDATE = ("zo2core.optimizers", "TorchOptimizer", "apply")  # four calls a step
+TORCH_UPDATE = (
+    "zo2core.optimizers.torch_optimizer",
+    "TorchOptimizer",
+    "apply",
+)  # four calls a step
 PROBES = 4  # of them, by which the plan of a run measures the optimizer, before its first step
 
 ENDS: Mapping[str, Place] = {
@@ -84,7 +88,7 @@ TURN_PLACES: Mapping[str, Place] = {
     "a block is written, and not named": (RECORDS, "RecordFile", "append", 8, "before"),
     "a block is written, and not durable": (SLOTS, "Generations", "write", 2, "after"),
     "a block is written and named": (SLOTS, "Generations", "commit", 2, "after"),
-    "between two updates": ("zo2core.optimizers", "BAdam", "apply", 5, "before"),
+    "between two updates": ("zo2core.optimizers.torch_optimizer", "BAdam", "apply", 5, "before"),
 }
 COMMIT_PLACES: Mapping[str, Place] = {
     **ENDS,

@@ -148,7 +148,7 @@ def wait_until_handled(pid: int) -> None:
 
 SLOWLY = """
 import time
-import zo2core.checkpoint.shards as writer
+import zo2core.checkpoint.export as writer
 real = writer._write_header
 def slow(file, parameters):
     written = real(file, parameters)
@@ -176,7 +176,7 @@ def test_a_signal_leaves_no_half_of_a_model(
 
 TOO_LATE = """
 import os, signal
-import zo2core.checkpoint.shards as writer
+import zo2core.checkpoint.export as writer
 def interrupted(path, ignore_errors):
     os.rmdir(path)
     os.kill(os.getpid(), signal.SIGTERM)

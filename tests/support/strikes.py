@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import IO, Any, NoReturn
 
 TRAINER, METRICS = "zo2adapters.trainers.trainer", "zo2adapters.trainers.metrics"
-JOURNAL, SNAPSHOTS = "zo2core.journal", "zo2core.checkpoint.snapshots"
+JOURNAL, SNAPSHOTS = "zo2core.journal.journal", "zo2core.journal.snapshots"
 # of os: what changes files
 WRITES = ("pwrite", "fsync", "fdatasync", "ftruncate", "replace", "rename", "mkdir")
 # seconds after each of them, where the clock kills: so it hits files more often than the arithmetic
@@ -30,7 +30,7 @@ MARKED = {  # phases of a process, with the functions during which it is in them
     "snapshot or commit": (
         (SNAPSHOTS, "Snapshots", "write"),
         ("zo2core", "Engine", "commit"),
-        ("zo2core.perturbation", "FactorFile", "keep"),
+        ("zo2core.estimators.factors", "FactorFile", "keep"),
     ),
     "evaluation": (
         ("zo2core", "Engine", "evaluate"),
