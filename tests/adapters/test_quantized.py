@@ -17,7 +17,7 @@ import families
 import pytest
 import torch
 from command_lines import done, refusal
-from engines import memory, zeroth_order
+from engines import assert_equal, memory, zeroth_order
 from formats import FOUR_BITS, random_matrix, save_four_bits, save_gpt_oss
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +42,7 @@ from zo2core import (
     ParameterSpec,
     PhiloxNoise,
     ZerothOrder,
+    ZO2Error,
 )
 from zo2core.encodings import decoding
 from zo2core.encodings.decoding import encode
@@ -609,49 +610,179 @@ def test_tensors_that_do_not_fit_each_other_are_refused(
         open_checkpoint(shard.parent)
 
 
+def described(folder: Path, changes: Mapping[str, Any]) -> Path:
+    """Change a copy's ``quantization_config``; what becomes None is removed."""
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes())
+    fields = {**config["quantization_config"], **changes}
+    config["quantization_config"] = {key: v for key, v in fields.items() if v is not None}
+    path.write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "found"),
+    ("kind", "changes", "field", "found"),
     [
-        ("int8", {"quant_method": "gptq"}, "gptq"),
-        ("int8", {"quant_method": "awq"}, "awq"),
-        (
-            "int8",
-            {"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-            "fp4",
-        ),
-        ("int8", {"quant_method": "fp8", "weight_block_size": None}, "blocks of None"),
-        ("int8", {"quant_method": "fp8", "weight_block_size": [0, 128]}, "blocks of"),
-        ("int8", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "no tensor of it"),
-        ("gptq", {"bits": 3}, "quantization_config: gptq of 3 bits"),
-        ("gptq", {"dynamic": {"+:.*0.*": {"bits": 4}}}, "quantization_config: gptq"),
-        ("gptq", {"checkpoint_format": "marlin"}, "quantization_config: gptq"),
-        ("awq", {"version": "gemv"}, "quantization_config: awq"),
+        ("int8", {"load_in_8bit": None, "quant_method": "hqq"}, "quant_method", "'hqq'"),
+        ("gptq", {"quant_method": "GPTQ"}, "quant_method", "'GPTQ'"),
+        ("gptq", {"quant_method": None}, "quant_method", "no such field"),
+        ("int8", {"load_in_8bit": None}, "load_in_4bit", "no such field"),
+        ("int8", {"load_in_4bit": True}, "load_in_4bit", "True"),
+        ("nf4", {"load_in_4bit": "x"}, "load_in_4bit", "'x'"),
+        ("fp8", {"weight_block_size": 0}, "weight_block_size", "0"),
+        ("fp8", {"weight_block_size": [0, 128]}, "weight_block_size", r"\[0, 128\]"),
+        ("gptq", {"bits": 3}, "bits", "3"),
+        ("gptq", {"group_size": "16"}, "group_size", "'16'"),
+        ("gptq", {"dynamic": {"+:.*0.*": {"bits": 8}}}, r"dynamic\.\+:\.\*0\.\*", "{'bits': 8}"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format", "'marlin'"),
+        ("gptq", {"checkpoint_format": None, "format": "marlin"}, "format", "'marlin'"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format", "True"),
+        ("gptq", {"sym": "yes"}, "sym", "'yes'"),
+        ("awq", {"version": "gemv"}, "version", "'gemv'"),
+        ("awq", {"version": None, "format": "gemv_fast"}, "format", "'gemv_fast'"),
+        ("awq", {"zero_point": False}, "zero_point", "False"),
+        ("awq", {"bits": 8}, "bits", "8"),
+        ("int4", {"format": "marlin-24"}, "format", "'marlin-24'"),
+        ("int4", {"config_groups": {}}, "config_groups", "{}"),
         (
             "int4",
-            {"format": "marlin-24"},
-            "quantization_config: compressed-tensors in format marlin-24",
+            {"config_groups": {"W8A16": ["Linear"]}},
+            r"config_groups\.W8A16",
+            r"\['Linear'\]",
         ),
-        ("int4", {"config_groups": {}}, "quantization_config: compressed-tensors"),
         (
-            "nvfp4",
-            {"transform_config": {"config_groups": {"R": 1}}},
-            "quantization_config: compressed-tensors",
+            "int4",
+            {"sparsity_config": {"format": "bitmask"}},
+            r"sparsity_config\.format",
+            "'bitmask'",
         ),
+        ("nvfp4", {"transform_config": {"R": 1}}, "transform_config", "{'R': 1}"),
     ],
 )
-def test_an_unknown_quantisation_is_refused(
+def test_a_field_that_does_not_fit_is_refused_by_its_name_and_value(
     kind: str,
     changes: dict[str, Any],
+    field: str,
     found: str,
     copied: Callable[[str, Path], Path],
     tmp_path: Path,
 ) -> None:
-    path = copied(kind, tmp_path) / "config.json"
-    config = json.loads(path.read_bytes())
-    config["quantization_config"] |= changes
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=found):
-        open_checkpoint(path.parent)
+    coded = described(copied(kind, tmp_path), changes)
+    told = rf"config\.json: quantization_config\.{field}: found {found}; expected "
+    with pytest.raises(UnsupportedModelError, match=told):
+        open_checkpoint(coded)
+
+
+ZEROS = f"{DOWN}.qzeros"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "change", "told"),
+    [
+        ("int8", {"load_in_8bit": None, "load_in_4bit": True}, {}, "nf4, and no tensor of it"),
+        ("gptq", {"sym": None}, {ZEROS: 0x77777777}, None),
+        (
+            "gptq",
+            {"sym": None},
+            {ZEROS: 0x88888888},
+            rf"{ZEROS}: found .* 8 .*checkpoint_format: gptq,",
+        ),
+        ("gptq_v2", {"sym": None}, {ZEROS: 0x77777777}, r"7 .*checkpoint_format: gptq_v2,"),
+        (
+            "gptq_v2",
+            {"sym": None, "checkpoint_format": None},
+            {ZEROS: 0x88888888},
+            "zeros stored as 8",
+        ),
+        ("gptq", {"sym": False}, {ZEROS: 0x88888888}, None),
+        ("gptq", {"sym": True}, {}, r"zeros that are not stored as 7; expected .*sym: true"),
+        ("gptq", {"group_size": 8}, {}, r"scales: found F16 of shape .*with group_size 8"),
+        ("gptq", {"group_size": None}, {}, "g_idx: found 32 columns .*with group_size 128"),
+        ("awq", {"group_size": None}, {}, "with group_size 128"),
+        ("int4", {"config_groups": {"W4A16": ["Linear"]}}, {}, "with group_size 128"),
+        ("fp8", {"weight_block_size": None}, {}, r"with weight_block_size \[128, 128\]"),
+        ("int4", {}, {f"{DOWN}.weight_zero_point": 0}, None),
+        ("int4", {}, {f"{DOWN}.weight_zero_point": 1}, r"not 0; expected .*symmetric: true"),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(
+    kind: str,
+    changes: dict[str, Any],
+    change: dict[str, int],
+    told: str | None,
+    copied: Callable[[str, Path], Path],
+    tmp_path: Path,
+) -> None:
+    coded = described(copied(kind, tmp_path), changes)
+    tensors = load_file(coded / "model.safetensors")
+    for name, word in change.items():
+        value = tensors.get(name, torch.zeros(2, 2, dtype=torch.int32))
+        tensors[name] = torch.full_like(value, word - (1 << 32) * (word >= 1 << 31))
+    save_file(tensors, coded / "model.safetensors", {"format": "pt"})
+    if told is None:
+        open_checkpoint(coded)
+        return
+    with pytest.raises(ZO2Error, match=told):
+        open_checkpoint(coded)
+
+
+NO_ORDER = {f"{DOWN}.weight_g_idx": torch.full((32,), -1, dtype=torch.int32)}
+WEIGHTS = {"num_bits": 4, "type": "INT", "group_size": 16}
+
+
+def with_tensors(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda tensors: {
+        name: change(value) if name.endswith(ending) else value for name, value in tensors.items()
+    }
+
+
+LAYOUTS: list[tuple[str, dict[str, Any], Any]] = [
+    ("gptq_v2", {"checkpoint_format": None, "format": "GPTQ_v2"}, None),
+    ("gptq_v2", {"format": "gptq"}, None),
+    ("gptq", {"checkpoint_format": None, "dynamic": {"-:.*lm_head.*": {}}}, None),
+    ("awq", {"version": None, "bits": None, "zero_point": None}, None),
+    ("awq", {"checkpoint_format": "gemm", "version": "gemv"}, None),
+    ("nf4", {"quant_method": None, "bnb_4bit_quant_type": None}, None),
+    ("nf4", {"bnb_4bit_quant_type": "fp4"}, None),
+    (
+        "nf4",
+        {"bnb_4bit_quant_storage": "bfloat16"},
+        with_tensors("_proj.weight", lambda value: value.view(1, -1).view(torch.bfloat16).T),
+    ),
+    ("int8", {"quant_method": None}, None),
+    ("int4", {"quantization_status": "frozen"}, None),
+    ("int4", {}, with_tensors(".weight_shape", torch.Tensor.int)),
+    ("int4", {}, lambda tensors: {**tensors, **NO_ORDER}),
+    ("int4", {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}}}, None),
+    ("nvfp4", {"config_groups": {"nvfp4a16": ["Linear"]}}, None),
+    (
+        "nvfp4",
+        {
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": {"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4}}
+            },
+        },
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "change"), LAYOUTS)
+def test_synonyms_and_older_layouts_that_transformers_opens_are_read(
+    kind: str,
+    changes: dict[str, Any],
+    change: Any,
+    copied: Callable[[str, Path], Path],
+    tmp_path: Path,
+) -> None:
+    expected = read_by(copied(kind, tmp_path / "as it is"))
+    coded = described(copied(kind, tmp_path), changes)
+    if change is not None:
+        changed = change(load_file(coded / "model.safetensors"))
+        tensors = {name: value.contiguous() for name, value in changed.items()}
+        save_file(tensors, coded / "model.safetensors", {"format": "pt"})
+    assert_equal(read_by(coded), expected)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "buffers"])
@@ -778,12 +909,13 @@ def test_transformers_reads_what_was_written(method: str, tmp_path: Path) -> Non
 
 def as_floats(model: Any, name: str, weight: Any) -> torch.Tensor:
     """A parameter of transformers' model, by bitsandbytes' own functions where it is encoded."""
-    if weight.dtype not in (torch.uint8, torch.int8):
+    state = getattr(weight, "quant_state", None)
+    if state is None and weight.dtype is not torch.int8:
         plain: torch.Tensor = weight.detach()
         return plain
     functional: Any = pytest.importorskip("bitsandbytes.functional")
-    if weight.dtype is torch.uint8:
-        decoded: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
+    if state is not None:
+        decoded: torch.Tensor = functional.dequantize_4bit(weight.data, state)
     else:
         decoded = functional.int8_vectorwise_dequant(weight.data, weight.SCB).to(model.dtype)
     return decoded
@@ -801,9 +933,10 @@ NF4: dict[str, Any] = {
     [
         ({**NF4, "bnb_4bit_use_double_quant": True}, "auto"),
         ({**NF4, "bnb_4bit_use_double_quant": False}, "auto"),
+        ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "auto"),
         ({"load_in_8bit": True}, torch.float16),
     ],
-    ids=["nested", "nf4", "int8"],
+    ids=["nested", "nf4", "in bfloat16", "int8"],
 )
 def test_what_bitsandbytes_writes_is_read(
     options: dict[str, Any], dtype: Any, tmp_path: Path

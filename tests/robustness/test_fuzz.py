@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from updates import line_of, record_of, update_of
 
 from zo2adapters import open_checkpoint
+from zo2adapters.models.quantization import Quantization
 from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core import Journal, Update, ZO2Error
@@ -329,6 +330,39 @@ def test_a_file_with_any_value_is_used_or_refused(reader: Reader) -> None:
             parts = [*others[:place], to_json(changed), *others[place + 1 :]]
             reader.path.write_bytes(reader.packed(parts))
             used_or_refused(lambda: reader.use(reader.path))
+
+
+OF_BLOCKS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+QUANTISED: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "bits": 4,
+        "group_size": 64,
+        "checkpoint_format": "gptq",
+        "sym": True,
+        "dynamic": None,
+    },
+    "awq": {"bits": 4, "group_size": 64, "version": "gemm", "zero_point": True, "backend": None},
+    "bitsandbytes": {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"},
+    "fp8": {"weight_block_size": [128, 128], "expert_dtype": "fp8"},
+    "mxfp4": {},
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "sparsity_config": {"format": "dense"},
+        "transform_config": {},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": OF_BLOCKS, "format": None}},
+        "quantization_config": None,
+    },
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_a_quantization_config_with_any_value_is_read_or_refused(method: str) -> None:
+    good = {"quant_method": method, **QUANTISED[method]}
+    where = Path("config.json")
+    assert Quantization.of(where, {key: v for key, v in good.items() if v is not None}).where
+    for changed in [*replaced(good), *HOSTILE]:
+        used_or_refused(partial(Quantization.of, where, changed))
 
 
 def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(

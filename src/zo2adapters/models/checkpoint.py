@@ -52,8 +52,8 @@ from zo2adapters.models.peft_adapter import (
     peft_config,
 )
 from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel, PrefixBlockModel
+from zo2adapters.models.quantization import EncodedTensor, Quantization
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
-from zo2adapters.models.stored_tensors import EncodedTensor, Quantization
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.checkpoint.shards import (
@@ -461,11 +461,12 @@ def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
             "use a checkpoint of such an architecture; remote code is never run",
         ) from error
     _refuse_hub_kernels(config, path)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return config, None
-    del config.quantization_config
-    return config, Quantization.of(path, quantization)
+    for holder in (config, config.get_text_config()):  # as transformers looks for it
+        quantization = getattr(holder, "quantization_config", None)
+        if quantization:
+            del holder.quantization_config
+            return config, Quantization.of(path, quantization)
+    return config, None
 
 
 def first_line(error: Exception) -> str:

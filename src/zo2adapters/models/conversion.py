@@ -30,7 +30,7 @@ from zo2adapters.models.checkpoint import (
     require_no_adapter,
 )
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.stored_tensors import MATRIX, SUFFIXES
+from zo2adapters.models.quantization import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint.export import (
     new_directory,

@@ -42,7 +42,8 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zo2adapters.models.stored_tensors import EncodedTensor, OverlaidReader, read_tensor
+from zo2adapters.models.quantization import EncodedTensor
+from zo2adapters.models.stored_tensors import OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
 from zo2core.checkpoint.shards import (
