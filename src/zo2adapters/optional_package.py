@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 import warnings
 from typing import Any
 
@@ -22,11 +24,25 @@ def optional_package(name: str, *, install: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        extra = install.removeprefix("zo2core")
-        remedy = f"pip install '{install}'" + (
-            f"; in a clone: pip install '.{extra}'" if extra != install else ""
-        )
-        raise MissingPackageError(name, "no such package", "it installed", remedy) from error
+        raise _missing(name, install) from error
+
+
+def require_package(name: str, *, install: str) -> None:
+    """Refuse a package that is not installed, without importing it. See ``optional_package``."""
+    if name in sys.modules:
+        is_there = sys.modules[name] is not None
+    else:
+        is_there = importlib.util.find_spec(name) is not None
+    if not is_there:
+        raise _missing(name, install)
+
+
+def _missing(name: str, install: str) -> MissingPackageError:
+    extra = install.removeprefix("zo2core")
+    remedy = f"pip install '{install}'" + (
+        f"; in a clone: pip install '.{extra}'" if extra != install else ""
+    )
+    return MissingPackageError(name, "no such package", "it installed", remedy)
 
 
 def executorch(module: str) -> Any:

@@ -32,6 +32,7 @@ class Fitness(Enum):
     RANKS = "ranks"
 
 
+MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
 LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
 
 

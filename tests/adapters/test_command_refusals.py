@@ -4,6 +4,7 @@ directory has changed.
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ REWARD = (
 )
 PREFERENCES, CHOICES = f"{TRAIN} --data preferences.jsonl", f"{TRAIN} --data choices.jsonl"
 CLASSES = "train --model classes --head sequence-classification --data labels.jsonl --output run"
+ROOM = "--reward-options max_new_tokens"
 TASK = "train --model base --data sst2 --output run --task sst2"
 TUNE = "tune --model base --data rows.jsonl --output tuned"
 EVALUATE, PLAN, VERIFY = (
@@ -141,7 +143,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --device gpu", "--device: found 'gpu'"),
     (f"{TRAIN} --device cuda:99", "CUDA device(s)"),
     (f"{TRAIN} --memory much", "--memory: found 'much'"),
-    (f"{TRAIN} --device-memory 8GiB", "--device-memory: found '8GiB'"),
+    (f"{TRAIN} --device-memory 8GiB", "--device-memory: found 8GiB with --device cpu"),
     *(
         (f"{TRAIN} --evaluation {share}", "--evaluation: found")
         for share in ("0", "1", "nan", "1.5")
@@ -388,6 +390,53 @@ def test_a_command_that_cannot_be_done_is_refused_in_one_line(
 ) -> None:
     before = contents(place)
     assert told in refusal(*command.split())
+    assert contents(place) == before
+
+
+# What a run refuses by its options, its rows or its model: a plan of it is none, either.
+UNPLANNED: list[tuple[str, str]] = [
+    ("--objective accuracy --data choices.jsonl --method adamw --lr 1e-2", "has no gradient"),
+    ("--objective exact-match --method adamw --lr 1e-2", "has no gradient; expected loss"),
+    ("--objective f2", "found 'f2'; expected one of auto"),
+    ("--objective f1", "found f1 for rows with text"),
+    ("--objective beta=0.5", "beta of --objective: found the objective loss"),
+    ("--data choices.jsonl --pack", "--pack: found the objective choice-loss"),
+    ("--data choices.jsonl --per-row --rank 2", "choice-loss; expected the objective loss. "),
+    ("--data choices.jsonl --evaluation preferences.jsonl", "--evaluation: found rows with"),
+    ("--rank 2 --write-back-every 3", "--write-back-every: found 3 with --rank; expected no value"),
+    ("--lora-rank 2 --write-back-every 3", "--write-back-every: found 3 with --lora-rank"),
+    ("--samples 2 --data texts.jsonl", "--samples: found rows without a prompt"),
+    (f"--reward length --rank 2 {ROOM}=31", "max_new_tokens of --reward-options: found 31"),
+    ("--reward length --rank 2 --data texts.jsonl", "--reward: found rows without a prompt"),
+    (
+        f"--reward gone.py:f --rank 2 {ROOM}=5",
+        "gone.py: No such file or directory; expected a readable file",
+    ),
+    (f"--reward length --rank 2 {ROOM}=5,temperature=-1", "temperature of --reward-options"),
+    *(
+        (f"--report-to {package}", f"{package}: found no such package; expected it installed")
+        for package in ("tensorboard", "wandb")
+    ),
+    ("--from-step 3", "--from-step: found no --resume"),
+    ("--shots 2", "--shots: found 2 without --task"),
+    ("--split rows", "--split: found rows"),
+    ("--runs runs.yaml", "small, --write-back-every: found 3 with --rank"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), UNPLANNED, ids=[options for options, _ in UNPLANNED])
+def test_what_a_run_refuses_has_no_plan(
+    options: str, told: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    runs = {"large": {"rank": 8}, "small": {"rank": 2, "write_back_every": 3}}
+    (place / "runs.yaml").write_text(json.dumps(runs))
+    before = contents(place)
+    command = ["--model", "base", "--data", "rows.jsonl", "--output", "run", *options.split()]
+    lines = [refusal(name, *command) for name in ("train", "plan")]
+    assert lines[0] == lines[1]
+    assert told in lines[0]
     assert contents(place) == before
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_lines import done, leaves, make_place, refusal, run_here
+from command_lines import ROWS, done, leaves, make_place, refusal, run_here, write_rows
 
 from zo2adapters import train
 from zo2adapters.commands.evaluate import WriteRows
@@ -718,6 +718,15 @@ def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
     assert json.loads(Path("planned/options.json").read_text())["options"]["steps"] == 3, (
         "nothing was saved"
     )
+    write_rows(Path("others.jsonl"), ROWS[:4])
+    for refused, named in (
+        (["--steps", 2], "--steps: found 2; expected at least 3, the steps that the run has"),
+        (["--data", "others.jsonl"], "--data: found others.jsonl, which has the sha256"),
+        (["--from-step", 4, "--output", "new"], "--from-step: found 4; expected at most 3"),
+    ):
+        lines = [refusal(name, "--resume", "planned", *refused) for name in ("train", "plan")]
+        assert lines[0] == lines[1]
+        assert named in lines[0]
 
 
 @pytest.mark.parametrize(

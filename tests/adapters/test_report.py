@@ -304,7 +304,8 @@ def test_a_browser_draws_the_page(here: Path) -> None:
 
 def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensorboard, wandb = MagicMock(), MagicMock()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     common = [
         "train",

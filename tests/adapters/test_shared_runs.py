@@ -156,9 +156,9 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
     options: TrainOptions, tmp_path: Path
 ) -> None:
     runs = {
-        "bad": {"rank": 2, "lr": 1e30},
+        "bad": {"rank": 2, "sequence_length": 2, "too_long": "refuse"},
         "good": {"rank": 2, "lr": 1e-3},
-        "odd": {"rank": 2, "batch_size": 100_000},
+        "odd": {"rank": 2, "sequence_length": 100_000},
     }
     ran = run_here(
         *arguments(options, "--output", tmp_path / "all", "--runs", written(tmp_path, runs))

@@ -23,9 +23,8 @@ from measuring import WARM_UP, alternate, seconds_of, spread, timed, times_faste
 from transformers import AutoConfig
 
 from zo2adapters.trainers import tuning as library
-from zo2adapters.trainers.methods import can_share
 from zo2adapters.trainers.optimization import FirstOrder, Optimization
-from zo2adapters.trainers.options import Batching, RunModelOptions, TrainOptions
+from zo2adapters.trainers.options import Batching, RunModelOptions, TrainOptions, can_share
 
 MORE = 10_000  # steps of a run, which is stopped before
 SIDES = {"together": can_share, "apart": lambda options: False}

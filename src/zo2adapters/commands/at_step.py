@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.trainers.metrics import best_step, untrained_line, verified_base
-from zo2adapters.trainers.options import Resources, RunModelOptions, TrainOptions, precision_of_run
+from zo2adapters.trainers.options import (
+    Resources,
+    RunModelOptions,
+    TrainOptions,
+    can_share,
+    precision_of_run,
+)
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
 from zo2core.errors import JournalError, OptionError, without_effect
@@ -151,8 +157,6 @@ class AtStep(Command):
         """Whether the model is the base, with an adapter or low-rank changes or without, so that
         passes can be shared.
         """
-        from zo2adapters.trainers.methods import can_share
-
         if self.saved is not None:
             return can_share(self.saved)
         return self.journal is None and self.model_options.head == "causal-lm"

@@ -11,8 +11,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,8 +32,14 @@ from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.option_table import OPTIONS as OPTION_ROWS
 from zo2adapters.trainers.option_table import Change, changed, flag, read_recipe, require_unchanged
-from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
+from zo2adapters.trainers.options import (
+    Execution,
+    RunOptions,
+    TrainOptions,
+    require_shareable,
+)
 from zo2adapters.trainers.process import (
     SMALL,
     WorkerOptions,
@@ -56,7 +62,7 @@ from zo2adapters.trainers.run_directory import (
     worker_directory,
 )
 from zo2core.errors import OptionError, ZO2Error
-from zo2core.ranges import counted, require_whole
+from zo2core.ranges import MOST_RUNS, counted, require_whole
 
 if TYPE_CHECKING:
     # command lines are parsed without importing transformers
@@ -184,10 +190,6 @@ class Train(RunOptions, Command):
         """The run's options: those given, or those of the run to resume or to branch from, with the
         changes allowed.
         """
-        if self.resume is None and self.from_step is not None:
-            raise OptionError(
-                "from_step", "no --resume", "--resume DIR", "pass the run to branch from"
-            )
         if self.resume is None:
             self._require("model", "data", "output", expected="a value, or --resume DIR")
             return self._of(self.data, self.output)
@@ -290,12 +292,50 @@ class Train(RunOptions, Command):
         return given
 
     def check(self) -> None:
-        """See the contract. Of a benchmark and of several runs, each is checked when it begins."""
-        if self.runs is None and self.task is None:
+        """See the contract. Of a benchmark, the run is checked when its rows are there."""
+        self._require_consistent()
+        if self.runs is not None:
+            for name, options in self._of_runs(self.runs).items():
+                with naming(name):
+                    require_shareable(options)
+                    self._check(options)
+        elif self.task is None:
             self._check(self.options)
+
+    def _require_consistent(self) -> None:
+        """Refuse options of the command that contradict each other, or miss another one."""
+        self.worker_options.require_workers()
+        if self.from_step is not None and self.resume is None:
+            raise OptionError(
+                "from_step", "no --resume", "--resume DIR", "pass the run to branch from"
+            )
+        if self.runs is not None:
+            self._require_for_runs()
+        elif self.task is not None:
+            expected = ": without --task it continues with the rows already written"
+            self._require_none(
+                "resume", beside="with --task", expected=expected, remedy="leave --task out"
+            )
+            require_consistent(self.task, self)
+            self._require("model", "output")
+        else:
+            self._require_none("shots", beside="without --task", expected="")
+
+    def _require_for_runs(self) -> None:
+        """Refuse options that several runs at once cannot have, or do not have."""
+        expected = ", because its runs continue by the same command"
+        self._require_none(
+            "task", "resume", "from_step", "shots", beside="with --runs", expected=expected
+        )
+        if torchrun_rank() is not None:
+            raise OptionError("runs", "torchrun", "one process", "start it without torchrun")
+        if self.execution != Execution():
+            raise OptionError("runs", "--trace or the like", "none of it", "leave it out")
+        self._require("model", "data", "output")
 
     def _check(self, options: TrainOptions) -> None:
         options.require_valid()
+        options.require_packages()
         if options.optimization.lr != "auto":
             options.optimization.require_sane()
         for path in filter(None, (self.data, self.evaluation)):
@@ -304,44 +344,25 @@ class Train(RunOptions, Command):
     def run(self) -> None:
         """Train, and print where the result is."""
         if self.runs is not None:
-            self._train_together(self.runs)
+            assert self.output is not None, "the command was checked"
+            train_together(self._of_runs(self.runs), self.output)
         elif self.task is not None:
-            self._train_on_benchmark(self.task)
+            self._train_on_benchmark()
         else:
-            self._require_none("shots", beside="without --task", expected="")
             with self.worker_options.workers() as workers:
                 self._train(workers)
 
-    def _train_together(self, runs: Path) -> None:
-        """Train several runs, each with this command's options but for those in which it
+    def _of_runs(self, runs: Path) -> dict[str, TrainOptions]:
+        """The options of several runs by their names: this command's but for those in which each
         differs.
         """
-        expected = ", because its runs continue by the same command"
-        self._require_none(
-            "task", "resume", "from_step", "shots", beside="with --runs", expected=expected
-        )
-        if torchrun_rank() is not None:
-            raise OptionError("runs", "torchrun", "one process", "start it without torchrun")
-        self._require("model", "data", "output")
-        assert self.output is not None
-        if self.execution != Execution():
-            raise OptionError("runs", "--trace or the like", "none of it", "leave it out")
-        planned = dict[str, TrainOptions]()
+        assert self.output is not None, "the command was checked"
+        named = dict[str, TrainOptions]()
         for name, values in read_differences(runs).items():
             command = self._of_together(runs, name, values)
-            if command.optimization.lr == "auto":
-                expected = "a number with --runs, each of whose runs has its own"
-                raise OptionError(f"{runs}, {name}: lr", "auto", expected, "use zo2 tune")
-            if command.own_functions not in (None, self.own_functions):
-                option, named = command.own_functions
-                raise _unnamed(option, named, named, f"{runs}, {name}: ")
             is_there = holds_run(self.output / name)
-            planned[name] = replace(
-                command, resume=self.output / name if is_there else None
-            ).options
-        if not planned:
-            raise OptionError(runs, "no run", "at least one", "write a line for each run")
-        train_together(planned, self.output)
+            named[name] = replace(command, resume=self.output / name if is_there else None).options
+        return named
 
     def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Self:
         """This command with the options in which one of several runs differs."""
@@ -350,15 +371,15 @@ class Train(RunOptions, Command):
         )
         arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
         differing: Self = parse_options("train", Train, arguments, default=command)
+        if differing.optimization.lr == "auto":
+            expected = "a number with --runs, each of whose runs has its own"
+            raise OptionError(f"{runs}, {name}: lr", "auto", expected, "use zo2 tune")
+        if self.runs_code and differing.own_functions not in (None, self.own_functions):
+            option, own = differing.own_functions
+            raise _unnamed(option, own, own, f"{runs}, {name}: ")
         return differing
 
-    def _train_on_benchmark(self, task: str) -> None:
-        expected = ": without --task it continues with the rows already written"
-        self._require_none(
-            "resume", beside="with --task", expected=expected, remedy="leave --task out"
-        )
-        require_consistent(task, self)
-        self._require("model", "output")
+    def _train_on_benchmark(self) -> None:
         command = replace(self, task=None, shots=None, keep_best=True)
         run_task(
             self, lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run()
@@ -463,6 +484,7 @@ def train(
         *later,
     ]
     command: Train = parse_command("train", Train, arguments)
+    command.check()
     command.run()
     output = command.output or command.resume
     assert output is not None, "a run without a directory was refused"
@@ -488,6 +510,18 @@ def arguments_of_recipe(
     return arguments
 
 
+@contextmanager
+def naming(run: str | None) -> Iterator[None]:
+    """A context in which errors of options name the one of several runs that has them."""
+    try:
+        yield
+    except OptionError as error:
+        if run is None:
+            raise
+        where = f"{run}, {flag(error.where) if error.where in OPTION_ROWS else error.where}"
+        raise OptionError(where, error.found, error.expected, error.remedy) from error
+
+
 def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionError:
     """The error of functions that a file or directory names, which may be somebody else's, and the
     command line does not.
@@ -506,8 +540,6 @@ def _unnamed(option: str, named: str, found: str, where: str = "") -> OptionErro
 
 def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     """Read the names of several runs, and the options in which they differ."""
-    from zo2core.planning.memory import MOST_RUNS
-
     runs = dict[str, Mapping[object, object]]()
     example = "a line such as small: {lr: 1e-4} for each run"
     try:
@@ -517,6 +549,8 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
     if len(named) > MOST_RUNS:
         expected = f"at most {MOST_RUNS}, which take their steps together"
         raise OptionError(path, counted(len(named), "run"), expected, "write several files")
+    if not named:
+        raise OptionError(path, "no run", "at least one", "write a line for each run")
     for name, given in named.items():
         values = {} if given is None else given
         if not (isinstance(name, str) and _NAME.fullmatch(name)) or not isinstance(values, dict):
@@ -536,13 +570,8 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
 
 def train_together(runs: Mapping[str, TrainOptions], output: Path) -> None:
     """Train several runs that share their base, by their names, and print how they compare."""
-    from zo2adapters.trainers.methods import open_shared_base, require_shareable
+    from zo2adapters.trainers.methods import open_shared_base
 
-    for name, options in runs.items():
-        try:
-            require_shareable(options)
-        except OptionError as error:
-            raise OptionError(name, error.found, error.expected, error.remedy) from error
     # before its runs': else two processes take some of them each, and both end
     held = held_directory(output)
     tell(f"{len(runs)} runs share each pass over the blocks: {', '.join(runs)}")
@@ -644,25 +673,50 @@ class Plan(Train):
     """Print JSON instead of a table."""
 
     def check(self) -> None:
-        """See the contract."""
-        self._check(self._planned_options())
+        """See the contract. Refused is what zo2 train refuses."""
+        expected = ": zo2 rows writes a benchmark's rows, which are passed as --data"
+        self._require_none("task", beside="in a plan", expected=expected)
+        self._require_consistent()
+        if self._count is not None:
+            require_whole("runs", self._count, 1, MOST_RUNS)
+        for name, command in self._commands():
+            with naming(name):
+                options = command._planned_options()
+                if self.runs is not None:
+                    require_shareable(options)
+                self._check(options)
+
+    def _require_for_runs(self) -> None:
+        """Refuse options that several runs at once cannot have. Paths may be missing."""
+        expected = ", because a plan of several runs is of new ones"
+        self._require_none("resume", "from_step", "shots", beside="with --runs", expected=expected)
+        self._require("model")
+
+    def _commands(self) -> list[tuple[str | None, Plan]]:
+        """This command, or the one of each run in the file of several runs, with its name."""
+        if self.runs is None or self._count is not None:
+            return [(None, self)]
+        differences = read_differences(self.runs).items()
+        return [(name, self._of_together(self.runs, name, values)) for name, values in differences]
+
+    @property
+    def _count(self) -> int | None:
+        """The number of equal runs; None: one run, or runs in a file."""
+        return int(str(self.runs)) if str(self.runs).isdecimal() else None
 
     def run(self) -> None:
         """Print what the run would take, or several equal runs, of a file the first one."""
         from zo2adapters.trainers.run_plan import method_words, plan_of_options
 
-        command, count = self, None
-        if self.runs is not None and str(self.runs).isdecimal():
-            count = int(str(self.runs))
-        elif self.runs is not None:
-            differences = read_differences(self.runs)
-            count = len(differences)
-            for name, values in [*differences.items()][:1]:
-                command = self._of_together(self.runs, name, values)
+        _, command = (commands := self._commands())[0]
+        count = len(commands) if self.runs is not None and self._count is None else self._count
         options = command._planned_options()
-        resume = command.resume is not None
         planned = plan_of_options(
-            options, has_rows=resume or command.data is not None, resume=resume, runs=count
+            options,
+            has_rows=command.resume is not None or command.data is not None,
+            resume=command.resume,
+            from_step=command.from_step,
+            runs=count,
         )
         beside = (
             ["the short runs that choose lr"]
@@ -688,11 +742,6 @@ class Plan(Train):
 
     def _planned_options(self) -> TrainOptions:
         """The options of the run to plan. What a plan does not depend on may be missing."""
-        self._require_none(
-            "task",
-            beside="in a plan",
-            expected=": zo2 rows writes a benchmark's rows, which are passed as --data",
-        )
         if self.resume is not None:
             options = self.options
         else:

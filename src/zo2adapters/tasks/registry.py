@@ -6,6 +6,7 @@ The classes are elsewhere, so that command lines are parsed without importing tr
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,17 +73,76 @@ def find_task(objective: str, rows: RowFormat) -> TaskEntry:
     """The task of this name for rows of this format; if there is none for them, the first task of
     this name.
     """
+    named = _named(objective)
+    return next((task for task in named if task.rows is rows), named[0])
+
+
+def require_task(
+    objective: str, rows: RowFormat | None, used: Mapping[str, object], *, differentiates: bool
+) -> None:
+    """Refuse an objective that there is not, or that does not go with rows or with other options.
+
+    Args:
+        objective: Name of the objective.
+        rows: Format of the rows to train on; None: it is not known yet.
+        used: Values of the options that few tasks support, by their names in ``TaskEntry``.
+        differentiates: Whether steps take the gradient of the objective.
+    """
+    tasks = _named(objective) if rows is None else [find_task(objective, rows)]
+    name = tasks[0].name
+    for option, value in used.items():
+        if value not in (None, False) and not any(option in task.options for task in tasks):
+            expected = _either(task.name for task in TASKS if option in task.options)
+            raise OptionError(
+                option, f"the objective {name}", f"the objective {expected}", "leave it out"
+            )
+    if differentiates and not any(task.has_gradient for task in tasks):
+        expected = _either(
+            task.name
+            for task in TASKS
+            if task.has_gradient and rows in (None, task.rows, *task.other_rows)
+        )
+        raise OptionError(
+            "objective",
+            f"{name}, which has no gradient",
+            f"{expected} with --method",
+            "pass another objective, or leave --method out: zeroth-order steps need no gradient",
+        )
+    if rows is not None and rows not in (tasks[0].rows, *tasks[0].other_rows):
+        raise OptionError(
+            "objective",
+            f"{objective} for rows with {rows.value}",
+            f"rows with {tasks[0].rows.value}",
+            "pass another objective, or other rows",
+        )
+
+
+def require_evaluation(rows: RowFormat, evaluation: RowFormat) -> None:
+    """Refuse rows to evaluate on that do not go with the rows to train on, by their formats."""
+    is_text = rows is RowFormat.TEXT
+    if evaluation is rows or (is_text and evaluation is not RowFormat.PREFERENCES):
+        return
+    others = ", or with prompt and candidates, or with prompt and answers" if is_text else ""
+    raise OptionError(
+        "evaluation",
+        f"rows with {evaluation.value}, for a run on rows with {rows.value}",
+        f"rows with the fields of the training rows{others}",
+        "pass a file with such rows",
+    )
+
+
+def _named(objective: str) -> list[TaskEntry]:
+    """The tasks of this name; of auto the first task of each format."""
     if objective == AUTO:
-        return next(task for task in TASKS if task.rows is rows)
+        return list({task.rows: task for task in reversed(TASKS)}.values())[::-1]
     name = objective if function_file(objective) is None else FUNCTION
     named = [task for task in TASKS if task.name == name]
     if not named:
-        names = ", ".join(
-            dict.fromkeys(
-                [AUTO, *(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))]
-            )
-        )
-        raise OptionError(
-            "objective", repr(objective), f"one of {names}, or {FUNCTION}", "pass one of these"
-        )
-    return next((task for task in named if task.rows is rows), named[0])
+        names = dict.fromkeys(task.name for task in TASKS if task.name not in (FUNCTION, REWARD))
+        expected = f"one of {', '.join([AUTO, *names])}, or {FUNCTION}"
+        raise OptionError("objective", repr(objective), expected, "pass one of these")
+    return named
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(dict.fromkeys(names))

@@ -33,7 +33,7 @@ from zo2adapters.tasks.objectives import (
     is_own_shard,
     sharded_forwards,
 )
-from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, TASKS, find_task
+from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, find_task
 from zo2adapters.tasks.rewards import Completion, RewardOptions, Rewards
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.rows import (
@@ -75,7 +75,6 @@ class TaskOptions:
     beta: float | None = None  # strength of DPO's penalty; None is the default
     pack: bool = False  # whether rows of a batch are concatenated instead of padded
     per_row: bool = False  # whether each row of a batch has a loss and a direction of its own
-    differentiates: bool = False  # whether steps take the gradient of the objective
     rewards: RewardOptions | None = None  # rewards of what the model writes; None: there are none
     tokenizer: Any = None  # the model's, for rewards of texts and rows with answers
     seed: int = 0  # of the run
@@ -359,7 +358,11 @@ class FunctionTask(Task):
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
-        self.forward = CalledForward(model, user_function(options.objective))
+        self._name = options.objective
+
+    def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
+        """Import the function. See ``Task``."""
+        self.forward = CalledForward(self._model, user_function(self._name))
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
         """Compute the mean of the function over batches, and the model's own loss."""
@@ -759,38 +762,8 @@ KINDS = {
 
 
 def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
-    """Make the task that the options name."""
+    """Make the task that the options name, of which ``require_task`` knows."""
     entry = find_task(options.objective, rows.format)
-    for option in ("pack", "beta", "per_row", "rewards"):
-        if getattr(options, option) not in (None, False) and option not in entry.options:
-            expected = (
-                "the objective "
-                f"{' or '.join(task.name for task in TASKS if option in task.options)}"
-            )
-            raise OptionError(option, f"the objective {entry.name}", expected, "leave it out")
-    if options.differentiates and not entry.has_gradient:
-        names = [
-            task.name
-            for task in TASKS
-            if task.has_gradient and rows.format in (task.rows, *task.other_rows)
-        ]
-        remedy = (
-            "pass another objective, or leave --method out: zeroth-order steps need no gradient"
-        )
-        raise OptionError(
-            "objective",
-            f"{entry.name}, which has no gradient",
-            f"{' or '.join(names)} with --method",
-            remedy,
-        )
-    if rows.format not in (entry.rows, *entry.other_rows):
-        found = f"{options.objective} for rows with {rows.format.value}"
-        raise OptionError(
-            "objective",
-            found,
-            f"rows with {entry.rows.value}",
-            "pass another objective, or other rows",
-        )
     name = entry.name if options.objective == AUTO else options.objective
     return KINDS[entry.kind](model, rows, replace(options, objective=name))
 
@@ -802,19 +775,9 @@ def make_evaluation(
 
     A run that trains on texts or completions may also be evaluated on rows with candidates, by the
     loss over the candidates and accuracy, or on rows with answers, by F1 and exact match of the
-    answers that it generates.
+    answers that it generates. ``require_evaluation`` refuses others.
     """
     if evaluation.format is not rows.format:
-        is_text = rows.format is RowFormat.TEXT
-        if not is_text or evaluation.format is RowFormat.PREFERENCES:
-            found = (
-                f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}"
-            )
-            others = (
-                ", or with prompt and candidates, or with prompt and answers" if is_text else ""
-            )
-            expected = f"rows with the fields of the training rows{others}"
-            raise OptionError("evaluation", found, expected, "pass a file with such rows")
         # whose evaluation names the loss over the candidates apart
         entry = find_task(MODEL_LOSS, evaluation.format)
         task = KINDS[entry.kind](model, evaluation, replace(options, objective=MODEL_LOSS))

@@ -27,7 +27,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
 from zo2adapters.trainers.metrics import Results, best_step
-from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.options import Execution, TrainOptions, require_shareable
 from zo2adapters.trainers.process import local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_inputs import BatchShape
@@ -881,28 +881,6 @@ def weights_at(journal: Journal, step: int, directory: Path) -> dict[str, Any]:
         return {"method": AtSnapshot(step, None)}
     state = Snapshots(directory, journal.chain, journal.require_version).read(step).state
     return {"method": AtSnapshot(step, state.get("parameters", {}))}  # refused if incomplete
-
-
-def can_share(options: TrainOptions) -> bool:
-    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any
-    method.
-    """
-    reads = options.optimization.rank is not None or options.model_options.trains_adapter
-    return reads and not options.takes_labels
-
-
-def require_shareable(options: TrainOptions) -> None:
-    """Refuse a run that changes its base, or that has a new head."""
-    if not can_share(options):
-        found = (
-            f"--head {options.model_options.head}"
-            if options.takes_labels
-            else "a run that trains all weights"
-        )
-        expected = "runs of a causal language model that only read its weights"
-        raise OptionError(
-            "runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone"
-        )
 
 
 def base_model(options: TrainOptions) -> HFBlockModel:

@@ -11,13 +11,26 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
 
-from zo2adapters.optional_package import optional_package
-from zo2adapters.tasks.registry import AUTO, REWARD, function_file
+from zo2adapters.optional_package import optional_package, require_package
+from zo2adapters.tasks.registry import (
+    AUTO,
+    REWARD,
+    function_file,
+    require_evaluation,
+    require_task,
+)
 from zo2adapters.tasks.rewards import RewardOptions
-from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
-from zo2adapters.trainers.option_table import described, filled, flat, leaves, require_valid
+from zo2adapters.trainers.option_table import (
+    described,
+    filled,
+    flag,
+    flat,
+    leaves,
+    require_valid,
+)
 from zo2core.errors import OptionError, without_effect
 from zo2core.ranges import LARGEST, OF_ADAPTERS, OptimizerName, require_number, require_whole
 
@@ -429,6 +442,59 @@ class RunOptions:
         """Whether rows are texts with labels."""
         return self.model_options.head != "causal-lm"
 
+    def require_packages(self) -> None:
+        """Refuse options that need a package which is not installed."""
+        needed = {
+            "tensorboard": (self.report_to == "tensorboard", "tensorboard"),
+            "wandb": (self.report_to == "wandb", "wandb"),
+            "peft": (self.model_options.trains_adapter, "zo2core[peft]"),
+            "bitsandbytes": (self.first_order.state_bits == 8, "bitsandbytes"),
+            "jsonschema": (
+                any(
+                    name.file is None and name.name == "json-schema" for name in self.rewards.names
+                ),
+                "zo2core[rewards]",
+            ),
+        }
+        for package, (is_needed, install) in needed.items():
+            if is_needed:
+                require_package(package, install=install)
+
+    def _require_storage(self) -> None:
+        """Refuse limits of what the run does not use: writes of weights that never change, and a
+        GPU's memory.
+        """
+        storage, model_options = self.storage, self.model_options
+        every, rank = storage.write_back_every, self.optimization.rank
+        if isinstance(every, int) and (model_options.trains_adapter or rank is not None):
+            other = "rank" if rank is not None else model_options.adapter_option
+            found, expected = f"{every} with {flag(other)}", "no value, because no weights change"
+            raise OptionError("write_back_every", found, expected, "leave it out")
+        if storage.device == "cpu" and storage.device_memory != "auto":
+            raise without_effect(
+                "device_memory",
+                f"{storage.device_memory} with --device cpu",
+                "a GPU, as in --device cuda; --memory limits host memory",
+            )
+
+    def require_rows(self, rows: RowFormat | None, evaluation: RowFormat | None = None) -> None:
+        """Refuse rows that the objective, or an option beside it, does not take.
+
+        Args:
+            rows: Format of the rows to train on; None: it is not known yet.
+            evaluation: Format of the rows to evaluate on; None: there are none, or it is not known.
+        """
+        used = {
+            "pack": self.batching.pack,
+            "beta": self.beta,
+            "per_row": self.optimization.per_row,
+            "rewards": self.rewards.reward or None,
+        }
+        objective = REWARD if self.rewards.reward else self.objective
+        require_task(objective, rows, used, differentiates=self.first_order.method is not None)
+        if rows is not None and evaluation is not None:
+            require_evaluation(rows, evaluation)
+
     @property
     def own_functions(self) -> tuple[str, str] | None:
         """The option that names functions of the user's own, and its value; None: there are
@@ -459,6 +525,7 @@ class RunOptions:
             raise OptionError(
                 self.model_options.adapter_option, found, expected, "leave one of the two out"
             )
+        self._require_storage()
         if method is None:
             self.optimization.require_consistent()
         else:
@@ -642,6 +709,28 @@ class TrainOptions(RunOptions):
             raise TypeError(f"the unknown key {min(unknown)[:80]}")
         options.require_valid()
         return options
+
+
+def can_share(options: TrainOptions) -> bool:
+    """Whether a run only reads its base: one with low-rank perturbations, or of an adapter by any
+    method.
+    """
+    reads = options.optimization.rank is not None or options.model_options.trains_adapter
+    return reads and not options.takes_labels
+
+
+def require_shareable(options: TrainOptions) -> None:
+    """Refuse a run that changes its base, or that has a new head."""
+    if not can_share(options):
+        found = (
+            f"--head {options.model_options.head}"
+            if options.takes_labels
+            else "a run that trains all weights"
+        )
+        expected = "runs of a causal language model that only read its weights"
+        raise OptionError(
+            "runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone"
+        )
 
 
 def _value(value: Any, hint: Any, name: str) -> Any:

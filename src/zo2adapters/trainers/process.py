@@ -41,16 +41,20 @@ class WorkerOptions:
     worker. Splitting by directions gives exactly the result of one worker.
     """
 
+    def require_workers(self) -> None:
+        """Refuse to split steps of a process that works alone."""
+        if self.split != "auto" and torchrun_rank() is None:
+            raise without_effect(
+                "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
+            )
+
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
         """Connect this process to the other workers; None if it works alone."""
         from zo2core import Workers
 
+        self.require_workers()
         if torchrun_rank() is None:
-            if self.split != "auto":
-                raise without_effect(
-                    "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
-                )
             yield None
             return
         with Workers.from_torchrun(split=self.split) as workers:

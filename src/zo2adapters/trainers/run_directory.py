@@ -88,52 +88,15 @@ class RunDirectory:
         """Write the record of a new run, or compare that of a resumed one with its options, data,
         tokens and model.
         """
-        options, tokens = inputs.options, inputs.tokens
-        self._checksums = inputs.checksums
-        if not self._resumed:
-            self._write_record(
-                {"options": options.to_json(), "checksums": self._checksums, "tokens": tokens},
-                options,
-            )
+        options, self._checksums = inputs.options, inputs.checksums
+        if self._resumed:
+            self._record = record_of(self.path, inputs)
+            if options.optimization.lr != "auto":
+                # of a process that was killed between its choice and their removal
+                self.remove_trials()
             return
-        with refusing_damage(self.path):
-            record = json.loads(read_regular(self.path / OPTIONS))
-            saved, saved_tokens, checksums = (
-                record["options"],
-                dict(record["tokens"]),
-                checksums_at(options, record),
-            )
-        for option, path in (("data", options.data), ("evaluation", options.evaluation)):
-            at = None if path is None else saved_path(path)
-            if at is not None and (now := self._checksums[at]) != (before := checksums.get(at)):
-                expected = (
-                    f"what the run began with: {saved.get(option)}, which had the sha256 "
-                    f"{str(before)[:12]}"
-                )
-                remedy = "restore the file, pass the path to which it was moved, or start a new run"
-                raise DataError(
-                    option, f"{path}, which has the sha256 {now[:12]}", expected, remedy
-                )
-        if names := [
-            name
-            for name in sorted({*tokens, *saved_tokens})
-            if tokens.get(name) != saved_tokens.get(name)
-        ]:
-            found = "; ".join(f"{name} {tokens.get(name)}" for name in names)
-            expected = (
-                "; ".join(f"{name} {saved_tokens.get(name)}" for name in names)
-                + ", as when the run started"
-            )
-            remedy = (
-                "restore the tokenizer's files and the versions of tokenizers and transformers, "
-                "or start a new run"
-            )
-            raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
-        self._record = record
-        self._require_same_base(options.to_json(), inputs.model)
-        if options.optimization.lr != "auto":
-            # of a process that was killed between its choice and their removal
-            self.remove_trials()
+        record = {"options": options.to_json(), "checksums": self._checksums}
+        self._write_record({**record, "tokens": inputs.tokens}, options)
 
     @staticmethod
     def saved(path: Path) -> dict[str, Any]:
@@ -162,34 +125,6 @@ class RunDirectory:
     def write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Replace the samples. See ``read_samples``."""
         replace_file(self.path / SAMPLES, "".join(json.dumps(sample) + "\n" for sample in samples))
-
-    def _require_same_base(self, now: Mapping[str, Any], model: BlockModel) -> None:
-        """Refuse a model directory or adapter at a new path if it is not the one that the run began
-        with.
-        """
-        from zo2core import Journal
-
-        before = self._record["options"]
-        option = next(
-            (option for option in ("model", "adapter") if now[option] != before.get(option)), None
-        )
-        if option is None:
-            return
-        with contextlib.closing(Journal(self.path / JOURNAL)) as journal:
-            header, fingerprint = journal.header, model.weights.fingerprint[:12]
-        if header is None:
-            found = (
-                f"{now[option]}, of a run that took no step, so that no fingerprint tells whether "
-                "it is the run's own"
-            )
-            remedy = f"leave it out, or remove {self.path} and begin the run anew"
-            raise OptionError(option, found, f"{before.get(option)}, as when the run began", remedy)
-        if (recorded := str(header.get("base"))[:12]) != fingerprint:
-            found = f"{now[option]}, which has the fingerprint {fingerprint}"
-            remedy = "pass the path to which the run's original was moved, or start a new run"
-            raise OptionError(
-                option, found, f"the fingerprint in the run's journal ({recorded})", remedy
-            )
 
     def save(self, options: TrainOptions) -> None:
         """Save the changed options of a resumed run.
@@ -272,6 +207,78 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock. May be called twice."""
         self._lock.release()
+
+
+def record_of(path: Path, inputs: RunInputs) -> dict[str, Any]:
+    """The record of a run that is to continue, or to be planned.
+
+    Refused is a run of other data, tokens or model than those of the inputs.
+    """
+    options, tokens = inputs.options, inputs.tokens
+    with refusing_damage(path):
+        record = json.loads(read_regular(path / OPTIONS))
+        saved, saved_tokens, checksums = (
+            record["options"],
+            dict(record["tokens"]),
+            checksums_at(options, record),
+        )
+    for option, file in (("data", options.data), ("evaluation", options.evaluation)):
+        at = None if file is None else saved_path(file)
+        if at is not None and (now := inputs.checksums[at]) != (before := checksums.get(at)):
+            expected = (
+                f"what the run began with: {saved.get(option)}, which had the sha256 "
+                f"{str(before)[:12]}"
+            )
+            remedy = "restore the file, pass the path to which it was moved, or start a new run"
+            raise DataError(option, f"{file}, which has the sha256 {now[:12]}", expected, remedy)
+    if names := [
+        name
+        for name in sorted({*tokens, *saved_tokens})
+        if tokens.get(name) != saved_tokens.get(name)
+    ]:
+        found = "; ".join(f"{name} {tokens.get(name)}" for name in names)
+        expected = (
+            "; ".join(f"{name} {saved_tokens.get(name)}" for name in names)
+            + ", as when the run started"
+        )
+        remedy = (
+            "restore the tokenizer's files and the versions of tokenizers and transformers, "
+            "or start a new run"
+        )
+        raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
+    _require_same_base(path, record, options, inputs.model)
+    return dict(record)
+
+
+def _require_same_base(
+    path: Path, record: Mapping[str, Any], options: TrainOptions, model: BlockModel
+) -> None:
+    """Refuse a model directory or adapter at a new path if it is not the one that the run began
+    with.
+    """
+    from zo2core import Journal
+
+    before, now = record["options"], options.to_json()
+    option = next(
+        (option for option in ("model", "adapter") if now[option] != before.get(option)), None
+    )
+    if option is None:
+        return
+    with contextlib.closing(Journal(path / JOURNAL)) as journal:
+        header, fingerprint = journal.header, model.weights.fingerprint[:12]
+    if header is None:
+        found = (
+            f"{now[option]}, of a run that took no step, so that no fingerprint tells whether "
+            "it is the run's own"
+        )
+        remedy = f"leave it out, or remove {path} and begin the run anew"
+        raise OptionError(option, found, f"{before.get(option)}, as when the run began", remedy)
+    if (recorded := str(header.get("base"))[:12]) != fingerprint:
+        found = f"{now[option]}, which has the fingerprint {fingerprint}"
+        remedy = "pass the path to which the run's original was moved, or start a new run"
+        raise OptionError(
+            option, found, f"the fingerprint in the run's journal ({recorded})", remedy
+        )
 
 
 def worker_directory(output: Path) -> Path:
@@ -520,6 +527,13 @@ def holds_model(directory: Path) -> bool:
     )
 
 
+def require_branch(options: TrainOptions, journal: Journal, step: int) -> None:
+    """Refuse to branch from a step that a run does not have, or beyond the new run's steps."""
+    taken = len(journal.updates)
+    require_whole("from_step", step, 0, taken, otherwise=", the steps of the run")
+    require_whole("steps", options.steps, step, otherwise=", the step to branch from")
+
+
 @contextlib.contextmanager
 def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
     """Create a run with the first steps of another one. It is then resumed like an interrupted run.
@@ -538,9 +552,8 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
     )
     require_new(output)
     with contextlib.closing(Journal(parent / JOURNAL)) as journal:
-        taken, header = len(journal.updates), journal.header
-        require_whole("from_step", step, 0, taken, otherwise=", the steps of the run")
-        require_whole("steps", options.steps, step, otherwise=", the step to branch from")
+        header = journal.header
+        require_branch(options, journal, step)
         own, (evaluated, schedule) = (
             None if header is None else header.get("provenance"),
             _varying(options),
@@ -633,7 +646,21 @@ def _varying(options: TrainOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"evaluated every": options.evaluate_every} if options.evaluates else {}, schedule
 
 
-def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
+_TAKEN = (
+    ", the steps that the run has already taken; zo2 export with --at writes the model of an "
+    "earlier one"
+)
+
+
+def require_resumable(options: TrainOptions, journal: Journal) -> None:
+    """Refuse files other than those that the run began with, before they are parsed or imported,
+    and fewer steps than it has taken.
+    """
+    _require_same_files(options, journal.header)
+    require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
+
+
+def _require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
     """Refuse files other than those that the run began with, before they are parsed or imported."""
     saved = {} if header is None else header.get("provenance", {})
     if not saved:

@@ -134,6 +134,7 @@ class RunInputs:
         options.rows.require_labelled(
             are_labelled=resume or any(rows.are_labelled for rows in inputs.files)
         )
+        options.require_rows(data.format, None if evaluation is None else evaluation.format)
         return inputs
 
     def reopened(self, options: TrainOptions) -> Self:

@@ -23,18 +23,24 @@ from zo2adapters.trainers.methods import (
     base_model,
     interval,
     method_of,
-    require_shareable,
 )
-from zo2adapters.trainers.options import RunOptions, TrainOptions
+from zo2adapters.trainers.options import RunOptions, TrainOptions, require_shareable
 from zo2adapters.trainers.process import with_kept_memory
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    record_of,
+    require_branch,
+    require_resumable,
+)
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
-from zo2core import DevicePlan, HostPlan, LowRankPerturbation, MemoryPolicy, ZO2Error
+from zo2adapters.trainers.run_tasks import RunTasks
+from zo2core import DevicePlan, HostPlan, Journal, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.estimators.factors import kept_bytes_a_step
 from zo2core.estimators.perturbation import require_perturbation
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.optimizers.registry import OPTIMIZERS
-from zo2core.planning.memory import MOST_RUNS, Machine, MemoryPart, RunRequest, RunSpec, plan
+from zo2core.planning.memory import Machine, MemoryPart, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import (
     MeasuredSpeeds,
     evaluation_seconds,
@@ -45,7 +51,7 @@ from zo2core.planning.speeds import (
     terabytes_written,
 )
 from zo2core.protocols import CounterNoise
-from zo2core.ranges import counted, parse_size, require_whole
+from zo2core.ranges import MOST_RUNS, counted, parse_size, require_whole
 from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activations import IN_TRANSIT, streams_on_device
@@ -660,15 +666,40 @@ def plan_of(inputs: RunInputs) -> RunPlan:
 
 
 def plan_of_options(
-    options: TrainOptions, *, has_rows: bool, resume: bool = False, runs: int | None = None
+    options: TrainOptions,
+    *,
+    has_rows: bool,
+    resume: Path | None = None,
+    from_step: int | None = None,
+    runs: int | None = None,
 ) -> RunPlan:
-    """The plan of a run that is not to begin."""
+    """The plan of a run that is not to begin. Refused is what the run refuses.
+
+    Args:
+        options: Options of the run.
+        has_rows: Whether they name rows; else rows are as long as they may be.
+        resume: Directory of the run to continue, or to branch from.
+        from_step: Step to branch from; None: the run is continued.
+        runs: Number of equal runs that share their base; None: one run alone.
+    """
     options.require_valid()
+    options.require_packages()
     method_of(options)  # checks the options that depend on neither model nor data
+    continues = resume is not None and from_step is None
+    if resume is not None:
+        with closing(Journal(resume / JOURNAL)) as journal:
+            if from_step is None:
+                require_resumable(options, journal)
+            else:
+                require_branch(options, journal, from_step)
     if has_rows:
-        inputs = RunInputs.read(options, resume=resume)
+        inputs = RunInputs.read(options, resume=continues, digests=continues)
+        RunTasks.of(inputs).task.close()
+        if continues:
+            record_of(options.output, inputs)
         options, model, shapes = inputs.options, inputs.model, inputs.shapes()
     else:
+        options.require_rows(None)
         model, batching = options.opened(resolve_directory(options.model)), options.batching
         shapes = RowShapes.of_length(batching, batching.length_for(model))
     with closing(model.weights):

@@ -14,11 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.footprint import cache_bytes
-from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
-from zo2adapters.tasks.task import TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
@@ -43,27 +39,22 @@ from zo2adapters.trainers.run_directory import (
     JOURNAL,
     RunDirectory,
     provenance,
-    read_samples,
-    require_same_files,
+    require_resumable,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
+from zo2adapters.trainers.run_tasks import RunTasks
 from zo2core import Engine, HostPlan, Journal, SharedBase, Workers
 from zo2core.errors import (
     CheckpointError,
     JournalError,
     NonFiniteLossError,
-    OptionError,
     OutputError,
     ScratchError,
 )
-from zo2core.ranges import counted, require_whole
+from zo2core.ranges import counted
 from zo2core.types import shown_bytes
 
-_TAKEN = (
-    ", the steps that the run has already taken; zo2 export with --at writes the model of an "
-    "earlier one"
-)
 # errors of a disk, after whose repair runs resume
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)
 
@@ -89,6 +80,7 @@ class Trainer:
         shared: SharedBase | None = None,
     ) -> None:
         options.require_valid()
+        options.require_packages()
         # checks the options that depend on neither model nor data
         self._method = method_of(options, shared, workers)
         self._quiet, self._workers, self._label = quiet, workers, label
@@ -99,13 +91,13 @@ class Trainer:
             self._first_step = 0
             if resume:
                 with closing(Journal(options.output / JOURNAL)) as journal:
-                    require_same_files(options, journal.header)
+                    require_resumable(options, journal)
                     self._first_step = self._method.first_step(journal)
             self._inputs = inputs = RunInputs.read(options, workers, resume=resume, digests=True)
             self.options, self._model = options, model = inputs.options, inputs.model
             self._method.options = options  # with what was chosen for this machine
             require_same_steps(options.steps, workers)
-            self._make_task(inputs, evaluates=evaluates)
+            self._task, self._evaluated, self._samples = RunTasks.of(inputs, evaluates=evaluates)
             on_error.callback(self._task.close)
             self._activations, _ = memory = self._reserved_bytes(inputs)
             run.begin(inputs)
@@ -126,36 +118,9 @@ class Trainer:
             keeps = options.storage.device == "cpu" and not self._method.has_gradient
             self.host_plan: HostPlan = with_kept_memory(plan, self._activations) if keeps else plan
             if resume:
-                require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
+                require_resumable(options, journal)  # with what other workers have had
                 run.save(options)
             on_error.pop_all()
-
-    def _make_task(self, inputs: RunInputs, *, evaluates: bool) -> None:
-        """Make the task of the run, the function that evaluates it, and the prompts that are
-        answered, if there are any.
-        """
-        options, model, data, evaluation = (
-            self.options,
-            inputs.model,
-            inputs.data,
-            inputs.evaluation,
-        )
-        given: Any = {name: getattr(options, name) for name in ("objective", "beta", "seed")}
-        given |= {
-            name: getattr(options.batching, name)
-            for name in ("batch_size", "micro_batch_size", "pack")
-        }
-        given |= {
-            "per_row": options.optimization.per_row,
-            "differentiates": self._method.has_gradient,
-        }
-        given["rewards"] = options.rewards if options.rewards.reward else None
-        task_options = TaskOptions(pad=inputs.pad, tokenizer=inputs.tokenizer, **given)
-        self._task = make_task(model, data, task_options)
-        self._evaluated: Callable[[Engine], dict[str, float]] | None = None
-        if evaluation is not None and evaluates:
-            self._evaluated = make_evaluation(self._task, model, data, evaluation, task_options)
-        self._samples = Samples(inputs) if options.samples else None
 
     def _reserved_bytes(self, inputs: RunInputs) -> StepMemory:
         """Memory for activations, those of generated answers included, and the least of it that a
@@ -384,81 +349,3 @@ class Trainer:
         """
         if is_first(self._workers):
             bar.write(line if self._label is None else f"{self._label}: {line}", file=sys.stderr)
-
-
-_MOST_TOKENS = 50  # most tokens of an answer
-
-
-class Samples:
-    """The prompts of a run that are answered."""
-
-    def __init__(self, inputs: RunInputs) -> None:
-        self._model, self._tokenizer, self._pad = inputs.model, inputs.tokenizer, inputs.pad
-        rows = inputs.data if inputs.evaluation is None else inputs.evaluation
-        self._prompts = [self._prompt(row) for row in rows[: inputs.options.samples]]
-        self.longest_prompt = max(len(ids) for ids, _ in self._prompts)
-        room = (
-            _MOST_TOKENS
-            if self._model.longest_row is None
-            else self._model.longest_row - self.longest_prompt
-        )
-        self._most = min(_MOST_TOKENS, room)
-        if self._most < 1:
-            found = (
-                f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
-            )
-            raise OptionError("samples", found, "room for an answer", "leave it out")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of prompts, and most tokens of a prompt with its answer."""
-        return len(self._prompts), self.longest_prompt + self._most
-
-    def write(self, engine: Engine, run: RunDirectory) -> None:
-        """Answer the prompts with a runner's current weights, unless the run has the answers of
-        this step.
-        """
-        earlier, step = read_samples(run.path), engine.version
-        if any(sample["step"] == step for sample in earlier):
-            return
-        given: Any = {
-            "eos_token_ids": end_token_ids(self._model, self._tokenizer),
-            "pad_token_id": self._pad,
-        }
-        columns = generate(
-            engine,
-            self._model,
-            [ids for ids, _ in self._prompts],
-            max_new_tokens=self._most,
-            **given,
-        )
-        samples = list(earlier)
-        for number, ((ids, expected), answer) in enumerate(
-            zip(self._prompts, zip(*columns, strict=True), strict=True)
-        ):
-            generated = self._text([token for token in answer if token is not None])
-            texts = {"prompt": self._text(ids), "expected": expected, "generated": generated}
-            samples.append({"step": step, "row": number, **texts})
-        run.write_samples(samples)
-
-    def _prompt(self, row: Any) -> tuple[Sequence[int], str]:
-        """The tokens of a prompt, and the completion, the right candidate, or a right answer."""
-        match row:
-            case TokenizedRow() if row.prompt_length:
-                end = row.later_prompts[0][0] if row.later_prompts else None
-                answer = row.input_ids[row.prompt_length : end]
-                return row.input_ids[: row.prompt_length], self._text(answer)
-            case Choice():
-                return row.prompt, self._text(row.candidates[row.answer])
-            case Question():
-                return row.prompt, row.answers[0]
-        remedy = "leave it out, or pass rows with prompts as --evaluation"
-        raise OptionError(
-            "samples",
-            "rows without a prompt",
-            "rows with a prompt, such as prompt and completion",
-            remedy,
-        )
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

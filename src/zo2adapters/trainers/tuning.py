@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
-from zo2adapters.trainers.methods import RunMethod, can_share, method_of, open_shared_base
+from zo2adapters.trainers.methods import RunMethod, method_of, open_shared_base
 from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import TrainOptions, can_share
 from zo2adapters.trainers.process import is_first, storage_of_one
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -37,6 +37,7 @@ from zo2adapters.trainers.run_directory import (
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_of, planned, told_line
+from zo2adapters.trainers.run_tasks import RunTasks
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal, SharedBase, Workers, ZO2Error
 from zo2core.errors import (
@@ -379,10 +380,12 @@ def with_chosen_rate(
     ``Trainer(..., resume=True)`` then takes its steps.
     """
     options.require_valid()
+    options.require_packages()
     method_of(options)  # checks the options that depend on neither model nor data
     with closing(RunDirectory(options.output, resume=resume)) as run:
         try:
             inputs = RunInputs.read(options, resume=resume, digests=True)
+            RunTasks.of(inputs).task.close()  # refuses rows before the trials
             options, plan = inputs.options, planned(inputs)
             run.begin(inputs)
             inputs.model.weights.close()

@@ -632,9 +632,6 @@ def plan_device_memory(
     )
 
 
-MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
-
-
 def decoded_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of the largest block's decoded weights; 0 if no block is encoded."""
     return max(
