@@ -391,7 +391,7 @@ def test_an_empty_label_is_refused_with_row_and_column(here: Path, named: list[s
     text = (here / "moods.csv").read_text().splitlines()
     (here / "blank.csv").write_text("\n".join([*text[:4], "9,the cat,", *text[4:]]) + "\n")
     said = refusal("init", "--model", "base", "--data", "blank.csv", *named)
-    assert "blank.csv, row 4: found that the column 'mood' is empty" in said
+    assert "blank.csv, row 4: found \"\" in the column 'mood'" in said
     assert "What to do: remove the row or fill it" in said
 
 
@@ -460,8 +460,12 @@ def test_columns_of_conversations_and_numbers_are_found(tmp_path: Path) -> None:
     rows = [{"prompt": f"the {i}", "label": float(i % 2)} for i in range(12)]
     assert surveyed(tmp_path / "floats.jsonl", *rows).labels == ("0", "1")
     rows = [{"text": f"the cat {i}", "label": ["yes", "no", "", ""][i % 4]} for i in range(40)]
-    with pytest.raises(DataError, match=r"line 3.*'label' is empty"):  # no plain text
+    with pytest.raises(
+        DataError, match=r"line 3: found \"\" in the column 'label'"
+    ):  # no plain text
         surveyed(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(DataError, match=r"line 1: found null in the column 'label'"):
+        surveyed(tmp_path / "rows.jsonl", {**rows[0], "label": None}, *rows)
 
 
 def test_values_of_any_text_survive_the_file() -> None:

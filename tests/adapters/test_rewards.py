@@ -666,6 +666,7 @@ def test_prompts_without_room_and_rewards_that_fail_are_told_by_their_row(
         )
         assert f"line 5 of {option}" in told
         assert "expected at most 2" in told
+        assert "--too-long drop" in told
     assert not Path("run").exists()
     for name, weight in (("rows", 1), ("eval", 3)):
         write_rows(Path(f"{name}.jsonl"), [{"prompt": "cat", "weight": weight}])

@@ -245,30 +245,33 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "completion alone": (b'{"completion": "a"}', "'completion'"),
     "two kinds": (b'{"text": "a", "messages": []}', "'text', 'messages'"),
     "kind and a half": (b'{"text": "a", "prompt": "b"}', "'text', 'prompt'"),
-    "text of the wrong type": (b'{"text": 3}', "3 as 'text'"),
-    "prompt of the wrong type": (b'{"prompt": {}, "completion": "b"}', "{} as 'prompt'"),
+    "text of the wrong type": (b'{"text": 3}', "3 in the column 'text'"),
+    "prompt of the wrong type": (b'{"prompt": {}, "completion": "b"}', "{} in the column 'prompt'"),
     "mixed prompt and completion": (
         b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}',
         "'completion'",
     ),
     "mixed completion and prompt": (
         b'{"prompt": [{"role": "user", "content": "b"}], "completion": "a"}',
-        '"a" as',
+        '"a" in the column',
     ),
-    "empty text": (b'{"text": ""}', "empty 'text'"),
-    "empty completion": (b'{"prompt": "a", "completion": ""}', "empty 'completion'"),
-    "messages as a string": (b'{"messages": "a"}', "\"a\" as 'messages'"),
-    "no messages": (b'{"messages": []}', "empty 'messages'"),
+    "empty text": (b'{"text": ""}', "\"\" in the column 'text'"),
+    "empty completion": (b'{"prompt": "a", "completion": ""}', "\"\" in the column 'completion'"),
+    "messages as a string": (b'{"messages": "a"}', "\"a\" in the column 'messages'"),
+    "no messages": (b'{"messages": []}', "[] in the column 'messages'"),
     "messages without content": (
         b'{"messages": [{"role": "user", "content": ""}]}',
-        "empty 'messages'",
+        '"content": ""}] in the column',
     ),
-    "message without content": (b'{"messages": [{"role": "user"}]}', "as 'messages'"),
-    "message without role": (b'{"messages": [{"content": "a"}]}', "as 'messages'"),
-    "message that is a string": (b'{"messages": ["a"]}', "as 'messages'"),
+    "message without content": (
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}',
+        "nothing as 'content' of message 2 of the column 'messages'",
+    ),
+    "message without role": (b'{"messages": [{"content": "a"}]}', "nothing as 'role' of message 1"),
+    "message that is a string": (b'{"messages": ["a"]}', '"a" as message 1 of the column'),
     "content in parts": (
         b'{"messages": [{"role": "user", "content": [{"text": "a"}]}]}',
-        "as 'messages'",
+        "as 'content' of message 1",
     ),
     "role the template refuses": (
         b'{"messages": [{"role": "god", "content": "a"}]}',
@@ -310,9 +313,9 @@ def test_what_a_tokenizer_or_a_length_cannot_take_is_told_with_what_would_fit(
         == "a prompt of 2 tokens, which leaves no token of the row's 2 for the completion"
     )
     assert error.expected == "a prompt of at most 1 tokens"
-    assert (
-        error.remedy
-        == "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
+    assert error.remedy == (
+        "shorten this row or remove it, or raise `sequence_length`, up to what the model takes; or "
+        "pass --too-long drop"
     )
     # spaces are no tokens
     words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))
@@ -843,7 +846,7 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [
             [{"prompt": "a", column: label} for label in ("good", "bad", " ")],
             {"label_column": given},
             "line 3",
-            f"found that the column '{column}' is empty.*remove the row or fill it",
+            f"found \" \" in the column '{column}'.*remove the row or fill it",
         )
         for column, given in (("kind", "kind"), ("label", None))
     ),
@@ -851,7 +854,7 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [
         [{"prompt": "a", "label": label} for label in (1.0, 0.0, math.nan)],
         {},
         "line 3",
-        "'prompt'; expected .*candidates",
+        "'prompt', and NaN in the column 'label'; expected .*candidates",
     ),
     (
         [{"prompt": "a", "label": "x"}, {"prompt": "a", "completion": " b"}],
@@ -879,8 +882,8 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str, str]] = [
         "found .* in the column 'text'",
     ),
     ([{"messages": [ASK]}], {}, "line 1", "'assistant'.*--train-on all"),
-    ([{**CHOICE, "answer": True}], {}, "line 1", "found true as"),
-    ([{"prompt": "the", "completion": True}], {}, "line 1", "found true as"),
+    ([{**CHOICE, "answer": True}], {}, "line 1", "found true in the column"),
+    ([{"prompt": "the", "completion": True}], {}, "line 1", "found true in the column"),
     *(
         (
             [
@@ -915,6 +918,110 @@ def test_a_row_that_is_none_of_its_format_is_refused_by_its_line(
         RowReader(TOKENIZER, 99, RowOptions(**options)).read(path)
     assert str(path) in caught.value.where
     assert where in caught.value.where
+
+
+NAMED = RowOptions(prompt_column="q", completion_column="a")
+TWO_CLASSES = small_config("llama", num_labels=2)
+CHAT = [ASK, {"role": "assistant", "content": None}]
+# a good row, what empties it, how it is read, and what is told
+EMPTY: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "a text": ({"text": "a"}, {"text": ""}, {}, "\"\" in the column 'text'"),
+    "no text": (
+        {"text": "a"},
+        {"text": None},
+        {},
+        "the keys (none), and null in the column 'text'",
+    ),
+    "a completion": ({"q": "a", "a": "b"}, {"a": ""}, {"options": NAMED}, "\"\" in the column 'a'"),
+    "no completion": (
+        {"q": "a", "a": "b"},
+        {"a": None},
+        {"options": NAMED},
+        "null in the column 'a'",
+    ),
+    "no completion by its key": (
+        BLUE,
+        {"completion": None},
+        {},
+        "the keys 'prompt', and null in the column 'completion'",
+    ),
+    "a cell of a template": (
+        {"q": "a", "completion": "b"},
+        {"q": math.nan},
+        {"options": RowOptions(prompt_template="{q}:")},
+        "NaN in the column 'q'",
+    ),
+    "an answer of messages": (
+        TALK,
+        {"messages": CHAT},
+        {},
+        "null as 'content' of message 2 of the column 'messages'",
+    ),
+    "messages of another column": (
+        {"talk": [ASK, ANSWER]},
+        {"talk": []},
+        {"options": RowOptions(messages_column="talk")},
+        "[] in the column 'talk'",
+    ),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": []},
+        {},
+        "[] in the column 'conversations'",
+    ),
+    "a completion of messages": (TURN, {"completion": []}, {}, "[] in the column 'completion'"),
+    "a chosen text": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"chosen": ""},
+        {},
+        "\"\" in the column 'chosen'",
+    ),
+    "no rejected text": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"rejected": None},
+        {},
+        "the keys 'prompt', 'chosen', and null in the column 'rejected'",
+    ),
+    "a candidate": (
+        CHOICE,
+        {"candidates": [" yes", ""]},
+        {},
+        "\"\" as text 2 of the column 'candidates'",
+    ),
+    "candidates": (CHOICE, {"candidates": []}, {}, "[] in the column 'candidates'"),
+    "answers": (
+        {"prompt": "a", "answers": ["b"]},
+        {"answers": []},
+        {"new_tokens": 2},
+        "[] in the column 'answers'",
+    ),
+    "a text with a class": (
+        {"text": "a", "label": 1},
+        {"text": ""},
+        {"labelled_for": TWO_CLASSES},
+        "\"\" in the column 'text'",
+    ),
+    "a class": (
+        {"text": "a", "mood": 1},
+        {"mood": None},
+        {"labelled_for": TWO_CLASSES, "options": RowOptions(label_column="mood")},
+        "null in the column 'mood'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("good", "changes", "reading", "found"), EMPTY.values(), ids=EMPTY)
+def test_an_empty_value_is_refused_with_its_row_and_column(
+    good: dict[str, Any],
+    changes: dict[str, Any],
+    reading: dict[str, Any],
+    found: str,
+    data_file: Path,
+) -> None:
+    write_rows(data_file, [good, {**good, **changes}])
+    with pytest.raises(DataError) as caught:
+        RowReader(TOKENIZER, 99, **reading).read(data_file)
+    assert (caught.value.where, caught.value.found) == (f"{data_file}, line 2", found)
 
 
 def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path) -> None:
@@ -1171,10 +1278,12 @@ def test_booleans_are_the_labels_that_pandas_writes_and_no_indices(
         ([" False", " True"], 0),
         ([" False", " True"], 1),
     ]
-    with pytest.raises(DataError, match=r"1: found .* as 'label'; expected one of 'no', 'yes'"):
+    with pytest.raises(
+        DataError, match=r"1: found .* in the column 'label'; expected one of 'no', 'yes'"
+    ):
         RowReader(TOKENIZER, 64, RowOptions(labels=("no", "yes"))).read(path)
     numbers = small_config("llama", num_labels=2)
-    with pytest.raises(DataError, match="as 'label'; expected a class from 0 to 1"):
+    with pytest.raises(DataError, match="in the column 'label'; expected a class from 0 to 1"):
         RowReader(TOKENIZER, 64, RowOptions(text_column="prompt"), labelled_for=numbers).read(path)
 
 

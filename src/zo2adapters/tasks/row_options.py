@@ -18,7 +18,7 @@ from string import Formatter
 from typing import Any, Literal, NamedTuple
 
 from zo2adapters.tasks.row_source import at_row, parsed_rows, row_error
-from zo2adapters.tasks.row_values import Cell, shown
+from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2core.errors import DataError, OptionError, without_effect
 
 # keys that a column can be named for
@@ -193,15 +193,26 @@ class RowOptions:
         given = ((key, getattr(self, f"{key}_column")) for key in _NAMED)
         return {key: column for key, column in given if column is not None}
 
-    def converted(self, row: Mapping[str, Any], *, takes_labels: bool = False) -> dict[str, Any]:
+    def converted(self, row: Mapping[str, Any], *, takes_labels: bool = False) -> Row:
         """Convert a row of a data file to the keys of a row format."""
-        columns, template = self._columns, self.prompt_template
-        keys = {column: key for key, column in columns.items()}
-        row = {column: _read(keys.get(column, column), value) for column, value in row.items()}
-        if "conversations" in row and not self.names_columns and "messages" not in row:
-            row["messages"] = row.pop("conversations")
+        source = row if isinstance(row, Row) else Row(row)
+        keys = {column: key for key, column in self._columns.items()}
+        read = {column: _read(keys.get(column, column), value) for column, value in row.items()}
+        origins = {key: f"the column {column!r}" for key, column in self._columns.items()}
+        if self.prompt_template is not None:
+            origins["text" if takes_labels else "prompt"] = "the text of --prompt-template"
+        if "conversations" in read and not self.names_columns and "messages" not in read:
+            read["messages"] = read.pop("conversations")
+            origins["messages"] = "the column 'conversations'"
+        values = Row(read, empty=source.empty)
         if takes_labels:
-            self._require_label(row.get(self.label_column or "label"))
+            self._require_label(values)
+        formed = self._formed(values, takes_labels=takes_labels)
+        return Row(formed, empty=source.empty, origins=origins)
+
+    def _formed(self, row: Row, *, takes_labels: bool) -> dict[str, Any]:
+        """The values of a row by the keys of a row format."""
+        columns, template = self._columns, self.prompt_template
         if not columns and template is None:
             return dict(row) if takes_labels else self._with_candidates(dict(row))
         converted = {
@@ -244,17 +255,26 @@ class RowOptions:
             raise row_error(found, "a prompt before the label", remedy)
         return self._with_candidates(converted)
 
-    def _require_label(self, label: Any) -> None:
-        if isinstance(label, str) and not label.strip():
-            found = f"that the column {self.label_column or 'label'!r} is empty"
-            raise row_error(found, "a label in every row", "remove the row or fill it")
+    def _require_label(self, row: Row, *, is_learned: bool = False) -> None:
+        """Refuse a label that is empty, and one that is learned and is not there."""
+        column = self.label_column or "label"
+        label = row.get(column)
+        if label is None and not is_learned and column not in row.empty:
+            return
+        if label is None or (isinstance(label, str) and not label.strip()):
+            found = f"{shown(label) if column in row else row.empty.get(column, 'no value')} in"
+            raise row_error(
+                f"{found} the column {column!r}",
+                "a label in every row",
+                "remove the row or fill it",
+            )
 
     def _with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
         """Turn a prompt with a label into a prompt with candidates, if the labels are known."""
         if not self.labels or not {"prompt", "label"} <= row.keys() or row.keys() & _LEARNED:
             return row
         label = row.pop("label")
-        self._require_label(label)
+        self._require_label(Row({self.label_column or "label": label}))
         index = None if type(label) is int and self._by_index else self._index_of(label)
         number = label.value if isinstance(label, Cell) else label
         if index is None and self._by_index and type(number) in (int, float) and number % 1 == 0:
@@ -262,7 +282,7 @@ class RowOptions:
         if index is None or not 0 <= index < len(self.labels):
             listed, found = (
                 self.labels[:_LISTED],
-                f"{shown(label)} as '{self.label_column or 'label'}'",
+                f"{shown(label)} in the column {self.label_column or 'label'!r}",
             )
             remedy = (
                 _nearest(str(label), self.labels)
@@ -313,7 +333,7 @@ class RowOptions:
             )
         )
 
-    def _filled(self, template: str, row: Mapping[str, Any]) -> str:
+    def _filled(self, template: str, row: Row) -> str:
         values = {
             column: _column(row, column, "--prompt-template") for column in self.prompt_columns
         }
@@ -386,9 +406,12 @@ def _require_template(template: str) -> None:
         )
 
 
-def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
+def _column(row: Row, column: str, option: str) -> Any:
     if column in row:
         return row[column]
+    if column in row.empty:
+        found = f"{row.empty[column]} in the column {column!r}"
+        raise row_error(found, f"a value, since {option} names it", "fill it in or remove the row")
     names = ", ".join(map(repr, list(row)[:_LISTED])) or "none"
     found = f"no value in a column {column!r}; the row's columns are {names}"
     remedy = _nearest(column, list(row)) or "name a column of the file"
@@ -441,20 +464,20 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     if chosen.label_column is not None and options.label_column is None:
         for number, row in numbered:
             with at_row(path, number):
-                chosen._require_label(str(row.get(chosen.label_column, "")))
+                chosen._require_label(row, is_learned=True)
     labels = () if takes_labels else chosen.labels or chosen.labels_in(rows)
     with at_row(path, 1):
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
     unused = _unused(rows, chosen, first, takes_labels=takes_labels)
     if takes_labels:
         return Survey(chosen, RowFormat.LABELS, "texts with labels", labels, unused)
-    shown = ", ".join(map(repr, labels[:6])) + (", ..." if len(labels) > 6 else "")
-    kind = f"prompts with one of {len(labels)} labels: {shown}" if labels else _format_of(first)[1]
+    listed = ", ".join(map(repr, labels[:6])) + (", ..." if len(labels) > 6 else "")
+    kind = f"prompts with one of {len(labels)} labels: {listed}" if labels else _format_of(first)[1]
     return Survey(chosen, RowFormat.of(first), kind, labels, unused)
 
 
 def _unused(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     options: RowOptions,
     first: Mapping[str, Any],
     *,
@@ -468,11 +491,11 @@ def _unused(
     return tuple(dict.fromkeys(column for row in rows for column in row if column not in used))
 
 
-def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
+def _completed(path: Path, rows: Sequence[Row], options: RowOptions) -> RowOptions:
     """The options with the columns that the user has not named."""
     if not options.names_columns:
         return _named(path, rows, options)
-    columns, answer = list(rows[0]), options.label_column or options.completion_column
+    columns, answer = _columns_of(rows), options.label_column or options.completion_column
     if options.text_column is not None or options.messages_column is not None:
         return options
     if options.prompt_template is None and options.prompt_column is None:
@@ -486,9 +509,7 @@ def _completed(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOption
     return options
 
 
-def _with_prompt(
-    options: RowOptions, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
-) -> RowOptions:
+def _with_prompt(options: RowOptions, rows: Sequence[Row], texts: Sequence[str]) -> RowOptions:
     """The options with the column called text, or else that of the longest texts, as the prompt.
 
     It is in a template that ends with the name of the labels, if rows have labels.
@@ -504,18 +525,23 @@ def _with_prompt(
     return replace(options, prompt_template=f"{{{text}}}\\n{label.capitalize()}:")
 
 
-def _texts(rows: Sequence[Mapping[str, Any]], *, except_for: str | None) -> list[str]:
+def _texts(rows: Sequence[Row], *, except_for: str | None) -> list[str]:
     """The columns that have a text in every row."""
     return [
         name
-        for name in rows[0]
+        for name in _columns_of(rows)
         if name != except_for and all(isinstance(row.get(name), str) for row in rows)
     ]
 
 
-def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -> RowOptions:
+def _columns_of(rows: Sequence[Row]) -> list[str]:
+    """The columns of the first row that have a value in any row."""
+    return [name for name in rows[0].columns if any(name in row for row in rows)]
+
+
+def _named(path: Path, rows: Sequence[Row], options: RowOptions) -> RowOptions:
     """The options with the columns that the rows seem to have."""
-    columns = list(rows[0])
+    columns = _columns_of(rows)
     if {"messages", "conversations", "chosen", "candidates"} & set(columns) or {
         "prompt",
         "label",
@@ -546,9 +572,7 @@ def _named(path: Path, rows: Sequence[Mapping[str, Any]], options: RowOptions) -
     )
 
 
-def _with_context(
-    rows: Sequence[Mapping[str, Any]], prompt: str, options: RowOptions
-) -> RowOptions:
+def _with_context(rows: Sequence[Row], prompt: str, options: RowOptions) -> RowOptions:
     """The options with the prompt, in sections as alpaca has them if rows have a system text or a
     context, too.
     """
@@ -568,7 +592,7 @@ def _with_context(
     return replace(options, prompt_template=preamble + template)
 
 
-def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
+def _label_of(rows: Sequence[Row], columns: Sequence[str]) -> str | None:
     """The column of labels: the one called label, else the last one whose labels are words, else
     the last one.
     """
@@ -581,7 +605,7 @@ def _label_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str 
     return "label" if "label" in named else next(iter([*words, *named]), None)
 
 
-def _is_label(rows: Sequence[Mapping[str, Any]], column: str) -> bool:
+def _is_label(rows: Sequence[Row], column: str) -> bool:
     """Whether a column has a few short values that occur again and again; by mistake it may be
     empty in a few rows.
     """

@@ -8,7 +8,6 @@ import csv
 import hashlib
 import io
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from zo2adapters.optional_package import optional_package
-from zo2adapters.tasks.row_values import Cell, RowDict, arrow_rows
+from zo2adapters.tasks.row_values import Cell, Row, RowDict, arrow_rows
 from zo2core.errors import DataError, ZO2Error, system_errors_as
 from zo2core.io.durable import open_regular
 
@@ -47,8 +46,6 @@ class _Dataset(NamedTuple):
 class DataFile:
     """An open data file, whose rows may be read several times.
 
-    Rows are without values that are null, or NaN, which pandas writes for an empty cell of numbers.
-
     The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows,
     ``.csv`` has a header line, ``.parquet`` is read with pyarrow, a directory with the package
     ``datasets``, and every other file is JSONL. A path that does not exist and has a colon is a
@@ -71,19 +68,12 @@ class DataFile:
             with self._typed_failures():
                 self._file = open_regular(self.path)
 
-    def rows(self) -> Iterator[tuple[int, RowDict]]:
+    def rows(self) -> Iterator[tuple[int, Row]]:
         """Read the rows from the first one on: number and values."""
         number = 0
         with self._typed_failures():
             for number, values in self._values():
-                yield (
-                    number,
-                    {
-                        key: value
-                        for key, value in values.items()
-                        if value is not None and not _is_nan(value)
-                    },
-                )
+                yield number, Row.of(values)
         if not number:
             expected = (
                 "a JSON object on each line" if _counts_lines(self.path) else "at least one row"
@@ -145,14 +135,10 @@ class DataFile:
         return system_errors_as(DataError, self.path, **_UNREADABLE)
 
 
-def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, RowDict]]:
+def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
     """Read the rows of a data file once. See ``DataFile``."""
     with DataFile(path) as file:
         yield from file.rows()
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def require_there(path: Path) -> None:

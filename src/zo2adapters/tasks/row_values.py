@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
 RowDict = dict[str, Any]  # a row's values by column, as JSON values
 
 _SHOWN = 40  # characters of a value in a message
+_LISTED = 6  # columns without a value in a message
 
 
 class Cell(str):
@@ -53,6 +56,60 @@ def shown(value: Any) -> str:
         return str(value)
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+class Row(dict[str, Any]):
+    """A row's values by column, or by what a row of its format calls them, as JSON values.
+
+    Values that are null are left out, and so is NaN, which pandas writes for an empty cell of
+    numbers.
+
+    Args:
+        values: The values.
+        empty: The columns whose values are left out, with null or NaN.
+        columns: All columns of the row in order; None: those of the values.
+        origins: What errors call a value that is not that of a column of its own name.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        empty: Mapping[str, str] = MappingProxyType({}),
+        columns: Sequence[str] | None = None,
+        origins: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(values)
+        self.empty = empty
+        self.columns = list(values if columns is None else columns)
+        self._origins = origins
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Row:
+        """The row of these values, some of which may be null or NaN."""
+        empty = {column: "null" for column, value in values.items() if value is None}
+        empty |= {column: "NaN" for column, value in values.items() if _is_nan(value)}
+        kept = {column: value for column, value in values.items() if column not in empty}
+        return cls(kept, empty=empty, columns=list(values))
+
+    @property
+    def contents(self) -> str:
+        """Which values there are, and which are left out, as errors tell it."""
+        present = f"the keys {', '.join(map(repr, self)) or '(none)'}"
+        absent = [f"{word} in the column {column!r}" for column, word in self.empty.items()]
+        return ", and ".join([present, *absent[:_LISTED]])
+
+    def named(self, key: str) -> str:
+        """What errors call a value."""
+        return self._origins.get(key, f"the column {key!r}")
+
+    def at(self, key: str) -> str:
+        """A value and where it stands, as errors tell it."""
+        return f"{shown(self[key])} in {self.named(key)}"
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def arrow_rows(tables: Iterable[Any]) -> Iterator[RowDict]:

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import DataFile, at_row, row_error
-from zo2adapters.tasks.row_values import Cell, shown
+from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core.errors import BatchError, DataError, OptionError
 from zo2core.ranges import counted, require_whole
@@ -33,7 +33,7 @@ from zo2core.sweep.microbatch import IGNORE_INDEX
 
 # keys of a batch that the model's forward does not take
 PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"
-Row = TypeVar("Row")
+T = TypeVar("T")
 Prompts: TypeAlias = Sequence[Sequence[int]]  # token ids of each prompt
 Candidates: TypeAlias = Sequence[Prompts]  # token ids of the candidates of each prompt
 Label = int | float | tuple[float, ...]  # a class, a number, or a number for each class
@@ -232,8 +232,8 @@ def shuffled(count: int, seed: int | str) -> list[int]:
 
 
 def training_batches(
-    rows: Sequence[Row], *, batch_size: int, seed: int, first_step: int = 0
-) -> Iterator[list[Row]]:
+    rows: Sequence[T], *, batch_size: int, seed: int, first_step: int = 0
+) -> Iterator[list[T]]:
     """Iterate over epochs without end; the order of rows in an epoch depends on the seed and the
     epoch only.
     """
@@ -250,7 +250,7 @@ def training_batches(
     return ([rows[index] for index in islice(indices, batch_size)] for _ in count())
 
 
-def file_batches(rows: Sequence[Row], batch_size: int) -> list[Sequence[Row]]:
+def file_batches(rows: Sequence[T], batch_size: int) -> list[Sequence[T]]:
     """All rows once, in file order; the last batch may be smaller."""
     require_whole("batch_size", batch_size, 1)
     return [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
@@ -518,7 +518,7 @@ class RowReader:
             raise row_error(found, expected, remedy)
 
     def _tokenized(
-        self, kind: RowFormat, row: dict[str, Any], source: Mapping[str, Any], line: int
+        self, kind: RowFormat, row: Row, source: Mapping[str, Any], line: int
     ) -> tuple[AnyRow, int]:
         """A row as tokens, shortened where that is possible, and its length."""
         if kind is RowFormat.TEXT:
@@ -529,9 +529,7 @@ class RowReader:
             return self._question(row)
         return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
 
-    def _text(
-        self, row: dict[str, Any], source: Mapping[str, Any], line: int
-    ) -> tuple[TokenizedRow, int]:
+    def _text(self, row: Row, source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
         kept, most = (
             json.dumps({**source, **row}) if self.keeps_sources else "",
             self.sequence_length,
@@ -542,12 +540,12 @@ class RowReader:
         later = tuple((start, min(end, most)) for start, end in later if start < most)
         return TokenizedRow(array("i", ids[:most]), prompt, line, later, kept), len(ids)
 
-    def _labelled(self, row: Mapping[str, Any]) -> tuple[LabelledRow, int]:
+    def _labelled(self, row: Row) -> tuple[LabelledRow, int]:
         assert self.labelled_for is not None
-        texts = [row[key] for key in ("text", "text_pair") if key in row]
-        is_valid = "text" in row and all(isinstance(text, str) and text for text in texts)
-        _require(is_valid, _keys(row), "a text 'text', perhaps 'text_pair'", "add or correct them")
-        label = _label(row.get("label"), self.labelled_for)
+        expected = "a text 'text', perhaps 'text_pair', and a label"
+        _require({"text", "label"} <= row.keys(), row.contents, expected, "add or correct them")
+        texts = [_string(row, key) for key in ("text", "text_pair") if key in row]
+        label = _label(row, self.labelled_for)
         whole = self.tokenizer(*texts, verbose=False)["input_ids"]
         _require(
             bool(whole),
@@ -561,55 +559,54 @@ class RowReader:
         types = array("i", kept.get("token_type_ids", []))
         return LabelledRow(array("i", kept["input_ids"]), types, label), len(whole)
 
-    def _choice(self, row: Mapping[str, Any]) -> tuple[Choice, int]:
-        prompt, answer, candidates = row.get("prompt"), row.get("answer"), row.get("candidates")
-        is_valid = isinstance(prompt, str) and _are_texts(candidates, 2) and all(candidates or ())
-        expected = "a text 'prompt' and two or more texts 'candidates'"
-        _require(is_valid, _keys(row), expected, "add the missing keys")
-        assert isinstance(prompt, str)
-        assert isinstance(candidates, list)
+    def _choice(self, row: Row) -> tuple[Choice, int]:
+        expected = "a text 'prompt', and two or more texts 'candidates' or a label"
+        is_whole = {"prompt", "candidates"} <= row.keys()
+        _require(is_whole, row.contents, expected, "add the missing keys")
+        prompt = _string(row, "prompt", may_be_empty=True)
+        candidates = _texts(row, "candidates", least=2)
+        answer = row.get("answer")
         right: Any = answer.value if isinstance(answer, Cell) else answer
         right = [candidates.index(answer)] if answer in candidates else right
         right = right if isinstance(right, list) else [right]
         is_valid = bool(right) and all(
             type(index) is int and 0 <= index < len(candidates) for index in right
         )
-        found, expected = (
-            f"{shown(answer)} as 'answer'",
-            "one of the candidates, or its index from 0",
-        )
+        found = row.at("answer") if "answer" in row else row.contents
+        expected = "as 'answer' one of the candidates, or its index from 0"
         _require(is_valid, found, expected, "write the right candidate")
         return _with_tokens(tokenized_choice(prompt, candidates, right, self.tokenizer))
 
-    def _preference(self, row: Mapping[str, Any]) -> tuple[Choice, int]:
+    def _preference(self, row: Row) -> tuple[Choice, int]:
         keys = ("prompt", "chosen", "rejected")
-        kinds = {type(row.get(key)) for key in keys}
-        found = _keys(row) if type(None) in kinds else json.dumps(row)[:60]
         expected = "'prompt', 'chosen' and 'rejected', all texts or all lists of messages"
+        _require({*keys} <= row.keys(), row.contents, expected, "add the missing keys")
+        kinds = {type(row[key]) for key in keys}
+        found = ", ".join(map(row.at, keys))
         _require(kinds in ({str}, {list}), found, expected, "correct the row")
         both = [
-            self._sequence({"prompt": row["prompt"], "completion": row[key]})[:2]
+            self._sequence(
+                Row(
+                    {"prompt": row["prompt"], "completion": row[key]},
+                    origins={"prompt": row.named("prompt"), "completion": row.named(key)},
+                )
+            )[:2]
             for key in keys[1:]
         ]
         return _with_tokens(_choice_of(both, [0]))
 
-    def _question(self, row: Mapping[str, Any]) -> tuple[Question, int]:
-        prompt, answers = row.get("prompt"), row.get("answers")
-        is_valid = isinstance(prompt, str) and _are_texts(answers, 1)
-        _require(
-            is_valid,
-            _keys(row),
-            "a text 'prompt' and a list of texts 'answers'",
-            "add the missing keys",
-        )
-        assert isinstance(answers, list)
+    def _question(self, row: Row) -> tuple[Question, int]:
+        expected = "a text 'prompt' and a list of texts 'answers'"
+        is_whole = {"prompt", "answers"} <= row.keys()
+        _require(is_whole, row.contents, expected, "add the missing keys")
+        prompt = _string(row, "prompt", may_be_empty=True)
+        answers = _texts(row, "answers", least=1, may_be_empty=True)
         ids = tuple(self.tokenizer(prompt, verbose=False)["input_ids"])
-        _require(
-            bool(ids), "a prompt of 0 tokens", "at least 1", "write a prompt, or remove the row"
-        )
+        found = f"{row.at('prompt')}, which has no tokens"
+        _require(bool(ids), found, "at least 1 token", "write a prompt, or remove the row")
         return Question(ids, tuple(answers)), len(ids)
 
-    def _sequence(self, row: dict[str, Any]) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+    def _sequence(self, row: Row) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
         """Token ids, the number of those before the first that is learned, and later ranges that
         are not learned.
         """
@@ -632,9 +629,11 @@ class RowReader:
                 remedy = "keep the keys of one of these formats"
                 if not present and row:
                     remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
-                found = _keys(present or row) if present or row else "the keys (none)"
+                kept = {key: row[key] for key in present or row}
                 raise row_error(
-                    found, "'text', or 'prompt' and 'completion', or 'messages'", remedy
+                    Row(kept, empty=row.empty).contents,
+                    "'text', or 'prompt' and 'completion', or 'messages'",
+                    remedy,
                 )
         return whole, _prompt_length(prompt, whole), ()
 
@@ -772,7 +771,7 @@ def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
         prompt < sequence_length,
         found,
         f"a prompt of at most {sequence_length - 1} tokens",
-        TOO_LONG,
+        f"{TOO_LONG}; or pass --too-long drop",
     )
 
 
@@ -792,59 +791,50 @@ def _text_ids(
     return [*ids, eos] if append_eos and eos is not None and ids[-1:] != [eos] else ids
 
 
-def _keys(row: Iterable[str]) -> str:
-    return f"the keys {', '.join(map(repr, row))}"
-
-
-def _are_texts(value: Any, least: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) >= least
-        and all(isinstance(text, str) for text in value)
-    )
-
-
-def _string(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+def _string(row: Row, key: str, *, may_be_empty: bool = False) -> str:
     value = row[key]
-    _require(
-        isinstance(value, str),
-        f"{shown(value)} as {key!r}",
-        "a string",
-        f"write {key!r} as a string",
-    )
-    _require(
-        value != "" or may_be_empty,
-        f"an empty {key!r}",
-        "text to learn from",
-        "fill it in or remove the row",
-    )
+    is_text = isinstance(value, str)
+    _require(is_text, row.at(key), "a text", "write a text there, or remove the row")
+    is_filled = value != "" or may_be_empty
+    _require(is_filled, row.at(key), "a text that is not empty", "fill it in, or remove the row")
     return str(value)
 
 
-def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def _texts(row: Row, key: str, *, least: int, may_be_empty: bool = False) -> list[str]:
+    """A list of texts."""
+    values = row[key]
+    expected = f"a list of at least {counted(least, 'text')}"
+    is_list = isinstance(values, list) and len(values) >= least
+    _require(is_list, row.at(key), expected, "correct the row, or remove it")
+    for number, value in enumerate(values, 1):
+        is_text = isinstance(value, str) and (value != "" or may_be_empty)
+        found = f"{shown(value)} as text {number} of {row.named(key)}"
+        expected = "a text" if may_be_empty else "a text that is not empty"
+        _require(is_text, found, expected, "fill it in, or remove it")
+    return list(values)
+
+
+def _messages(row: Row, key: str) -> list[dict[str, Any]]:
     for extra in ("tools", "chat_template_kwargs"):
         # a template may print these, and the text would differ without them
         _require(
             not row.get(extra), repr(extra), "messages alone", f"remove {extra!r} from the row"
         )
-    value = row[key]
-    messages = (
-        [fields if isinstance(fields, dict) else {} for fields in value]
-        if isinstance(value, list)
-        else [{}]
-    )
-    typed = all(
-        isinstance(fields.get(name), str) for fields in messages for name in ("role", "content")
-    )
-    expected = "a list of objects with two strings, 'role' and 'content'"
-    _require(typed, f"{shown(value)} as {key!r}", expected, f"write {key!r} as such a list")
-    _require(
-        any(fields["content"] for fields in messages),
-        f"an empty {key!r}",
-        "some content",
-        "fill in or remove it",
-    )
-    return messages
+    messages = row[key]
+    expected = "a list of objects with two texts, 'role' and 'content'"
+    remedy = "correct the row, or remove it"
+    _require(isinstance(messages, list), row.at(key), expected, remedy)
+    for number, message in enumerate(messages, 1):
+        where = f"message {number} of {row.named(key)}"
+        _require(isinstance(message, dict), f"{shown(message)} as {where}", expected, remedy)
+        for name in ("role", "content"):
+            value = shown(message[name]) if name in message else "nothing"
+            is_text = isinstance(message.get(name), str)
+            _require(is_text, f"{value} as {name!r} of {where}", expected, remedy)
+    has_content = any(message["content"] for message in messages)
+    expected = "messages, of which at least one has a content that is not empty"
+    _require(has_content, row.at(key), expected, "fill it in, or remove the row")
+    return list(messages)
 
 
 # Labels of models that classify or predict numbers
@@ -874,9 +864,10 @@ def padding_of(config: PretrainedConfig) -> int:
     return int(pad)
 
 
-def _label(value: Any, config: PretrainedConfig) -> Label:
+def _label(row: Row, config: PretrainedConfig) -> Label:
     """A row's label as the model's loss takes it."""
-    count, found = int(config.num_labels or 1), f"{shown(value)} as 'label'"
+    value = row["label"]
+    count, found = int(config.num_labels or 1), row.at("label")
     held = value.value if isinstance(value, Cell) else value
     if classifies(config):
         names: dict[str, Any] = dict(config.label2id or {})

@@ -643,7 +643,8 @@ class RewardTask(GeneratedTask):
                 new,
                 1,
                 most,
-                otherwise=f", with which {prompt} reaches the model's limit",
+                otherwise=f", with which {prompt} reaches the model's limit; a shorter "
+                "--sequence-length with --too-long drop leaves such rows out",
             )
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
