@@ -141,6 +141,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
             signals.is_running = True
         command.run()
         sys.stdout.flush()  # here, where an error can still be reported
+        if signals is not None and signals.raised is not None:
+            raise signals.raised
     except BrokenPipeError:  # the reader of the pipe has closed it
         _drop_output(sys.stdout)
         return _BROKEN_PIPE
@@ -150,11 +152,15 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         from zo2adapters.commands.options import as_zo2_error, error_line
 
         refusal, interruption = as_zo2_error(error), interruption_behind(error)
-        if refusal is None and interruption is None:
+        has_interrupted = signals is not None and signals.raised is not None
+        if refusal is None and interruption is None and not has_interrupted:
             raise
         if isinstance(error, OSError):
             _drop_output(sys.stdout)
         message = "interrupted" if refusal is None else error_line(refusal, command)
+        if interruption is None and signals is not None and signals.raised is not None:
+            # The error may come of it: foreign code had replaced the exception.
+            interruption, message = signals.raised, "interrupted"
         if interruption is None:
             print(f"{_program_name()}: {message}", file=sys.stderr)
             return REFUSED
@@ -285,11 +291,17 @@ class SignalHandling:
 
     A signal that was ignored when the process started stays ignored, as ``nohup`` and background
     jobs of a shell require.
+
+    Note: signals within foreign code. A handler runs where Python code does, which may be called by
+    compiled code of a library that replaces the handler's exception by one of its own, or drops it.
+    So files are read without such calls (``safe_open.get_tensor`` is one), and a command that ends
+    after a signal ends as interrupted, whatever became of the exception.
     """
 
     def __init__(self) -> None:
         self.is_running = False  # while modules are imported, and the command line is parsed
         self._count = 0
+        self.raised: Interrupted | None = None  # once a signal has come
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
@@ -311,7 +323,8 @@ class SignalHandling:
         if self._count > 1:
             _print("stopping; interrupt once more to stop immediately")
         else:
-            raise Interrupted(number)
+            self.raised = Interrupted(number)
+            raise self.raised
 
     def _handle_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """End the process where Python would ignore the interruption, in a destructor or a

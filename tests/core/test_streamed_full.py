@@ -4,8 +4,10 @@ generations, and resuming.
 
 import errno
 import hashlib
+import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -716,6 +718,35 @@ def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(given, taken)
     with pytest.raises(OptionError, match="optimizer: found odd, a set, in its state"):
         Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, {"odd": {1}}))
+
+
+def test_an_interrupt_at_any_call_of_reading_a_snapshot_is_not_taken_for_damage(
+    tmp_path: Path,
+) -> None:
+    state: dict[str, Any] = {"one": torch.arange(3.0), "two": [torch.ones(2, 2), 1]}
+    snapshots = Snapshots(tmp_path, lambda step: 0, lambda step, name: None)
+    snapshots.write(Snapshot(1, state))
+
+    def is_read(at: int) -> bool:
+        """Read it, interrupted at this call of a Python function, by compiled code or not."""
+        calls = itertools.count(1)
+
+        def interrupt(frame: object, event: str, argument: object) -> None:
+            if event == "call" and next(calls) == at:
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            newest = snapshots.newest()
+        except KeyboardInterrupt:
+            return False
+        finally:
+            sys.setprofile(None)
+        assert newest is not None
+        return torch.equal(newest.state["one"], state["one"])
+
+    reached = next(at for at in itertools.count(1) if is_read(at))
+    assert reached > 50, "calls were counted"
 
 
 def test_a_snapshot_of_another_run_is_not_taken(tmp_path: Path) -> None:

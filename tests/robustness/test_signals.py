@@ -2,6 +2,7 @@
 says how to go on.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -9,7 +10,9 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from command_lines import Apart, Ended, Forker, command, environment, run_here, 
 from profiles import LONG
 from runs import bits_of
 
-from zo2adapters.cli import Interrupted
+from zo2adapters import cli
+from zo2adapters.cli import Interrupted, SignalHandling
 from zo2adapters.commands.journal import ShowJournal
 from zo2core import Journal
 from zo2core.errors import OutputError
@@ -291,6 +295,38 @@ def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
     ended = run_here("journal", prepared / "base")
     assert (ended.status, ended.line.count(said)) == (status, 1), ended
     assert "Traceback" not in ended.err
+
+
+@pytest.fixture
+def handling() -> Iterator[SignalHandling]:
+    """The handlers of a command, in this process."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    hook = sys.unraisablehook
+    yield SignalHandling()
+    sys.unraisablehook = hook
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "error", [None, SystemError("of C"), OutputError("x", "damage", "none", "none")]
+)
+def test_a_signal_whose_exception_foreign_code_drops_ends_the_command_all_the_same(
+    error: Exception | None,
+    handling: SignalHandling,
+    prepared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def drop(journal: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # as compiled code does that calls Python
+            os.kill(os.getpid(), signal.SIGTERM)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(ShowJournal, "run", drop)
+    assert cli._status(["journal", str(prepared / "base")], handling) == 128 + signal.SIGTERM
+    assert "damage" not in capsys.readouterr().err
 
 
 @pytest.mark.long_profile

@@ -110,7 +110,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         typed = system_errors_as(
             CheckpointError, path, expected="a readable safetensors file", remedy="check the path"
         )
-        with typed, open_regular(path) as file, safe_open(path, "np") as shard:
+        with typed, open_regular(path) as file, safe_open(str(path), "np") as shard:
             state = FileState.of(file.fileno())
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]

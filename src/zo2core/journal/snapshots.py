@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zo2core.checkpoint.shards import DTYPE_NAMES, header_bytes, malformed
+from zo2core.checkpoint.shards import (
+    DTYPE_NAMES,
+    DTYPES,
+    TensorEntry,
+    header_bytes,
+    malformed,
+    parse_header,
+)
 from zo2core.errors import (
     CheckpointError,
     OptionError,
@@ -211,16 +219,16 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
                 "a damaged snapshot: its checksum does not match",
                 "the bytes that were written",
             )
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     try:
-        with safe_open(path, "pt") as opened:
+        with safe_open(str(path), "np") as opened:
             contents = json.loads(opened.metadata()["zo2"])
-            if contents["format"] != FORMAT:
-                raise _damaged(
-                    path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}"
-                )
-            state = _decoded(
-                contents["state"], {name: opened.get_tensor(name) for name in opened.offset_keys()}
+        if contents["format"] != FORMAT:
+            raise _damaged(
+                path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}"
             )
+        entries = parse_header(path).items()
+        state = _decoded(contents["state"], {name: _view(mapped, entry) for name, entry in entries})
         if not isinstance(state, dict):
             raise TypeError(f"a {type(state).__name__} as state")
         return Snapshot(int(contents["step"]), state), int(contents["chain"], 16)
@@ -236,6 +244,20 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
         raise _damaged(
             path, f"not a snapshot of this format ({error})", "a file that a run wrote"
         ) from error
+
+
+def _view(mapped: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
+    """A tensor of a mapped file. What is written into it stays in this process.
+
+    ``safe_open.get_tensor`` makes such views, too, but by calls of Python code, after which an
+    exception of a signal's handler is that of a damaged file.
+    """
+    dtype = DTYPES[entry.dtype]
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
+    aligned = raw.clone() if entry.start % dtype.itemsize else raw
+    return aligned.view(dtype).view(entry.shape)
 
 
 def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
