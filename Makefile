@@ -1,7 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long clean
+.PHONY: demo test test-long test-oldest test-newest clean
+.PRECIOUS: .venv-%/.tools
 
 demo: .venv/.installed
 	$(BIN)/zo2 demo
@@ -12,9 +13,14 @@ test: .venv/.tools
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# All cases of these tests, and many more drawn examples.
+# All cases of these tests, and many more drawn examples; and the tests with other releases.
 test-long: .venv/.tools
 	$(BIN)/pytest -n 2 --dist worksteal --long
+	$(MAKE) test-oldest test-newest
+
+# The adapters' tests with the oldest and the newest releases that pyproject.toml allows.
+test-oldest test-newest: test-%: .venv-%/.tools
+	.venv-$*/bin/pytest -n 2 --dist worksteal tests/adapters
 
 .venv/.installed: pyproject.toml constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
@@ -25,5 +31,13 @@ test-long: .venv/.tools
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
+# Releases that constraints-oldest.txt and constraints-newest.txt do not name are constraints.txt's.
+.venv-%/.tools: pyproject.toml constraints.txt constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	awk -F== 'NR == FNR { named[$$1] } NR == FNR || !($$1 in named)' \
+		constraints-$*.txt constraints.txt > .venv-$*/constraints.txt
+	PIP_CONSTRAINT=.venv-$*/constraints.txt .venv-$*/bin/pip install --quiet --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf .venv build src/zo2core/kernels/*.so
+	rm -rf .venv .venv-oldest .venv-newest build src/zo2core/kernels/*.so

@@ -595,6 +595,7 @@ def test_directions_of_low_rank_are_right_or_refused_by_name(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # peft's own call
 def test_a_prefix_is_pefts_and_its_first_values_are_refused_where_layers_share_keys(
     tmp_path: Path,
 ) -> None:

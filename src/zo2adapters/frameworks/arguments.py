@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from zo2adapters.models.architecture import Precision
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.library_names import require_attributes
 from zo2adapters.models.peft_adapter import Adapter
 from zo2core import (
     BlockModel,
@@ -235,6 +236,19 @@ _TRL_UNSUPPORTED: Mapping[str, str] = {
     "KTOTrainer": "calls the model with a second batch within one loss",
 }
 
+# Methods of trainers that the mixins replace. Under another name the trainer's own would run.
+REPLACED: Mapping[str, tuple[str, ...]] = {
+    "Trainer": (
+        *("_build_accelerator_args", "_clip_grad_norm", "_get_grad_norm", "_load_best_model"),
+        *("_load_from_checkpoint", "_move_model_to_device", "_prepare_inputs", "_save"),
+        *("_save_checkpoint", "create_accelerator_and_postprocess", "create_optimizer"),
+        *("evaluation_loop", "floating_point_ops", "get_decay_parameter_names"),
+        *("prediction_step", "train", "training_step"),
+    ),
+    "DPOTrainer": ("_precompute_ref_logps", "compute_ref_log_probs"),
+    "GRPOTrainer": ("_generate_single_turn",),
+}
+
 
 def _trl_trainers(kind: type) -> list[str]:
     """Names of TRL's trainers that a class is derived from."""
@@ -257,6 +271,9 @@ def require_supported(
     """Refuse TRL's trainers whose step is not a call of the model with one batch, and arguments
     that are not supported.
     """
+    for base in kind.__mro__:
+        if issubclass(base, Trainer) and base.__module__.startswith(("transformers.", "trl.")):
+            require_attributes(base, *REPLACED.get(base.__name__, ()))
     for name in _trl_trainers(kind):
         if name not in trainers:
             found = (

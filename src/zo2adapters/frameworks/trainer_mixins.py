@@ -23,13 +23,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoConfig, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_pt_utils import find_batch_size
 
 from zo2adapters.frameworks import arguments
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
 from zo2adapters.models.hf import CalledForward, HFBlockModel
+from zo2adapters.models.library_names import names_of, require_attributes
 from zo2adapters.models.peft_adapter import WEIGHTS_FILE, Adapter, read_values
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
@@ -47,6 +46,10 @@ from zo2core import (
 from zo2core.errors import OptionError
 from zo2core.journal.journal import copy_journal
 from zo2core.journal.snapshots import Snapshot, Snapshots
+
+with names_of("transformers"):
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_pt_utils import find_batch_size
 
 # the type checker's stand-in for the trainer that the mixin is combined with
 _Trainer: Any = object
@@ -280,6 +283,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         the model was opened.
         """
         super().create_accelerator_and_postprocess()
+        require_attributes(self.accelerator, "native_amp", "scaler")
         self.accelerator.native_amp, self.accelerator.scaler = False, None
 
     def _loss(self, num_items: Any) -> TrainerLoss | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
+from zo2adapters.models.library_names import OutputRecorder
 from zo2core import Batch
 from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
@@ -535,6 +536,25 @@ def chunked_losses(
                     )
                 )
     return [losses.losses.sum() for losses in terms]
+
+
+def require_chunkable(model: PreTrainedModel) -> None:
+    """Refuse a model whose loss of a chunk's logits is not their share of the whole mean."""
+    two_logits, label = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    try:
+        share = model.loss_function(
+            two_logits, None, vocab_size=2, shift_labels=label, num_items_in_batch=4
+        )
+        found = f"a loss of {float(share):.3g} for one of four labels with two equal logits"
+    except Exception as error:  # any: arguments of other names lead to all kinds of errors
+        share, found = math.nan, f"a loss function that does not run ({type(error).__name__})"
+    if not math.isclose(share, math.log(2) / 4, rel_tol=1e-5):
+        raise UnsupportedModelError(
+            f"model type {model.config.model_type}",
+            f"{found}, in transformers {transformers.__version__}",
+            f"{math.log(2) / 4:.3g}, for losses of logits in chunks",
+            "open it with loss_chunk=None",
+        )
 
 
 _OPTION = "output_router_logits"  # of configs and forwards

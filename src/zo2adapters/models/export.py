@@ -23,12 +23,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from zo2adapters.models import gguf_model, peft_adapter
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.gguf_model import LlamaCppLayout
 from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
+from zo2adapters.models.library_names import Conv1D
 from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec

@@ -39,9 +39,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from zo2adapters.models.library_names import (
+    ROPE_INIT_FUNCTIONS,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+)
 from zo2adapters.models.quantization import EncodedTensor
 from zo2adapters.models.stored_tensors import OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package

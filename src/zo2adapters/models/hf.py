@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, __version__
 
 from zo2adapters.models.architecture import (
     Architecture,
@@ -53,6 +53,7 @@ from zo2adapters.models.batches import (
     chunked_losses,
     is_padded,
     longest_row,
+    require_chunkable,
     require_separating_masks,
     stack_rows,
     whole_losses,
@@ -199,6 +200,7 @@ class HFBlockModel:
         self.routers.join(layers[-1])
         if loss_chunk is not None:
             self.routers.require_none("loss_chunk", f"chunks of {loss_chunk} tokens")
+            require_chunkable(skeleton)
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -434,6 +436,14 @@ class HFBlockModel:
         with contextlib.suppress(CutError), self._casting():
             self._called(**arguments)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
+        if cache is None and not self.virtual_tokens and recorder.has_cache():
+            raise UnsupportedModelError(
+                f"model type {self.config.model_type}",
+                f"layers that are called with a cache, although use_cache is False, in "
+                f"transformers {__version__}",
+                "none, since a layer runs several times on the same tokens",
+                "report it, and install another release of transformers",
+            )
         if self.takes_single_tokens:
             require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
         return Activations(recorder.hidden, LayerCalls.of(recorder.calls), self.routers.none)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
+from zo2adapters.models.library_names import Conv1D
 from zo2core.errors import UnsupportedModelError
 from zo2core.estimators.perturbation import Factors, PerturbedParameter
 

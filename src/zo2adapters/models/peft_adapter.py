@@ -30,10 +30,10 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from zo2adapters.models.batches import longest_row
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.library_names import Conv1D, names_of
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
@@ -464,7 +464,9 @@ def _names_experts(skeleton: PreTrainedModel, leaf: str) -> bool:
     stacked parameter.
     """
     from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    with names_of("peft"):
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = LoraConfig(target_modules=[leaf])
     try:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.batches import is_packed
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
 from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
+from zo2adapters.models.library_names import DynamicLayer
 from zo2adapters.models.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, OpenedAdapter
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch

@@ -29,7 +29,8 @@ from zo2core.types import ParameterSpec, encoded_bytes
 
 # share of the experts from which all are read ahead, while the blocks before are computed
 MOST = 0.5
-_INDICES = ("top_k_index", "router_indices")  # names of the argument that has each token's experts
+# arguments of such a module's forward: itself, hidden states, each token's experts, their weights
+_ARGUMENTS = 4
 
 
 def routed_stacks(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
@@ -37,7 +38,7 @@ def routed_stacks(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str
     which they need.
     """
     for module in modules:
-        if any(name in inspect.signature(type(module).forward).parameters for name in _INDICES):
+        if len(inspect.signature(type(module).forward).parameters) == _ARGUMENTS:
             stacks = {
                 name: value
                 for name, value in module._parameters.items()

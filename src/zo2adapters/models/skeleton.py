@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.batches import CAUSAL_LM, Head
+from zo2adapters.models.library_names import build_glob_alternation
 from zo2core.errors import UnsupportedModelError
 
 
@@ -52,6 +52,14 @@ class CallRecorder:
         self.hidden: torch.Tensor | None = None  # the last layer's input
         self.final: torch.Tensor | None = None  # set during the epilogue
         self.at_end: Callable[[], object] | None = None  # called by the last stub in the epilogue
+
+    def has_cache(self) -> bool:
+        """Whether a layer is called with keys and values of earlier tokens."""
+        return any(
+            isinstance(value, Cache)
+            for args, kwargs in self.calls
+            for value in (*args, *kwargs.values())
+        )
 
 
 class StandIn(nn.Module):

@@ -22,16 +22,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from transformers import PreTrainedModel, core_model_loading
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers import PreTrainedModel, __version__
 
 from zo2adapters.models.architecture import Architecture, parameter_names
+from zo2adapters.models.library_names import (
+    WeightConverter,
+    WeightRenaming,
+    core_model_loading,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
 from zo2adapters.models.quantization import EncodedTensor, malformed_tensor
 from zo2core import ParameterSpec
 from zo2core.checkpoint.shards import (
@@ -284,7 +285,7 @@ def _converted(
     entries = [entry for _, entry in sources]
     for operation in rule.operations:
         if type(operation) not in _ROW_OPERATIONS:
-            found = f"{operation!r}, by which transformers makes {target}"
+            found = f"{operation!r}, by which transformers {__version__} makes {target}"
             raise _unsupported(entries[0], found, "conversions that move whole rows")
     by_elements = any(len(entry.shape) < 2 for entry in entries)  # a vector is no row
     sizes = [1 if by_elements else entry.shape[-1] for entry in entries]
