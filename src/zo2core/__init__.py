@@ -28,19 +28,17 @@ if _typing.TYPE_CHECKING:
     from zo2core.kernels import Distribution as Distribution
     from zo2core.methods.first_order import AtSnapshot as AtSnapshot
     from zo2core.methods.first_order import FirstOrder as FirstOrder
-    from zo2core.methods.first_order import LossScaling as LossScaling
     from zo2core.methods.zeroth_order import ZerothOrder as ZerothOrder
     from zo2core.optimizers.delayed import Delayed as Delayed
     from zo2core.optimizers.lomo import LOMO as LOMO
     from zo2core.optimizers.lomo import AdaLOMO as AdaLOMO
+    from zo2core.optimizers.loss_scaling import LossScaling as LossScaling
     from zo2core.optimizers.torch_optimizer import BAdam as BAdam
     from zo2core.optimizers.torch_optimizer import TorchOptimizer as TorchOptimizer
     from zo2core.planning.memory import DevicePlan as DevicePlan
     from zo2core.planning.memory import HostPlan as HostPlan
     from zo2core.planning.memory import MemoryPolicy as MemoryPolicy
     from zo2core.planning.speeds import WriteBackPolicy as WriteBackPolicy
-    from zo2core.profiling import Timeline as Timeline
-    from zo2core.profiling import Trace as Trace
     from zo2core.protocols import BlockModel as BlockModel
     from zo2core.protocols import BlockSource as BlockSource
     from zo2core.protocols import BlockUpdate as BlockUpdate
@@ -54,6 +52,8 @@ if _typing.TYPE_CHECKING:
     from zo2core.schedulers.devices import CudaDevice as CudaDevice
     from zo2core.schedulers.devices import HostDevice as HostDevice
     from zo2core.schedulers.overlapped import OverlappedScheduler as OverlappedScheduler
+    from zo2core.schedulers.profiling import Timeline as Timeline
+    from zo2core.schedulers.profiling import Trace as Trace
     from zo2core.schedulers.serial import SerialScheduler as SerialScheduler
     from zo2core.shared import SharedBase as SharedBase
     from zo2core.sources import SegmentStore as SegmentStore

@@ -1,114 +1,516 @@
 """Building a run: it is planned, and the parts of the plan are opened.
 
-Parts that a caller passes stay the caller's. Parts that are opened here are put on an ``ExitStack``
-at once, so that a refused run leaves nothing open, and an engine closes exactly these parts.
+What differs by the kind of run is chosen here, once: where segments are (planned, in a source that
+the caller passed, or shared with other runs), what brings weights to a version, and which state
+steps change. Parts that a caller passes stay the caller's. Parts that are opened here are put on an
+``ExitStack`` at once, so that a refused run leaves nothing open, and an engine closes exactly these
+parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from zo2core.errors import JournalError, OptionError, without_effect
-from zo2core.estimators.factors import FactorStore
-from zo2core.estimators.noise import PhiloxNoise, SequentialNoise, choose_noise, numbers_drawn
-from zo2core.estimators.perturbation import (
-    DensePerturbation,
-    LowRankPerturbation,
-    choose_perturbation,
-    require_perturbation,
-)
-from zo2core.estimators.two_point import direction_seeds, require_distribution
-from zo2core.estimators.wrappers import with_perturb_in_place
+from zo2core.estimators.directions import Directions, choose_directions
+from zo2core.estimators.noise import SequentialNoise, numbers_drawn
+from zo2core.estimators.perturbation import DensePerturbation, StackedModel
+from zo2core.estimators.two_point import direction_seeds
 from zo2core.journal.journal import Journal
 from zo2core.journal.records import DRAWN, digest, json_object
-from zo2core.kernels.programs import seeds_of
+from zo2core.kernels.programs import Trajectory, seeds_of
 from zo2core.methods.first_order import (
     TRAINED_COPIES,
     AtSnapshot,
     FirstOrder,
     require_trainable,
-    steps_of,
     trained_bytes,
+)
+from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps
+from zo2core.methods.states import (
+    AdapterState,
+    DiskState,
+    JournalState,
+    RunState,
+    StoredState,
+    TrainedState,
 )
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.planning.memory import Machine, RunRequest, RunSpec, plan, require_drawable
 from zo2core.planning.speeds import MeasuredSpeeds, WriteBackPolicy
-from zo2core.profiling import Timeline, Trace, TraceRecorder
-from zo2core.protocols import BlockModel, BlockSource, CounterNoise, DifferentiableModel, Scheduler
-from zo2core.runner import Runner, RunOptions, Steps, Trained, TrainedSteps
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    CounterNoise,
+    Device,
+    DifferentiableModel,
+    Scheduler,
+)
+from zo2core.run import CommittedSegments, Run, RunOptions, Segments
 from zo2core.schedulers.devices import choose_device
 from zo2core.schedulers.overlapped import open_scheduler, spread
+from zo2core.schedulers.profiling import Timeline, Trace, TraceRecorder
 from zo2core.shared import SharedBase
 from zo2core.sources import SegmentStore
 from zo2core.sources.low_bit import LowBitScheduler, LowBitSource
 from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.gradient_visitor import StoredParameters, TrainedParameters
 from zo2core.sweep.microbatch import require_rows
-from zo2core.sweep.perturbers import WorkBuffer
+from zo2core.sweep.perturbers import (
+    CounterPerturber,
+    DrawnPerturber,
+    FactorPerturber,
+    Perturber,
+    WorkBuffer,
+)
+from zo2core.sweep.trained_weights import AdapterWeights, StoredWeights, TrainedWeights
 from zo2core.sweep.visitor import HostReplay, UpdateLoss, Visits, sole_use
-from zo2core.types import Distribution
 from zo2core.workers.agreement import require_agreement, sync_journals
 from zo2core.workers.workers import Workers
 
 Method: TypeAlias = ZerothOrder | FirstOrder | AtSnapshot
+Steps: TypeAlias = ZerothOrderSteps | AdapterSteps | FusedSteps
 
 JOURNAL = "journal.jsonl"  # name of the journal in the directory of a run
 
 
-def build(model: BlockModel, method: Method, options: RunOptions) -> tuple[Runner, Steps]:
+class OpenedRun(NamedTuple):
+    """A run, the state that its steps change, and what takes them."""
+
+    run: Run
+    state: RunState
+    steps: Steps | None  # None: the run takes no steps
+
+
+def open_run(model: BlockModel, method: Method, options: RunOptions) -> OpenedRun:
     """Plan a run, open the parts of the plan, and go on from what the run has kept."""
     _require_consistent(model, method, options)
-    with ExitStack() as opened:
-        opened.enter_context(sole_use(model))
-        if options.source is not None:
-            opened.enter_context(sole_use(options.source))
-        else:
-            # closed last: the other parts may read until they are closed
-            opened.callback(model.weights.close)
-        runner = Runner(model, options, opened)
-        _open_journal(runner, method)
-        _choose_directions(runner, method)
-        if options.source is not None:
-            _place_given(runner, method, options.source)
-        elif options.shared is not None:
-            _place_shared(runner, method, options.shared)
-        else:
-            _place_planned(runner, method)
-        runner.work_buffer = WorkBuffer(
-            model.layouts,
-            runner.device,
-            runner.noise,
-            keep_noise=runner.device.in_place
-            and (runner.spec is None or runner.spec.host_plan.keep_noise),
-            perturbs_in_place=runner.perturb_in_place,
-            allocate=None if options.shared is None else options.shared.work_memory,
+    with ExitStack() as refused:
+        opened = ExitStack()
+        refused.push(opened)
+        _take_over(model, options, opened)
+        start = _start(model, method, options, opened)
+        start, segments = _place(start)
+        buffer = _work_buffer(start, segments)
+        trained = _trained_weights(start, segments, buffer)
+        run = Run(
+            model=model,
+            journal=start.journal,
+            is_kept=start.is_kept,
+            directory=None if options.run is None else Path(options.run),
+            spill=_spill_directory(options),
+            micro_batch_size=options.micro_batch_size,
+            workers=start.workers,
+            device=start.device,
+            recorder=start.recorder,
+            directions=start.directions,
+            segments=segments,
+            perturber=_perturber(start, buffer, trained),
+            visits=_visits(start, segments),
+            update_loss=start.update_loss,
+            opened=opened,
         )
-        runner.trained = _trained(runner, method)
-        if runner.device.torch_device.type == "cpu":
-            runner.helper = opened.enter_context(
-                ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb")
-            )
-        runner.visits = Visits(
-            layouts=model.layouts,
-            perturber=runner.perturber,
-            activations=runner.activations,
-            streams=runner.device.streams,
-            timeline=runner.recorder.timeline,
-            update_loss=runner.update_loss if runner.factors is None else None,
+        buffer.bind(model.bind)
+        opened.callback(start.recorder.flush)
+        result = _with_state(run, method, options, trained)
+        refused.pop_all()
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """A run before its segments are placed."""
+
+    model: BlockModel
+    method: Method
+    options: RunOptions
+    opened: ExitStack
+    recorder: TraceRecorder
+    journal: Journal
+    is_kept: bool  # whether steps are recorded in the journal
+    workers: Workers
+    device: Device
+    directions: Directions
+    update_loss: UpdateLoss
+
+    @property
+    def timeline(self) -> Timeline:
+        """Timeline of the run."""
+        return self.recorder.timeline
+
+    @property
+    def request(self) -> RunRequest:
+        """What the plan of the run depends on."""
+        estimator, updates = self.directions.estimator, self.journal.updates
+        directions = {len(seeds_of(update)) for update in updates} | {1}  # past and future
+        if estimator is not None:
+            evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
+            directions.add(len({evaluation.seed for evaluation in evaluations}))
+        return replace(
+            request_of(self.model, self.method, self.options, workers=self.workers.size),
+            noise=self.directions.noise,
+            perturbation=self.directions.perturbation,
+            perturb_in_place=self.directions.perturb_in_place,
+            takes_steps=estimator is not None,
+            directions=max(directions),
+            updates=len(updates),
         )
-        runner.work_buffer.bind(model.bind)
-        opened.callback(runner.recorder.flush)
-        steps = _steps(runner, method)
-        runner.opened = opened.pop_all()
-        return runner, steps
+
+
+def _take_over(model: BlockModel, options: RunOptions, opened: ExitStack) -> None:
+    """Use the model, and a source that the caller passed, alone."""
+    opened.enter_context(sole_use(model))
+    if options.source is not None:
+        opened.enter_context(sole_use(options.source))
+    else:
+        # closed last: the other parts may read until they are closed
+        opened.callback(model.weights.close)
+
+
+def _start(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> _Start:
+    """Open trace, journal and device, and choose the directions."""
+    require_rows(options.micro_batch_size)
+    recorder = _open_recorder(options, opened)
+    workers = Workers() if options.workers is None else options.workers
+    is_kept = _is_kept(method, options)
+    journal = _open_journal(method, options, opened, workers, is_kept=is_kept)
+    device = _open_device(options, opened)
+    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
+    directions = choose_directions(
+        model,
+        journal,
+        device.torch_device,
+        estimator=zeroth.estimator,
+        perturbation=zeroth.perturbation,
+        noise=zeroth.noise,
+        seed=zeroth.seed,
+    )
+    _require_changing(model, directions, options)
+    return _Start(
+        model=model,
+        method=method,
+        options=options,
+        opened=opened,
+        recorder=recorder,
+        journal=journal,
+        is_kept=is_kept,
+        workers=workers,
+        device=device,
+        directions=directions,
+        update_loss=UpdateLoss(directions.noise),
+    )
+
+
+def _open_recorder(options: RunOptions, opened: ExitStack) -> TraceRecorder:
+    trace = options.trace
+    if trace is not None and not isinstance(trace, Trace):
+        trace = opened.enter_context(closing(Trace(Path(trace))))
+    timeline = Timeline() if options.timeline is None else options.timeline
+    return TraceRecorder(timeline, trace)
+
+
+def _is_kept(method: Method, options: RunOptions) -> bool:
+    """Whether the steps of a run are recorded in its journal."""
+    if isinstance(method, FirstOrder):
+        return options.run is not None
+    return isinstance(method, ZerothOrder) and method.estimator is not None
+
+
+def _open_journal(
+    method: Method, options: RunOptions, opened: ExitStack, workers: Workers, *, is_kept: bool
+) -> Journal:
+    """Open the journal, and synchronise it with the other workers."""
+    path = options.journal
+    if path is None and options.run is not None:
+        path = Path(options.run) / JOURNAL
+    journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
+    if is_kept:  # a run that only replays may do so while another process trains
+        opened.push(journal.withdraw_if_refused)
+        journal.lock()
+    _require_kind(journal, method)
+    if is_kept:
+        sync_journals(journal, workers)
+    elif path is not None:
+        journal.require_run()
+    return journal
+
+
+def _open_device(options: RunOptions, opened: ExitStack) -> Device:
+    chosen = options.device if options.shared is None else options.shared.device
+    device = choose_device(chosen)
+    if isinstance(chosen, str):
+        opened.callback(device.close)
+    return device
+
+
+def _place(start: _Start) -> tuple[_Start, Segments]:
+    """Decide where the segments of a run are, and open what brings them to visits."""
+    if start.options.source is not None:
+        return start, _given_segments(start, start.options.source)
+    if start.options.shared is not None:
+        return start, _shared_segments(start, start.options.shared)
+    return _planned_segments(start)
+
+
+def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
+    """Plan a run on this machine, whose free memory the workers of a host divide, and open the
+    parts of the plan.
+    """
+    model, device, journal = start.model, start.device, start.journal
+    machine = Machine.of(device, start.workers.neighbours)
+    request = start.request
+    spec = plan(request, machine, MeasuredSpeeds(model.weights))
+    if not isinstance(start.method, ZerothOrder) or start.method.noise is None:
+        # The same noise, whose generators may be kept in memory that the plan leaves over.
+        directions = start.directions.with_noise_memory(
+            journal.noise, model.layouts, device.torch_device, max(spec.host_plan.spare, 0)
+        )
+        start = replace(start, directions=directions)
+    _begin(start)
+    committed_every = start.options.commit_every if request.changing else None
+    slots: Scratch | Generations | None = None
+    if committed_every is not None:
+        slots = _open_generations(start, spec, spare=request.changing)
+    elif spec.write_back is not None:
+        slots = Scratch(
+            Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version
+        )
+    if slots is not None:
+        start.opened.callback(slots.close)
+    base_digests = BaseDigests(journal.base_digests, learns=start.is_kept)
+    store = SegmentStore(
+        model.weights,
+        spec.layouts,
+        device.host_memory,
+        buckets=spec.host_plan.buckets,
+        scratch=slots,
+        write_back_every=spec.write_back_every,
+        base_digests=base_digests,
+        timeline=start.timeline,
+    )
+    start.opened.callback(store.close)
+    committed = None
+    if committed_every is not None and isinstance(slots, Generations):
+        committed = CommittedSegments(store, slots, committed_every)
+    least = start.options.memory.least_activations
+    spare = spec.spare_bytes(in_place=device.in_place)
+    segments = Segments(
+        layouts=spec.layouts,
+        scheduler=_open_scheduler(start, spec, store),
+        activations=StreamActivations(
+            device,
+            None if least is None else spec.activation_bytes,
+            spec.waiting_bytes,
+            timeline=start.timeline,
+        ),
+        activation_bytes=spec.activation_bytes,
+        spare_bytes=lambda: spare,
+        base_digests=base_digests,
+        source=store,
+        plan=spec,
+        committed=committed,
+    )
+    return start, segments
+
+
+def _given_segments(start: _Start, source: BlockSource) -> Segments:
+    """Use a source that the caller passed."""
+    model, device, options = start.model, start.device, start.options
+    expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
+    actual = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
+    if actual != expected:
+        raise OptionError(
+            "source",
+            found=f"{len(actual)} segments that are not all the model's",
+            expected=f"the {len(expected)} segments of the model",
+            remedy="build the source from model.layouts and model.weights",
+        )
+    if not isinstance(start.method, ZerothOrder) or start.directions.factors is not None:
+        kind = "a run whose weights are not replayed where they are stored"
+        raise without_effect(
+            "source", kind, "ZerothOrder with dense perturbations, for a source of the caller"
+        )
+    require_drawable(model.layouts, start.directions.noise)
+    _begin(start)
+    scheduler = options.scheduler
+    if scheduler is None:
+        scheduler = open_scheduler(source, device, start.timeline, overlap=options.overlap)
+    start.opened.callback(scheduler.release_all)  # the source stays open
+    return Segments(
+        layouts=model.layouts,
+        scheduler=scheduler,
+        activations=StreamActivations(device, None, timeline=start.timeline),
+        activation_bytes=options.memory.activation_bytes,
+        spare_bytes=lambda: 0,
+        base_digests=BaseDigests({}, learns=False),
+        source=source,
+    )
+
+
+def _shared_segments(start: _Start, base: SharedBase) -> Segments:
+    """Join the runs of a base."""
+    base_digests = BaseDigests(start.journal.base_digests, learns=start.is_kept)
+    joined = base.join(start.model, start.request, start.timeline, base_digests)
+    start.opened.callback(joined.leave)
+    _begin(start)
+    return Segments(
+        layouts=start.model.layouts,
+        scheduler=joined,
+        activations=StreamActivations(start.device, None, timeline=start.timeline),
+        activation_bytes=joined.activation_bytes,
+        spare_bytes=base.spare_bytes,
+        base_digests=base_digests,
+    )
+
+
+def _open_generations(start: _Start, spec: RunSpec, *, spare: int) -> Generations:
+    """Open the generations of segments on disk, in the directory of the run."""
+    journal, directory = start.journal, start.options.run
+    assert directory is not None, "it is required for commits"
+    return Generations(
+        Path(directory), spec.layouts, journal.chain, journal.require_version, spare=spare
+    )
+
+
+def _open_scheduler(start: _Start, spec: RunSpec, source: BlockSource) -> Scheduler:
+    """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares
+    them.
+    """
+    device, timeline = start.device, start.timeline
+    open_plain = partial(
+        open_scheduler,
+        device=device,
+        timeline=timeline,
+        overlap=start.options.overlap,
+        kept=spec.kept,
+    )
+    if spec.low_bit is None:
+        return open_plain(source)
+    noise = start.directions.noise
+    assert isinstance(noise, CounterNoise), "other noise was refused"
+    host = HostReplay(spec.layouts, noise, start.journal.updates, start.update_loss)
+    start.opened.callback(host.close)
+    blocks = [index for index, layout in enumerate(spec.layouts) if not layout.resident]
+    low_bit = LowBitSource(
+        source,
+        spread(blocks, spec.kept),
+        device.host_memory,
+        host.replay,
+        comes_back=spec.low_bit == "device",
+        timeline=timeline,
+    )
+    start.opened.callback(low_bit.close)
+    return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit)
+
+
+def _work_buffer(start: _Start, segments: Segments) -> WorkBuffer:
+    """Allocate the memory of the forwards' weights."""
+    shared, device = start.options.shared, start.device
+    has_room = segments.plan is None or segments.plan.host_plan.keep_noise
+    return WorkBuffer(
+        start.model.layouts,
+        device,
+        start.directions.noise,
+        keep_noise=device.in_place and has_room,
+        perturbs_in_place=start.directions.perturb_in_place,
+        allocate=None if shared is None else shared.work_memory,
+    )
+
+
+def _trained_weights(
+    start: _Start, segments: Segments, buffer: WorkBuffer
+) -> AdapterWeights | StoredWeights | None:
+    """What first-order steps train: all parameters where they are stored, or an adapter's in
+    memory; None: weights are the journal's.
+    """
+    method, model = start.method, start.model
+    if isinstance(method, ZerothOrder):
+        return None
+    is_fused = isinstance(method, FirstOrder) and method.update is not None
+    if is_fused or (isinstance(method, AtSnapshot) and _trains_all(model)):
+        return StoredWeights(buffer, segments.layouts)
+    return AdapterWeights(buffer, model.layouts, model.weights, start.device.torch_device)
+
+
+def _perturber(
+    start: _Start, buffer: WorkBuffer, trained: TrainedWeights | None
+) -> Callable[[Trajectory], Perturber]:
+    """What brings weights to a version and perturbs them in one sweep."""
+    if trained is not None:
+        return trained.present
+    directions = start.directions
+    helper = None
+    if start.device.torch_device.type == "cpu":
+        helper = start.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
+    if directions.factors is not None:
+        assert isinstance(start.model, StackedModel), "other models were refused"
+        return partial(FactorPerturber, start.model, directions.factors, buffer, helper)
+    if isinstance(directions.noise, CounterNoise):
+        return partial(CounterPerturber, directions.noise, buffer, helper)
+    return partial(DrawnPerturber, directions.noise, buffer, helper)
+
+
+def _visits(start: _Start, segments: Segments) -> Visits:
+    """What all sweeps share that run the present or perturbed weights."""
+    return Visits(
+        layouts=start.model.layouts,
+        activations=segments.activations,
+        streams=start.device.streams,
+        timeline=start.timeline,
+        update_loss=start.update_loss if start.directions.factors is None else None,
+    )
+
+
+def _spill_directory(options: RunOptions) -> Path:
+    """Directory of a temporary file for activations."""
+    for path in (options.spill, options.run):
+        if path is not None:
+            return Path(path)
+    return Path(tempfile.gettempdir())
+
+
+def _with_state(
+    run: Run, method: Method, options: RunOptions, trained: AdapterWeights | StoredWeights | None
+) -> OpenedRun:
+    """Choose the state that steps change and what takes them, and go on from what the run has
+    kept.
+    """
+    if trained is None or isinstance(method, ZerothOrder):
+        journal_state = JournalState(run)
+        estimator = run.directions.estimator
+        if estimator is None or not isinstance(method, ZerothOrder):
+            return OpenedRun(run, journal_state, None)
+        steps = ZerothOrderSteps(run, estimator, method.seed, journal_state)
+        return OpenedRun(run, journal_state, steps)
+    if isinstance(method, AtSnapshot):
+        at_snapshot = TrainedState(run, trained, step=method.step)
+        if method.parameters is not None:
+            at_snapshot.load(method.parameters)
+        return OpenedRun(run, at_snapshot, None)
+    assert isinstance(run.model, DifferentiableModel), "other models were refused"
+    if isinstance(trained, AdapterWeights):
+        adapter = AdapterState(run, trained, method.factory)
+        adapter_steps = AdapterSteps(run, run.model, method, adapter)
+        adapter.resume()
+        return OpenedRun(run, adapter, adapter_steps)
+    update = method.update
+    assert update is not None, "an adapter was trained otherwise"
+    fused: StoredState | DiskState
+    if run.segments.committed is None:
+        fused = StoredState(run, trained, method, update)
+    else:
+        fused = DiskState(run, trained, method, update, run.segments.committed)
+    fused_steps = FusedSteps(run, run.model, method, fused)
+    fused.resume()
+    return OpenedRun(run, fused, fused_steps)
 
 
 def request_of(
@@ -134,9 +536,8 @@ def request_of(
         return request
     update, layouts = method.update, model.layouts
     if update is None:
-        return replace(
-            request, trained_copies=TRAINED_COPIES + (0 if workers == 1 else 1 + workers)
-        )
+        copies_of_workers = 0 if workers == 1 else 1 + workers
+        return replace(request, trained_copies=TRAINED_COPIES + copies_of_workers)
     gradients, optimizer = trained_bytes(update, layouts)
     request = replace(request, gradient_bytes=gradients, optimizer_bytes=optimizer)
     if options.commit_every is None:
@@ -162,80 +563,10 @@ def _trains_all(model: BlockModel) -> bool:
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
 
 
-def _open_journal(runner: Runner, method: Method) -> None:
-    """Open trace, journal and device, and synchronise the journal with the other workers."""
-    opened, options = runner.opened, runner.options
-    require_rows(options.micro_batch_size)
-    trace = options.trace
-    if trace is not None and not isinstance(trace, Trace):
-        trace = opened.enter_context(closing(Trace(Path(trace))))
-    runner.recorder = TraceRecorder(
-        Timeline() if options.timeline is None else options.timeline, trace
-    )
-    takes_steps = isinstance(method, ZerothOrder) and method.estimator is not None
-    runner.is_kept = options.run is not None if isinstance(method, FirstOrder) else takes_steps
-    path = (
-        options.journal
-        if options.journal is not None or options.run is None
-        else Path(options.run) / JOURNAL
-    )
-    journal = runner.journal = (
-        path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
-    )
-    if runner.is_kept:  # a run that only replays may do so while another process trains
-        opened.push(journal.withdraw_if_refused)
-        journal.lock()
-    _require_kind(journal, method)
-    runner.workers = Workers() if options.workers is None else options.workers
-    if runner.is_kept:
-        sync_journals(journal, runner.workers)
-    elif path is not None:
-        journal.require_run()
-    device = options.device if options.shared is None else options.shared.device
-    runner.device = choose_device(device)
-    if isinstance(device, str):
-        opened.callback(runner.device.close)
-
-
-def _choose_directions(runner: Runner, method: Method) -> None:
-    """Choose estimator, perturbation and noise."""
-    model, journal, device = runner.model, runner.journal, runner.device.torch_device
-    zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
-    perturbation, noise, estimator = (
-        choose_perturbation(zeroth.perturbation, journal),
-        zeroth.noise,
-        zeroth.estimator,
-    )
-    if estimator is not None:
-        estimator = with_perturb_in_place(
-            estimator, default=isinstance(perturbation, DensePerturbation)
-        )
-    if noise is None and journal.noise is None:
-        if estimator is None or isinstance(perturbation, LowRankPerturbation):
-            # also if nothing is drawn: it fits all other options
-            noise = PhiloxNoise(Distribution.GAUSSIAN)
-        elif estimator.distribution is not None:
-            noise = PhiloxNoise(estimator.distribution)
-    if noise is None:
-        noise = choose_noise(journal.noise, model.layouts, device)
-    runner.estimator, runner.perturbation, runner.noise = estimator, perturbation, noise
-    _require_changing(runner)
-    require_perturbation(perturbation, model, estimator, noise)
-    if isinstance(perturbation, LowRankPerturbation):
-        assert isinstance(noise, CounterNoise), "other noise was refused"
-        recorded = None if journal.header is None else journal.header.get("seed")
-        seed = recorded if estimator is None and isinstance(recorded, int) else zeroth.seed
-        runner.factors = FactorStore(perturbation, noise.distribution, seed, device)
-    if estimator is not None:
-        require_distribution(estimator, noise)
-    runner.update_loss = UpdateLoss(noise)
-
-
-def _require_changing(runner: Runner) -> None:
+def _require_changing(model: BlockModel, directions: Directions, options: RunOptions) -> None:
     """Refuse options of weights that change where no weight does, before anything is read."""
-    options = runner.options
-    frozen = [spec for layout in runner.model.layouts for spec in layout.parameters if spec.frozen]
-    if not isinstance(runner.perturbation, DensePerturbation):
+    frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
+    if not isinstance(directions.perturbation, DensePerturbation):
         where = "beside the activations, where no weight changes"
     elif frozen:
         where = f"beside frozen weights such as {frozen[0].name}, which never change"
@@ -251,241 +582,55 @@ def _require_changing(runner: Runner) -> None:
             raise without_effect(option, value, f"no value {where}")
 
 
-def _begin(runner: Runner, method: Method) -> None:
+def _begin(start: _Start) -> None:
     """Begin or continue the journal of a run that was planned."""
-    policy = runner.options.write_back
-    runner.journal.begin(_header(runner, method))
+    model, journal, factors = start.model, start.journal, start.directions.factors
+    journal.begin(_header(start))
     require_agreement(
-        runner.journal,
-        runner.noise,
-        runner.model.layouts,
-        runner.device.torch_device,
-        runner.workers,
+        journal,
+        start.directions.noise,
+        model.layouts,
+        start.device.torch_device,
+        start.workers,
     )
-    if runner.factors is not None and policy is not None:
-        directory, layouts = Path(policy.directory), runner.model.layouts
-        runner.opened.callback(
-            runner.factors.keep_periods(
-                directory, layouts, runner.journal, policy.bytes_a_step
-            ).close
+    policy = start.options.write_back
+    if factors is not None and policy is not None:
+        kept = factors.keep_periods(
+            Path(policy.directory), model.layouts, journal, policy.bytes_a_step
         )
+        start.opened.callback(kept.close)
 
 
-def _request(runner: Runner, method: Method) -> RunRequest:
-    """What the plan of a run depends on."""
-    estimator, updates = runner.estimator, runner.journal.updates
-    directions = {len(seeds_of(update)) for update in updates} | {1}  # past and future
-    if estimator is not None:
-        evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
-        directions.add(len({evaluation.seed for evaluation in evaluations}))
-    return replace(
-        request_of(runner.model, method, runner.options, workers=runner.workers.size),
-        noise=runner.noise,
-        perturbation=runner.perturbation,
-        perturb_in_place=runner.perturb_in_place,
-        takes_steps=estimator is not None,
-        directions=max(directions),
-        updates=len(updates),
-    )
-
-
-def _place_planned(runner: Runner, method: Method) -> None:
-    """Plan a run on this machine, whose free memory the workers of a host divide, and open the
-    parts of the plan.
-    """
-    device, model, journal, opened, options = (
-        runner.device,
-        runner.model,
-        runner.journal,
-        runner.opened,
-        runner.options,
-    )
-    request, timeline = _request(runner, method), runner.recorder.timeline
-    spec = runner.spec = plan(
-        request, Machine.of(device, runner.workers.neighbours), MeasuredSpeeds(model.weights)
-    )
-    own_noise = isinstance(method, ZerothOrder) and method.noise is not None
-    if not own_noise and not isinstance(runner.noise, CounterNoise):
-        # The same noise, whose generators may be kept in memory that the plan leaves over.
-        spare = max(spec.host_plan.spare, 0)
-        runner.noise = choose_noise(journal.noise, model.layouts, device.torch_device, memory=spare)
-    _begin(runner, method)
-    scratch: Scratch | Generations | None = None
-    if request.changing:
-        assert options.run is not None, "it is required for commits"
-        scratch = runner.generations = Generations(
-            Path(options.run),
-            spec.layouts,
-            journal.chain,
-            journal.require_version,
-            spare=request.changing,
-        )
-    elif spec.write_back is not None:
-        scratch = Scratch(
-            Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version
-        )
-    if scratch is not None:
-        opened.callback(scratch.close)
-    runner.base_digests = BaseDigests(journal.base_digests, learns=runner.is_kept)
-    runner.source = SegmentStore(
-        model.weights,
-        spec.layouts,
-        device.host_memory,
-        buckets=spec.host_plan.buckets,
-        scratch=scratch,
-        write_back_every=spec.write_back_every,
-        base_digests=runner.base_digests,
-        timeline=timeline,
-    )
-    opened.callback(runner.source.close)
-    runner.scheduler = _scheduler(spec, runner, runner.source)
-    allowed = None if options.memory.least_activations is None else spec.activation_bytes
-    runner.activations = StreamActivations(device, allowed, spec.waiting_bytes, timeline=timeline)
-    runner.activation_bytes = spec.activation_bytes
-    spare = spec.spare_bytes(in_place=device.in_place)
-    runner.spare_bytes = lambda: spare
-
-
-def _place_given(runner: Runner, method: Method, source: BlockSource) -> None:
-    """Use a source that the caller passed."""
-    expected = [
-        (layout.kind, layout.parameters, layout.borrowed) for layout in runner.model.layouts
-    ]
-    found = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
-    if found != expected:
-        raise OptionError(
-            "source",
-            found=f"{len(found)} segments that are not all the model's",
-            expected=f"the {len(expected)} segments of the model",
-            remedy="build the source from model.layouts and model.weights",
-        )
-    if not isinstance(method, ZerothOrder) or runner.factors is not None:
-        kind = "a run whose weights are not replayed where they are stored"
-        raise without_effect(
-            "source", kind, "ZerothOrder with dense perturbations, for a source of the caller"
-        )
-    require_drawable(runner.model.layouts, runner.noise)
-    _begin(runner, method)
-    timeline, options = runner.recorder.timeline, runner.options
-    scheduler = options.scheduler
-    if scheduler is None:
-        scheduler = open_scheduler(source, runner.device, timeline, overlap=options.overlap)
-    runner.opened.callback(scheduler.release_all)  # the source stays open
-    runner.source, runner.scheduler, runner.base_digests = (
-        source,
-        scheduler,
-        BaseDigests({}, learns=False),
-    )
-    runner.activations = StreamActivations(runner.device, None, timeline=timeline)
-    runner.activation_bytes, runner.spare_bytes = options.memory.activation_bytes, lambda: 0
-
-
-def _place_shared(runner: Runner, method: Method, base: SharedBase) -> None:
-    """Join the runs of a base."""
-    timeline = runner.recorder.timeline
-    runner.base_digests = BaseDigests(runner.journal.base_digests, learns=runner.is_kept)
-    joined = base.join(runner.model, _request(runner, method), timeline, runner.base_digests)
-    runner.opened.callback(joined.leave)
-    _begin(runner, method)
-    runner.scheduler = joined
-    runner.activations = StreamActivations(runner.device, None, timeline=timeline)
-    runner.activation_bytes, runner.spare_bytes = joined.activation_bytes, base.spare_bytes
-
-
-def _scheduler(spec: RunSpec, runner: Runner, source: BlockSource) -> Scheduler:
-    """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares
-    them.
-    """
-    timeline, device, overlap = runner.recorder.timeline, runner.device, runner.options.overlap
-    open_plain = partial(
-        open_scheduler, device=device, timeline=timeline, overlap=overlap, kept=spec.kept
-    )
-    if spec.low_bit is None:
-        return open_plain(source)
-    assert isinstance(runner.noise, CounterNoise), "other noise was refused"
-    host = HostReplay(spec.layouts, runner.noise, runner.journal.updates, runner.update_loss)
-    runner.opened.callback(host.close)
-    low_bit = LowBitSource(
-        source,
-        spread(
-            [index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept
-        ),
-        device.host_memory,
-        host.replay,
-        comes_back=spec.low_bit == "device",
-        timeline=timeline,
-    )
-    runner.opened.callback(low_bit.close)
-    return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit)
-
-
-def _trained(runner: Runner, method: Method) -> Trained | None:
-    """What first-order steps train: all parameters where they are stored, or an adapter's in
-    memory.
-    """
-    if isinstance(method, ZerothOrder):
-        return None
-    if (method.update is not None) if isinstance(method, FirstOrder) else _trains_all(runner.model):
-        return StoredParameters(runner.work_buffer, runner.layouts)
-    model = runner.model
-    return TrainedParameters(
-        runner.work_buffer, model.layouts, model.weights, runner.device.torch_device
-    )
-
-
-def _steps(runner: Runner, method: Method) -> Steps:
-    """Choose the kind of steps, and go on from what a run has kept."""
-    if isinstance(method, ZerothOrder):
-        return (
-            Steps(runner)
-            if runner.estimator is None
-            else ZerothOrderSteps(runner, runner.estimator, method.seed)
-        )
-    if isinstance(method, AtSnapshot):
-        at_snapshot = TrainedSteps(runner)
-        at_snapshot.version = method.step
-        if method.parameters is not None:
-            at_snapshot.load(method.parameters)
-        return at_snapshot
-    return steps_of(runner, method)
-
-
-def _header(runner: Runner, method: Method) -> Mapping[str, Any]:
+def _header(start: _Start) -> Mapping[str, Any]:
     """Return the journal's header, which identifies the run.
 
     A value of None matches any value of the journal.
     """
-    model, noise, estimator, provenance = (
-        runner.model,
-        runner.noise,
-        runner.estimator,
-        runner.options.provenance,
-    )
-    steps: Mapping[str, Any]
-    if isinstance(method, FirstOrder):
-        steps = {"method": json_object("method", method.journal_options)}
-    else:
-        drawn = (
-            numbers_drawn(runner.device.torch_device)
-            if isinstance(noise, SequentialNoise)
-            else None
-        )
-        seed = method.seed if isinstance(method, ZerothOrder) and estimator is not None else None
-        recorded = None if estimator is None else estimator.options
-        steps = {"noise": noise.name, DRAWN: drawn, "estimator": recorded, "seed": seed}
-    perturbation = runner.perturbation
-    return {
+    model, perturbation = start.model, start.directions.perturbation
+    provenance = start.options.provenance
+    header = {
         "base": model.weights.fingerprint,
         "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
-        **steps,
+        **_header_of_steps(start),
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
-        **(
-            {}
-            if isinstance(perturbation, DensePerturbation)
-            else {"perturbation": dict(perturbation.options)}
-        ),
     }
+    if not isinstance(perturbation, DensePerturbation):
+        header["perturbation"] = dict(perturbation.options)
+    return header
+
+
+def _header_of_steps(start: _Start) -> Mapping[str, Any]:
+    """The part of the header that says how steps are made."""
+    method, noise, estimator = start.method, start.directions.noise, start.directions.estimator
+    if isinstance(method, FirstOrder):
+        return {"method": json_object("method", method.journal_options)}
+    drawn = None
+    if isinstance(noise, SequentialNoise):
+        drawn = numbers_drawn(start.device.torch_device)
+    seed = method.seed if isinstance(method, ZerothOrder) and estimator is not None else None
+    recorded = None if estimator is None else estimator.options
+    return {"noise": noise.name, DRAWN: drawn, "estimator": recorded, "seed": seed}
 
 
 def _require_kind(journal: Journal, method: Method) -> None:
@@ -519,52 +664,60 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
     """Refuse options that would have no effect, and models that a method cannot train, before
     anything is opened.
     """
-    first = method if isinstance(method, FirstOrder) else None
-    update = None if first is None else first.update
-    if first is not None and not isinstance(model, DifferentiableModel):
-        raise OptionError(
-            "model",
-            found=f"a {type(model).__name__}, which has no `leaves`",
-            expected="a DifferentiableModel",
-            remedy="add this method to the model, or use ZerothOrder",
-        )
-    if (
-        first is not None
-        or options.journal is not None
-        or (isinstance(method, ZerothOrder) and method.estimator is not None)
-    ):
+    update = None
+    if isinstance(method, FirstOrder):
+        update = method.update
+        if not isinstance(model, DifferentiableModel):
+            raise OptionError(
+                "model",
+                found=f"a {type(model).__name__}, which has no `leaves`",
+                expected="a DifferentiableModel",
+                remedy="add this method to the model, or use ZerothOrder",
+            )
+    if _replays_or_trains(method, options):
         require_whole_model(model)
-    with_method, workers = (
-        f"none with {type(method).__name__}",
-        1 if options.workers is None else options.workers.size,
-    )
+    _require_effect(method, options, trains_all=update is not None)
+    if not isinstance(method, FirstOrder):
+        return
+    if options.journal is not None and options.run is None:
+        raise OptionError(
+            "run",
+            found="None, and a journal",
+            expected="a directory for snapshots",
+            remedy=f"pass run=..., with its {JOURNAL}",
+        )
+    if update is not None:
+        require_trainable(model, method, update, options)
+
+
+def _replays_or_trains(method: Method, options: RunOptions) -> bool:
+    """Whether a run has steps, new ones or those of a journal."""
+    if isinstance(method, FirstOrder) or options.journal is not None:
+        return True
+    return isinstance(method, ZerothOrder) and method.estimator is not None
+
+
+def _require_effect(method: Method, options: RunOptions, *, trains_all: bool) -> None:
+    """Refuse options that would have no effect beside others."""
+    with_method = f"none with {type(method).__name__}"
     beside_source = "none beside a source, which has a scratch file of its own"
+    has_source, at_snapshot = options.source is not None, isinstance(method, AtSnapshot)
     for option, is_refused, expected in (
         ("write_back", not isinstance(method, ZerothOrder), with_method),
-        ("write_back", options.source is not None, beside_source),
-        ("shared", options.source is not None, beside_source),
-        ("scheduler", options.source is None, "a source beside it"),
-        ("commit_every", update is None, with_method),
-        ("run", isinstance(method, AtSnapshot), with_method),
-        ("journal", isinstance(method, AtSnapshot), with_method),
-        ("workers", workers > 1 and options.shared is not None, "one process for a shared base"),
-        (
-            "workers",
-            workers > 1 and update is not None,
-            "one process, where all parameters are trained",
-        ),
+        ("write_back", has_source, beside_source),
+        ("shared", has_source, beside_source),
+        ("scheduler", not has_source, "a source beside it"),
+        ("commit_every", not trains_all, with_method),
+        ("run", at_snapshot, with_method),
+        ("journal", at_snapshot, with_method),
     ):
         value = getattr(options, option)
         if value is not None and is_refused:
-            raise without_effect(
-                option, f"{workers} workers" if option == "workers" else value, expected
-            )
-    if first is not None and options.journal is not None and options.run is None:
-        raise OptionError(
-            "run",
-            "None, and a journal",
-            "a directory for snapshots",
-            f"pass run=..., with its {JOURNAL}",
-        )
-    if first is not None and update is not None:
-        require_trainable(model, first, update, options)
+            raise without_effect(option, value, expected)
+    workers = 1 if options.workers is None else options.workers.size
+    for is_refused, expected in (
+        (options.shared is not None, "one process for a shared base"),
+        (trains_all, "one process, where all parameters are trained"),
+    ):
+        if workers > 1 and is_refused:
+            raise without_effect("workers", f"{workers} workers", expected)

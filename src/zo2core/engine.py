@@ -13,20 +13,21 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from zo2core.build import Method, build, require_whole_model
+from zo2core.build import Method, open_run, require_whole_model
 from zo2core.checkpoint.export import CustomExport, require_unused, write_checkpoint
 from zo2core.encodings.decoding import decoded
 from zo2core.errors import OptionError
 from zo2core.estimators.factors import Learned
 from zo2core.journal.journal import Journal
 from zo2core.journal.snapshots import Snapshots
-from zo2core.methods.first_order import AdapterSteps, CommittedSteps
+from zo2core.methods.gradient_steps import AdapterSteps
+from zo2core.methods.states import AdapterState, DiskState
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy, Replay
 from zo2core.planning.speeds import WriteBackPolicy
-from zo2core.profiling import Timeline, Trace
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Objective, Scheduler
-from zo2core.runner import RunOptions, lacking
+from zo2core.run import RunOptions, lacking
+from zo2core.schedulers.profiling import Timeline, Trace
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate
 from zo2core.sweep.perturbers import Groups
@@ -140,12 +141,12 @@ class Engine:
             scheduler=scheduler,
             timeline=timeline,
         )
-        self._runner, self._steps = build(model, method, options)
+        self._run, self._state, self._steps = open_run(model, method, options)
 
     @property
     def workers(self) -> Workers:
         """The workers of the run."""
-        return self._runner.workers
+        return self._run.workers
 
     @property
     def version(self) -> int:
@@ -153,36 +154,36 @@ class Engine:
 
         It is less than the journal has while first-order steps after a snapshot are repeated.
         """
-        return self._steps.version
+        return self._state.version
 
     @property
     def journal(self) -> Journal:
         """The journal of all steps so far."""
-        return self._runner.journal
+        return self._run.journal
 
     @property
     def host_plan(self) -> HostPlan | None:
         """Plan of host memory; None if the caller passed the source, or the base is shared."""
-        spec = self._runner.spec
-        return None if spec is None else spec.host_plan
+        plan = self._run.segments.plan
+        return None if plan is None else plan.host_plan
 
     @property
     def device_plan(self) -> DevicePlan | None:
         """Plan of device memory; None if the device computes in host memory, too."""
-        spec = self._runner.spec
-        return None if spec is None else spec.device_plan
+        plan = self._run.segments.plan
+        return None if plan is None else plan.device_plan
 
     @property
     def activation_bytes(self) -> int:
         """Bytes reserved for activations in the memory in which forwards run."""
-        return self._runner.activation_bytes
+        return self._run.segments.activation_bytes
 
     @property
     def write_back_every(self) -> int | None:
         """Steps that a segment may be ahead of its bytes on disk; None: segments are never
         written.
         """
-        return self._runner.write_back_every
+        return self._run.segments.write_back_every
 
     @property
     def optimizer(self) -> Any:
@@ -190,7 +191,7 @@ class Engine:
 
         The engine calls its ``step``.
         """
-        return _required(self._steps, AdapterSteps, "optimizer").optimizer
+        return _required(self._state, AdapterState, "optimizer").optimizer
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -199,18 +200,18 @@ class Engine:
         Only change them in place.
         """
         return MappingProxyType(
-            _required(self._steps, AdapterSteps, "parameters").trained.parameters
+            _required(self._state, AdapterState, "parameters").weights.parameters
         )
 
     @property
     def snapshots(self) -> Snapshots:
         """The snapshots of a first-order run that is kept."""
-        return self._steps.require_snapshots("snapshots")
+        return self._state.require_snapshots("snapshots")
 
     @property
     def committed(self) -> int:
         """The step of the last commit of segments on disk, from which the run resumes."""
-        return _required(self._steps, CommittedSteps, "committed").committed
+        return _required(self._state, DiskState, "committed").committed
 
     def watch(self, visited: Callable[[int, int], object] | None) -> None:
         """Have a function called after each visit of a sweep, such as one that draws a progress
@@ -221,7 +222,7 @@ class Engine:
                 and of all. On a device with its own memory the visit's work may not have ended yet.
                 None: nothing is called.
         """
-        self._runner.watch = visited
+        self._run.progress.watch = visited
 
     def step(
         self,
@@ -266,7 +267,9 @@ class Engine:
             engine is closed.
             OutputError: if the trace cannot be written; the step was taken.
         """
-        self._runner.use.require_open()
+        self._run.use.require_open()
+        if self._steps is None:
+            raise lacking("step", "a method", "ZerothOrder or FirstOrder")
         return self._steps.step(batch, forward, seed=seed)
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> float:
@@ -287,7 +290,7 @@ class Engine:
             ZO2Error: as for ``step``, except that a loss that is not finite is returned. All
                 gradients are cleared then.
         """
-        self._runner.use.require_open()
+        self._run.use.require_open()
         return _required(self._steps, AdapterSteps, "gradients").gradients(batch, forward)
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
@@ -345,12 +348,16 @@ class Engine:
             OptionError: if the forward is not an objective, or its result is not a number.
             WorkerError: if another worker does not answer, or has other batches.
         """
-        runner, rows = self._runner, self._runner.options.micro_batch_size
-        runner.use.require_open()
-        if forward is None and isinstance(runner.model, Objective):
-            forward = runner.model
+        run = self._run
+        run.use.require_open()
+        if forward is None and isinstance(run.model, Objective):
+            forward = run.model
         return evaluate(
-            partial(self.forwards, forward=forward), batches, rows, runner.workers, forward
+            partial(self.forwards, forward=forward),
+            batches,
+            run.micro_batch_size,
+            run.workers,
+            forward,
         )
 
     def forwards(
@@ -378,14 +385,14 @@ class Engine:
             OptionError: if no step is open, the evaluation is not part of it, or is for a group of
                 rows only.
         """
-        run = self._runner.model if forward is None else forward
-        for group in self._runner.filled(batches, run):
+        run = self._run.model if forward is None else forward
+        for group in self._run.filled(batches, run):
             if at is None:
-                with self._runner.recorder.sweep("evaluation"):
-                    *_, outputs = self._runner.sweep(self.version, [(at, group)], run)
+                with self._run.recorder.sweep("evaluation"):
+                    *_, outputs = self._run.evaluate(self.version, [(at, group)], run)
             else:  # part of the open step
                 path = self._zeroth_order("forwards").path_through([(at, group)])
-                *_, outputs = self._runner.sweep(self.version, path, run)
+                *_, outputs = self._run.evaluate(self.version, path, run)
             yield outputs
 
     def forwards_at(self, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
@@ -405,16 +412,16 @@ class Engine:
             OptionError: if an evaluation is not one of the open step, or is for a group of rows
                 only.
         """
-        self._runner.use.require_open()
+        self._run.use.require_open()
         merged: dict[Evaluation | None, list[Batch]] = {}  # a sweep has each evaluation once
         for at, batches in groups:
             merged.setdefault(at, []).extend(batches)
         path: Groups = [*merged.items()]
         if any(at is not None for at in merged):
             path = self._zeroth_order("forwards_at").path_through(path)
-        prepared = [(at, list(self._runner.prepared(batches, forward))) for at, batches in path]
-        with self._runner.recorder.sweep("evaluation"):
-            outputs = self._runner.sweep(self.version, prepared, forward)
+        prepared = [(at, list(self._run.prepared(batches, forward))) for at, batches in path]
+        with self._run.recorder.sweep("evaluation"):
+            outputs = self._run.evaluate(self.version, prepared, forward)
         left = {
             at: iter(of_evaluation)
             for (at, _), of_evaluation in zip(prepared, outputs, strict=True)
@@ -426,9 +433,9 @@ class Engine:
 
         The write-back policy decides what is written to disk.
         """
-        self._runner.use.require_open()
-        with self._runner.recorder.sweep("flush"):
-            self._runner.sweep(self.version, [], self._runner.model)
+        self._run.use.require_open()
+        with self._run.recorder.sweep("flush"):
+            self._run.bring_to(self.version)
 
     def parameters_now(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every parameter at the present version, one at a time, in visiting order.
@@ -437,7 +444,7 @@ class Engine:
             Name and tensor, with its shape and dtype, on the CPU: a view, valid until the next one,
             and not to be changed.
         """
-        yield from self._present(range(len(self._runner.layouts)))
+        yield from self._present(range(len(self._run.segments.layouts)))
 
     def learned(self) -> Generator[tuple[str, Learned], None, None]:
         """Yield the learned change of every trained parameter of a low-rank run, in visiting order.
@@ -448,7 +455,7 @@ class Engine:
         Raises:
             OptionError: if perturbations are dense, since weights then include their changes.
         """
-        factors = self._runner.factors
+        factors = self._run.directions.factors
         if factors is None:
             raise OptionError(
                 "perturbation",
@@ -457,7 +464,7 @@ class Engine:
                 remedy="export the model instead",
             )
         with closing(
-            self._runner.parameters_at(self.version, range(len(self._runner.layouts)))
+            self._run.parameters_at(self.version, range(len(self._run.segments.layouts)))
         ) as visited:
             for spec, view in visited:
                 if not spec.frozen:
@@ -483,10 +490,10 @@ class Engine:
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
-        self._runner.use.require_open()
+        self._run.use.require_open()
         directory, model, files = (
             Path(directory),
-            self._runner.model,
+            self._run.model,
             {} if files is None else files,
         )
         require_unused(directory)
@@ -522,8 +529,8 @@ class Engine:
                 changed then.
             OptionError: if the state of the run is elsewhere, or belongs to its weights.
         """
-        self._runner.use.require_open()
-        self._steps.load(parameters)
+        self._run.use.require_open()
+        self._state.load(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later first-order steps depend: parameters, the optimizer's
@@ -536,8 +543,8 @@ class Engine:
         Raises:
             OptionError: if the state is the journal, or is committed on disk.
         """
-        self._runner.use.require_open()
-        return self._steps.snapshot()
+        self._run.use.require_open()
+        return self._state.snapshot()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a copy of a state that ``state_dict`` returned.
@@ -548,8 +555,8 @@ class Engine:
         Raises:
             CheckpointError: if it is of another model or optimizer; nothing is changed then.
         """
-        self._runner.use.require_open()
-        self._steps.restore(state)
+        self._run.use.require_open()
+        self._state.restore(state)
 
     def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
         """Write a snapshot of the present first-order step durably, and delete all older ones but
@@ -564,8 +571,8 @@ class Engine:
             OutputError: if it cannot be written.
             WorkerError: if another worker has other parameters.
         """
-        self._runner.use.require_open()
-        self._steps.take_snapshot(keep)
+        self._run.use.require_open()
+        self._state.take_snapshot(keep)
 
     def commit(self) -> None:
         """Commit the present step of a run with ``commit_every`` durably.
@@ -575,8 +582,8 @@ class Engine:
         Raises:
             ScratchError: if it cannot be written; the engine is closed then.
         """
-        self._runner.use.require_open()
-        _required(self._steps, CommittedSteps, "commit").commit()
+        self._run.use.require_open()
+        _required(self._state, DiskState, "commit").commit_segments()
 
     def note_evaluation(self, results: Mapping[str, float]) -> None:
         """Record the results of an evaluation of the present weights in the journal, after the
@@ -588,12 +595,12 @@ class Engine:
         Raises:
             JournalError: if they cannot be written.
         """
-        self._runner.base_digests.note(self.journal)
+        self._run.segments.base_digests.note(self.journal)
         self.journal.note_evaluation(self.version, results)
 
     def close(self) -> None:
         """Stop all work, and close everything that was opened. May be called twice."""
-        self._runner.close()
+        self._run.close()
 
     def __enter__(self) -> Self:
         return self
@@ -607,9 +614,9 @@ class Engine:
         """Yield the present parameters of segments, and report the bytes of each once the next is
         asked for.
         """
-        factors = self._runner.factors
-        require_whole_model(self._runner.model)
-        with closing(self._runner.parameters_at(self.version, segments)) as visited:
+        factors = self._run.directions.factors
+        require_whole_model(self._run.model)
+        with closing(self._run.parameters_at(self.version, segments)) as visited:
             for spec, view in visited:
                 weights = view if spec.encoding is None else decoded(spec, view)
                 present = (
@@ -620,18 +627,20 @@ class Engine:
                     progress(present.nbytes)
 
     def _zeroth_order(self, asked: str) -> ZerothOrderSteps:
-        self._runner.use.require_open()
+        self._run.use.require_open()
         return _required(self._steps, ZerothOrderSteps, asked)
 
 
+_ADAPTER = (
+    "first-order steps of an adapter",
+    "FirstOrder with a function that makes an optimizer",
+)
 # what an engine lacks without such a part, and the method that has it
 _NEEDED: Mapping[type, tuple[str, str]] = {
     ZerothOrderSteps: ("zeroth-order steps", "ZerothOrder(estimator)"),
-    AdapterSteps: (
-        "first-order steps of an adapter",
-        "FirstOrder with a function that makes an optimizer",
-    ),
-    CommittedSteps: (
+    AdapterSteps: _ADAPTER,
+    AdapterState: _ADAPTER,
+    DiskState: (
         "segments that are committed on disk",
         "FirstOrder(BlockUpdate) with run and commit_every",
     ),

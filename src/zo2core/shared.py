@@ -36,10 +36,10 @@ from zo2core.planning.memory import (
     plan,
 )
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.profiling import Timeline
 from zo2core.protocols import BlockModel, Device, ReplaySegment, Store, VisitSegment
 from zo2core.schedulers.devices import choose_device
 from zo2core.schedulers.overlapped import open_scheduler
+from zo2core.schedulers.profiling import Timeline
 from zo2core.sources import SegmentStore
 from zo2core.sources.segment_store import BaseDigests, SegmentDigest, laid_out_as_on_disk
 from zo2core.sweep.perturbers import named_views

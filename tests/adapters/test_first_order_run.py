@@ -32,7 +32,7 @@ from zo2core.io.durable import RecordFile, from_line, to_line
 from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host
 from zo2core.ranges import OF_ADAPTERS, OptimizerName
-from zo2core.runner import RunOptions
+from zo2core.run import RunOptions
 from zo2core.sources.segment_store import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")

@@ -320,14 +320,14 @@ def test_sweeps_ask_the_device_for_nothing(
         Engine(model, ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise)) as engine,
         patch.object(model, "prepared", ahead),
     ):
-        sweep = engine._runner.scheduler.sweep
+        sweep = engine._run.segments.scheduler.sweep
         waits = Waits()
 
         def watched(*arguments: Any) -> None:
             with waits:
                 sweep(*arguments)
 
-        with patch.object(engine._runner.scheduler, "sweep", watched):
+        with patch.object(engine._run.segments.scheduler, "sweep", watched):
             for _ in range(2):
                 engine.step(batch)
             losses = engine.evaluate([batch]).losses
@@ -335,7 +335,7 @@ def test_sweeps_ask_the_device_for_nothing(
         assert waits.names == []
         with patch.object(model, "prepared", lambda given: given):  # asks each time
             assert engine.evaluate([batch]).losses == losses
-            with patch.object(engine._runner.scheduler, "sweep", watched):
+            with patch.object(engine._run.segments.scheduler, "sweep", watched):
                 engine.evaluate([batch])
         assert waits.names != [], "what is looked for is there to be found"
 

@@ -330,7 +330,7 @@ def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: s
     with low_rank(base) as opened:
         for _ in range(7):  # two periods, and one that goes on: six columns
             opened.step(batch)
-        export_adapter(opened, opened._runner.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        export_adapter(opened, opened._run.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
         opened.export(tmp_path / "merged")
     loaded = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter")
     assert loaded.peft_config["default"].r == 6
@@ -352,7 +352,7 @@ def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -
     with low_rank(base, LowRankPerturbation(rank=1), head="sequence-classification") as opened:
         for _ in range(3):
             opened.step(batch)
-        export_adapter(opened, opened._runner.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        export_adapter(opened, opened._run.model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
         opened.export(tmp_path / "merged")
     merged = loss_of(auto.from_pretrained(tmp_path / "merged"), batch)
     loaded = peft.PeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "adapter")
@@ -393,24 +393,24 @@ def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
         low_rank(base, DensePerturbation()) as opened,
         pytest.raises(OptionError, match="dense perturbations"),
     ):
-        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+        export_adapter(opened, opened._run.model, out, base="")  # type: ignore[arg-type]
     with low_rank(base, LowRankPerturbation(rank=5, period=1)) as opened:
         for _ in range(3):
             opened.step(batch)
         with pytest.raises(
             OptionError, match=r"found 20 columns of all periods; expected at most \d+, for model\."
         ):
-            export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+            export_adapter(opened, opened._run.model, out, base="")  # type: ignore[arg-type]
     adapter = Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with (
         low_rank(base, adapter=adapter) as opened,
         pytest.raises(OptionError, match="trains an adapter"),
     ):
-        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+        export_adapter(opened, opened._run.model, out, base="")  # type: ignore[arg-type]
     out.mkdir()
     (out / "mine").touch()
     with low_rank(base) as opened, pytest.raises(OutputError):
-        export_adapter(opened, opened._runner.model, out, base="")  # type: ignore[arg-type]
+        export_adapter(opened, opened._run.model, out, base="")  # type: ignore[arg-type]
     assert [path.name for path in out.iterdir()] == ["mine"]
 
 

@@ -266,7 +266,7 @@ def test_factors_take_what_plans_count(tmp_path: Path) -> None:
         make_batch(40, [7, 5]),
     )
     with engine(path, perturbation=settings) as opened:
-        store = opened._runner.factors
+        store = opened._run.directions.factors
         assert store is not None
         for taken in range(5):
             opened.evaluate([batch])
@@ -406,7 +406,7 @@ def test_adapters_train_on_coded_weights_as_on_the_decoded_ones(
     with Engine(open_checkpoint(coded)) as opened:
         encodings = [
             spec.encoding
-            for layout in opened._runner.model.layouts
+            for layout in opened._run.model.layouts
             for spec in layout.parameters
             if spec.encoding
         ]

@@ -39,8 +39,8 @@ from zo2core.io.direct_file import RangedFile
 from zo2core.methods.first_order import TRAINED_COPIES
 from zo2core.planning.memory import DevicePlan, Machine, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.profiling import Timeline
-from zo2core.runner import Runner
+from zo2core.run import Run
+from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import AHEAD, ActivationFile, ActivationOffload, KeptActivations, Use
 from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS, PASSING, BlockGraph
 from zo2core.types import Lane
@@ -250,8 +250,8 @@ def test_blocks_without_a_bucket_are_read_at_most_twice(
 ) -> None:
     batch, steps = make_batch(40, [7, 5, 6, 4]), 4
     with make(base, buckets, overlap=overlap, micro_batch_size=rows) as engine:
-        block = engine._runner.model.layouts[1].nbytes
-        blocks = sum(not layout.resident for layout in engine._runner.model.layouts)
+        block = engine._run.model.layouts[1].nbytes
+        blocks = sum(not layout.resident for layout in engine._run.model.layouts)
         engine.step(batch)
         reads = sum(engine.step(batch).lanes[Lane.READ].nbytes for _ in range(steps))
     # blocks: what a step has read may be noted in the one after it
@@ -272,7 +272,7 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
 @pytest.mark.few(1)
 @pytest.mark.parametrize("buckets", [None, 1, 2])
 def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(
-    base: Path, buckets: int | None
+    base: Path, buckets: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
     for room in (1, 40_000, 80_000, 1 << 28):
@@ -285,7 +285,8 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(
             return block(index, activations)
 
         with make(base, buckets, room=room, micro_batch_size=2) as engine:
-            engine._runner.model = cast("Any", Proxy(engine._runner.model, block=counted))
+            model: Any = engine._run.model
+            monkeypatch.setattr(model, "block", partial(counted, model.block))
             losses = [engine.step(batch).loss for _ in range(3)]
             outcomes[room] = (
                 forwards,
@@ -330,7 +331,7 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
             runs.append(1)
             return output * (1 + shift) if len(runs) == 1 else output
 
-        model: Any = engine._runner.model
+        model: Any = engine._run.model
         model._layers[0].input_layernorm.register_forward_hook(changed)
         with pytest.raises(
             OptionError, match="saves other tensors for its backward when it runs again"
@@ -440,7 +441,7 @@ def test_what_has_no_optimizer_no_gradient_or_other_bits_under_autocast_is_refus
         engine.step(
             BATCH,
             forward=cast(
-                "Any", Proxy(engine._runner.model, head=lambda head, *given: head(*given).detach())
+                "Any", Proxy(engine._run.model, head=lambda head, *given: head(*given).detach())
             ),
         )
     for name, config in (("LoHa", KINDS["loha"](["q_proj"])), ("DoRA", lora(use_dora=True))):
@@ -740,7 +741,7 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
     with spilling(base, 1 << 28) as engine:
         expected = steps_and_values(engine, batch)
         assert engine.step(batch).lanes[Lane.WRITE].nbytes == 0
-        layout = engine._runner.model.layouts[1]
+        layout = engine._run.model.layouts[1]
     hidden = sum(LENGTHS) * small_config("llama").hidden_size * 2
     written = []
     for blocks in range(BLOCKS + 1) if request.config.getoption("--long") else (0, 1, 2, BLOCKS):
@@ -764,11 +765,11 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
 def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path) -> None:
     for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
         with (
-            patch.object(Runner, "run", autospec=True, side_effect=Runner.run) as run,
+            patch.object(Run, "sweep", autospec=True, side_effect=Run.sweep) as sweep,
             spilling(base, room) as engine,
         ):
             engine.step(make_batch(40, LENGTHS))
-        assert run.call_count == expected
+        assert sweep.call_count == expected
 
 
 def assert_same_in_any_room(
@@ -777,7 +778,7 @@ def assert_same_in_any_room(
     outcomes = []
     for room in (1 << 28, 1, room_for(base, 0)):
         with spilling(base, room, **options) as engine:
-            prepare(engine._runner.model)
+            prepare(engine._run.model)
             outcomes.append(steps_and_values(engine, make_batch(40, LENGTHS)))
     assert outcomes[1:] == outcomes[:1] * 2
 
@@ -823,7 +824,7 @@ def test_a_device_of_its_own_memory_keeps_inputs_on_host_or_disk_with_the_same_b
         def __init__(self, device: Any, timeline: Timeline, file: Any, room: int) -> None:
             super().__init__(device, timeline, file, room if host_room is None else host_room)
 
-    monkeypatch.setattr("zo2core.methods.first_order.ActivationOffload", LittleRoom)
+    monkeypatch.setattr("zo2core.methods.gradient_steps.ActivationOffload", LittleRoom)
     batch = make_batch(40, LENGTHS)
     with spilling(base, 1 << 28) as engine:
         expected = steps_and_values(engine, batch)

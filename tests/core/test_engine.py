@@ -68,6 +68,7 @@ from zo2core.errors import (
     ScratchError,
 )
 from zo2core.protocols import NoiseGenerator, ZOEstimator
+from zo2core.run import Run
 from zo2core.sources.slot_file import Scratch
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
@@ -177,7 +178,7 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
 def test_a_loss_that_is_not_finite_stops_the_step(engine: Engine) -> None:
     engine.step(BATCH)
     before = weights(engine)
-    infinite: Any = Proxy(engine._runner.model, head=lambda head, *given: head(*given) * math.inf)
+    infinite: Any = Proxy(engine._run.model, head=lambda head, *given: head(*given) * math.inf)
     with pytest.raises(NonFiniteLossError, match="step 1"):
         engine.step(BATCH, infinite)
     assert engine.version == 1
@@ -475,10 +476,10 @@ def test_forwards_at_an_evaluation_pass_no_other_where_weights_are_not_perturbed
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-3, q=4, perturb_in_place=False)
     with Engine(open_checkpoint(base), ZerothOrder(estimator)) as engine:
         batch, asked = make_batch(40, [7]), engine.ask()
-        with patch.object(engine._runner, "sweep", wraps=engine._runner.sweep) as sweep:
+        with patch.object(Run, "evaluate", autospec=True, side_effect=Run.evaluate) as sweep:
             for at in asked:
                 list(engine.forwards([batch], at=at))
-    assert [len(call.args[1]) for call in sweep.mock_calls] == [1] * len(asked)
+    assert [len(call.args[2]) for call in sweep.mock_calls] == [1] * len(asked)
 
 
 SEGMENTS = 4  # embedding, two blocks, head
@@ -671,7 +672,7 @@ def test_every_segment_is_visited_once_a_step(base: Path) -> None:
         model, ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)), micro_batch_size=1
     ) as engine:
         engine.step(make_batch(40, [9, 3]))
-        source: Any = engine._runner.source
+        source: Any = engine._run.segments.source
         with patch.object(source, "acquire", wraps=source.acquire) as acquire:
             engine.step(make_batch(40, [9, 3]))
     assert [call.args[0] for call in acquire.mock_calls] == list(range(len(model.layouts)))

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -54,11 +53,13 @@ from zo2core.errors import (
     NonFiniteLossError,
     OptionError,
 )
-from zo2core.methods.first_order import LossScale, _FusedStep, segment_gradient_bytes, trained_bytes
+from zo2core.methods.first_order import segment_gradient_bytes, trained_bytes
+from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.registry import make_block_update
 from zo2core.optimizers.states import _Zeros, copied_state, state_bytes
 from zo2core.protocols import UpdateInputs
-from zo2core.sweep.gradient_visitor import StoredParameters
+from zo2core.sweep.fused_step import FusedStep, GradientLimits
+from zo2core.sweep.trained_weights import StoredWeights
 from zo2core.types import BlockLayout, Lane, ParameterSpec, SegmentKind
 
 ADAMW: Any = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.1)
@@ -277,7 +278,7 @@ def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> 
         ):
             results = [engine.step(BATCH) for _ in range(STEPS)]
             assert_same_outcome(([result.losses for result in results], weights(engine)), expected)
-        block = engine._runner.model.layouts[1].nbytes
+        block = engine._run.model.layouts[1].nbytes
         offloaded = [result.lanes[Lane.OFFLOAD].nbytes for result in results]
         if case == "lora":
             assert (
@@ -296,7 +297,7 @@ def test_a_tied_weight_is_updated_once(base: Path) -> None:
     class Counting(LOMO):
         def apply(self, inputs: UpdateInputs) -> None:
             counted.extend(inputs.gradients)
-            held.append(len(inner(engine)._runner.trained._gradients))
+            held.append(len(inner(engine)._state.weights._gradients))
             super().apply(inputs)
 
     with Engine(open_checkpoint(base), FirstOrder(Counting(), lr=1e-2), memory=memory()) as engine:
@@ -331,9 +332,9 @@ def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_
                 for name, value in weights(engine).items()
                 if not torch.equal(value, before[name])
             }
-            [segment] = update.segments(step, inner(engine)._runner.trained.segments)
-            assert changed == set(inner(engine)._runner.trained.names_of(segment))
-            leaves = inner(engine)._steps._visits.leaves
+            [segment] = update.segments(step, inner(engine)._state.weights.segments)
+            assert changed == set(inner(engine)._state.weights.names_of(segment))
+            leaves = inner(engine)._steps._sweeps._visits.leaves
             assert next(index for index, names in enumerate(leaves) if names) == segment
 
 
@@ -357,7 +358,7 @@ def test_a_step_that_is_refused_before_an_update_changes_nothing(case: str, base
         with pytest.raises(BatchError):
             engine.step({key: value for key, value in BATCH.items() if key != "labels"})
         infinite: Any = Proxy(
-            engine._runner.model, head=lambda head, *given: head(*given) * float("inf")
+            engine._run.model, head=lambda head, *given: head(*given) * float("inf")
         )
         with pytest.raises(NonFiniteLossError, match=r"step 1: found loss inf.*no step was taken"):
             engine.step(BATCH, forward=infinite)
@@ -366,7 +367,7 @@ def test_a_step_that_is_refused_before_an_update_changes_nothing(case: str, base
         if case == "lora":
             assert all(
                 parameter.grad is None
-                for parameter in inner(engine)._runner.trained.parameters.values()
+                for parameter in inner(engine)._state.weights.parameters.values()
             )
         expected = engine.step(BATCH).losses
     assert outcome(engine_of(base, case), [BATCH] * 2)[0][1] == expected
@@ -381,7 +382,7 @@ def poisoned(engine: Engine, factor: float) -> Any:
             given.hidden.register_hook(lambda gradient: gradient * factor)
         return given
 
-    return Proxy(engine._runner.model, block=block)
+    return Proxy(engine._run.model, block=block)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +439,9 @@ def test_a_state_goes_on_with_the_same_bits_and_its_engine_does_not_change_it(
 def test_weights_dropped_by_an_interrupted_load_are_not_the_bases(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = StoredParameters.set_values
+    real = StoredWeights.set_values
 
-    def interrupted(self: StoredParameters, index: int, *given: Any) -> None:
+    def interrupted(self: StoredWeights, index: int, *given: Any) -> None:
         if index == 2:
             raise KeyboardInterrupt
         real(self, index, *given)
@@ -448,7 +449,7 @@ def test_weights_dropped_by_an_interrupted_load_are_not_the_bases(
     with engine_of(base, "lomo") as engine:
         engine.step(BATCH)
         state = {**engine.state_dict(), "parameters": weights(engine)}
-        monkeypatch.setattr(StoredParameters, "set_values", interrupted)
+        monkeypatch.setattr(StoredWeights, "set_values", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.load_state_dict(state)
         with pytest.raises(
@@ -641,7 +642,7 @@ def test_the_loss_is_scaled_as_by_torchs_scaler(
     ) as engine:
         for step in range(12):
             batch = make_batch(40, [7, 5], seed=step)
-            assert inner(engine)._steps.scale.values()["loss_scale"] == scaler.get_scale()
+            assert inner(engine)._state.scale.values()["loss_scale"] == scaler.get_scale()
             loss = loop(batch, rate(case)(step))
             result = engine.step(batch)
             assert result.loss == loss
@@ -660,9 +661,7 @@ def test_the_loss_of_several_outputs_is_scaled_as_well(base: Path) -> None:
     results = []
     for scaling in (None, LossScaling(initial=8.0)):
         with engine_of(base, "lomo", scaling=scaling) as engine:
-            joint: Any = Proxy(
-                engine._runner.model, split=lambda _, batch, rows: [batch], loss=loss
-            )
+            joint: Any = Proxy(engine._run.model, split=lambda _, batch, rows: [batch], loss=loss)
             engine.step([BATCH, make_batch(40, [6], seed=1)], forward=joint)
             results.append(weights(engine))
     assert_equal(*results)  # powers of two change no bit
@@ -870,12 +869,11 @@ def test_converted_gradients_are_clipped_and_unscaled_in_place() -> None:
         for name in ("a", "b")
     }
     gradients, scale = dict(given), LossScale(LossScaling())
-    method, unused = FirstOrder(BAdam(ADAMW), lr=0.1, clip_value=0.5, clip=1.0), cast("Any", None)
-    steps: Any = SimpleNamespace(update=method.update, scale=scale)
-    step = _FusedStep(method, steps, unused)
+    limits, unused = GradientLimits(norm=1.0, value=0.5), cast("Any", None)
+    step = FusedStep(BAdam(ADAMW), unused, scale, limits, unused, [*gradients], 0)
     step.total = torch.tensor(8.0)
     with _LargestTensors(4 * 64 * 128) as made:
-        step.clip(gradients)
+        step.prepare(gradients)
     assert made.most == 2
     for name, gradient in given.items():
         unscaled = gradient.float() * torch.tensor(1.0 / scale.scale, dtype=torch.float32)

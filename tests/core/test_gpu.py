@@ -275,7 +275,7 @@ def watched(engine: Engine, seen: list[int]) -> Iterator[None]:
     """Let a sweep fail that makes the host wait; note what torch has reserved before and after
     each.
     """
-    sweep = engine._runner.scheduler.sweep
+    sweep = engine._run.segments.scheduler.sweep
 
     def strict(*arguments: Any) -> None:
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
@@ -288,7 +288,7 @@ def watched(engine: Engine, seen: list[int]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
 
-    with patch.object(engine._runner.scheduler, "sweep", strict):
+    with patch.object(engine._run.segments.scheduler, "sweep", strict):
         yield
 
 

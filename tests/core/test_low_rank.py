@@ -68,7 +68,7 @@ from zo2core.io.direct_file import RangedFile
 from zo2core.io.durable import RecordFile
 from zo2core.journal.journal import Journal
 from zo2core.kernels import apply
-from zo2core.sweep.visitor import SegmentVisitor
+from zo2core.sweep.visitor import ForwardVisitor
 from zo2core.types import Lane, Program
 
 MEZO = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
@@ -268,7 +268,7 @@ def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> 
     with beside(base, MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False), period=1000) as engine:
         for _ in range(3):
             engine.step(BATCH)
-        store = engine._runner.factors
+        store = engine._run.directions.factors
         assert store is not None
         sums = store._sums["model.layers.0.mlp.up_proj.weight"].now
         assert sums.dtype is torch.float32
@@ -454,7 +454,7 @@ def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
         with closing(
             Trainer(small_run(tmp_path / str(stack), optimization=optimization))
         ) as trainer:
-            reserved.append(trainer.engine._runner.activation_bytes)
+            reserved.append(trainer.engine._run.segments.activation_bytes)
     assert reserved[0] < reserved[1] < reserved[2]
 
 
@@ -733,9 +733,9 @@ def test_what_the_system_refuses_is_told_and_costs_time_alone(
 def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_path: Path) -> None:
     bare = stopped.copy(tmp_path / "bare", bare=True)
     after_embedding: list[int] = []
-    evaluate = SegmentVisitor._evaluate
+    evaluate = ForwardVisitor._evaluate
 
-    def evaluating(visitor: SegmentVisitor, index: int) -> None:
+    def evaluating(visitor: ForwardVisitor, index: int) -> None:
         if index == 0:
             after_embedding.append(sum(len(call.args[2]) for call in write.mock_calls))
         evaluate(visitor, index)
@@ -743,7 +743,7 @@ def test_sums_of_ended_periods_are_written_as_they_end(stopped: Stopped, tmp_pat
     with (
         opened(stopped.base, bare) as engine,
         patch.object(RangedFile, "write", autospec=True, side_effect=RangedFile.write) as write,
-        patch.object(SegmentVisitor, "_evaluate", evaluating),
+        patch.object(ForwardVisitor, "_evaluate", evaluating),
     ):
         engine.evaluate([BATCH])
     embedding = sum_elements(open_checkpoint(stopped.base).layouts[0].parameters, 2)
@@ -759,7 +759,7 @@ def test_a_period_that_ended_since_the_first_read_can_be_read(stopped: Stopped, 
         while engine.version <= 3 * PERIOD:
             engine.step(BATCH)
         expected = weights(engine)
-        store = engine._runner.factors
+        store = engine._run.directions.factors
         assert store is not None
         store._sums.clear()  # as after a sweep that failed
         with warnings.catch_warnings():

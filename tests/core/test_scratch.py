@@ -199,7 +199,7 @@ def test_a_flipped_bit_costs_its_segment(
     data[lasts[2]["slot"] * max(records(run)[0]["sizes"][1:-1]) + 5] ^= 1
     (run / "scratch.bin").write_bytes(data)
     with engine(run, buckets) as resumed:
-        source = resumed._runner.source
+        source = resumed._run.segments.source
         assert isinstance(source, SegmentStore)
         versions = {}
         for index in range(len(source.layouts)):

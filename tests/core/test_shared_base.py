@@ -273,7 +273,7 @@ def test_a_failed_run_ends_alone_and_can_go_on(
     failed = ArithmeticError("broken")
     with (
         patch.object(engines["per-row"].journal, "append", side_effect=refuse),
-        patch.object(broken._runner.model, "block", side_effect=failed),
+        patch.object(broken._run.model, "block", side_effect=failed),
     ):
         results = shared.step({engine: batch_of(0, 0) for engine in engines.values()})
     assert isinstance(results[engines["adamw"]], NonFiniteLossError)
@@ -285,7 +285,7 @@ def test_a_failed_run_ends_alone_and_can_go_on(
     assert engines["per-row"].version == 1
     # The second sweep replays the first step's update into the adapter, and fails before it says
     # so.
-    with patch.object(broken._runner.update_loss, "sample", side_effect=failed):
+    with patch.object(broken._run.update_loss, "sample", side_effect=failed):
         assert shared.step({broken: batch_of(0, 1)})[broken] is failed
     stepped(shared, {broken: batch_of(0, 1)})
     assert_equal(weights(broken), alone(base, 0, Drawn("exact", 0, 2))[1])
@@ -351,7 +351,7 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(
     runs: dict[str, Callable[[], object]] = {
         name: partial(run, engine) for name, engine in engines.items()
     }
-    within = patch.object(engines["exact"]._runner.model, "block", side_effect=KeyboardInterrupt)
+    within = patch.object(engines["exact"]._run.model, "block", side_effect=KeyboardInterrupt)
     with within, pytest.raises(KeyboardInterrupt):
         shared.together(runs)
     assert len(ended) == 4
@@ -443,7 +443,8 @@ def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(
     with SharedBase(open_checkpoint(base)) as shared:
         opened = (low_rank(base, 0, journal=tmp_path / name, shared=shared) for name in ("a", "b"))
         with next(opened) as broken, next(opened) as healthy:
-            broken._runner.base_digests._expected[broken._runner.model.layouts[2].name] = "0" * 16
+            third = broken._run.model.layouts[2].name
+            broken._run.segments.base_digests._expected[third] = "0" * 16
             results = shared.step({engine: batch_of(0, 1) for engine in (broken, healthy)})
             assert isinstance(results[broken], CheckpointError)
             assert not isinstance(results[healthy], Exception)

@@ -213,13 +213,13 @@ def test_a_segment_is_written_once_a_turn_at_the_version_after_its_last_update(
     deep_base: Path, tmp_path: Path
 ) -> None:
     with streamed(deep_base, tmp_path / "run") as engine:
-        runner, update = inner(engine)._runner, inner(engine)._steps.update
-        turns = [update.segments(step, runner.trained.segments)[0] for step in range(0, 12, EVERY)]
+        state = inner(engine)._state
+        trained = state.weights.segments
+        turns = [state.update.segments(step, trained)[0] for step in range(0, 12, EVERY)]
         results = [engine.step(batch) for batch in BATCHES[:13]]
-        sizes = [whole_pages(layout.nbytes) for layout in runner.layouts]
-        versions = {
-            segment: runner.generations.version(segment) for segment in runner.trained.segments
-        }
+        segments = inner(engine)._run.segments
+        sizes = [whole_pages(layout.nbytes) for layout in segments.layouts]
+        versions = {segment: segments.committed.generations.version(segment) for segment in trained}
     assert len(set(turns)) == 6
     written = sum(result.lanes[Lane.WRITE].nbytes for result in results[:12])
     assert sum(sizes[segment] for segment in turns[:-1]) <= written, (
@@ -313,7 +313,7 @@ def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(
     deep_base: Path, tmp_path: Path
 ) -> None:
     with streamed(deep_base, tmp_path / "run") as engine:
-        source = inner(engine)._runner.source
+        source = inner(engine)._run.segments.source
         for pinned in (1, 3):
             source.pin([pinned])
             bucket = source.acquire(pinned)
@@ -342,7 +342,7 @@ def test_a_generation_has_the_scale_of_the_loss(clip: float | None, tmp_path: Pa
         assert [result.grad_norm for result in first] == [0.0] * 4, "gradients overflow"
         assert [commit.lr for commit in engine.journal.commits] == [0.0] * 4
     with streamed(deep_base, tmp_path / "run", 2, "adamw", **options) as engine:
-        assert inner(engine)._steps.scale.values() == {"loss_scale": 2.0**24, "good_steps": 0}
+        assert inner(engine)._state.scale.values() == {"loss_scale": 2.0**24, "good_steps": 0}
         later = [engine.step(batch) for batch in BATCHES[4:17]]
         assert [result.losses for result in first + later] == losses
         assert later[-1].grad_norm != 0.0
@@ -361,7 +361,7 @@ def test_only_blocks_without_room_are_written_between_commits(
                 Generations, "write", autospec=True, side_effect=Generations.write
             ) as write,
         ):
-            sizes = [whole_pages(layout.nbytes) for layout in engine._runner.layouts]
+            sizes = [whole_pages(layout.nbytes) for layout in engine._run.segments.layouts]
             for batch in BATCHES[:8]:
                 engine.step(batch)
         kept = 0 if commit_every == 1 else sizes[0] + sizes[-1] + sizes[1]
@@ -425,7 +425,7 @@ def test_states_are_read_on_the_way_back(
         streamed(deep_base, tmp_path / "run", buckets, case, **options) as engine,
         patch.object(Generations, "read", autospec=True, side_effect=Generations.read) as read,
     ):
-        layouts = engine._runner.layouts
+        layouts = engine._run.segments.layouts
         blocks = [layout for layout in layouts if not layout.resident]
         sizes = [
             (whole_pages(layout.weight_bytes), whole_pages(layout.nbytes)) for layout in blocks
@@ -468,8 +468,8 @@ def test_a_commit_names_each_segment_once_after_the_journal_and_all_bytes_are_du
     noted(RangedFile, "sync", "bytes durable")
     noted(Generations, "commit", "committed")
     with streamed(deep_base, tmp_path / "run", 2, "adamw") as engine:
-        noted(type(inner(engine)._runner.generations._manifest), "append", "record")
-        segments = sum(bool(layout.parameters) for layout in engine._runner.layouts)
+        noted(type(inner(engine)._run.segments.committed.generations._manifest), "append", "record")
+        segments = sum(bool(layout.parameters) for layout in engine._run.segments.layouts)
         for batch in BATCHES[:3]:
             events.clear()
             engine.step(batch)
@@ -517,7 +517,7 @@ def test_a_failed_update_or_commit_closes_the_engine_and_is_undone(
     engine = streamed(deep_base, tmp_path / "run", 2, "adamw")
     for batch in BATCHES[:2]:
         engine.step(batch)
-    update = inner(engine)._steps.update
+    update = inner(engine)._state.update
     if call == "apply":
         failing: Any = patch.object(update, call, fails_at(update.apply, 5, KeyboardInterrupt()))
     else:

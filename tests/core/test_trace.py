@@ -24,12 +24,11 @@ from zo2core import (
     Trace,
     WriteBackPolicy,
     ZerothOrder,
-    profiling,
 )
 from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
-from zo2core.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
 from zo2core.protocols import Device
+from zo2core.schedulers.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
 from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.types import Lane
 
@@ -358,7 +357,7 @@ def test_a_disk_that_is_full_is_a_typed_error_and_no_file_without_a_sweep_stays(
             return super().write(content)
 
     trace = Trace(tmp_path / "t.json")
-    monkeypatch.setattr("zo2core.profiling.create_file", lambda path: Filling(path, "x"))
+    monkeypatch.setattr("zo2core.schedulers.profiling.create_file", lambda path: Filling(path, "x"))
     for number in range(sweeps):
         trace.add([span(Lane.READ, number, number + 1)])
     with pytest.raises(OutputError, match="No space left"):
@@ -394,7 +393,7 @@ def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
 def test_of_too_many_spans_the_older_half_goes_and_one_that_is_not_done_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profiling, "_CAPACITY", 4)
+    monkeypatch.setattr("zo2core.schedulers.profiling._CAPACITY", 4)
     timeline = Timeline()
     for name in "abcdef":
         timeline.note(Lane.READ, name, PastEvent(0), PastEvent(1, passed=name != "e"))

@@ -29,8 +29,8 @@ from torch.utils._pytree import register_pytree_node
 
 from zo2core import HostDevice, OverlappedScheduler
 from zo2core.io.direct_file import PAGE
-from zo2core.profiling import Timeline, now
 from zo2core.protocols import Store, Transfer, Wait
+from zo2core.schedulers.profiling import Timeline, now
 from zo2core.sweep.activations import (
     AHEAD,
     IN_TRANSIT,

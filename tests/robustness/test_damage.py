@@ -255,7 +255,7 @@ def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_
     ) as trainer:
         every = trainer.engine.write_back_every
         assert every is not None
-        layouts = trainer.engine._runner.layouts
+        layouts = trainer.engine._run.segments.layouts
         assert terabytes_written(layouts, every) <= 1e-6
 
 

@@ -476,7 +476,7 @@ def read_ahead_fails(folder: Path) -> None:
     """It is tried again when the block is needed; only if that fails, too, it is reported, once."""
     for buckets in (2, 3):
         with tried(Storage(buckets, None, keep_noise=True), folder) as (engine, run):
-            last = engine._runner.model.layouts[-2].parameters[-1].name
+            last = engine._run.model.layouts[-2].parameters[-1].name
             rule = Rule(Call.READ, CHECKPOINT, count=EVER, error=errno.EIO)
             with pytest.raises(CheckpointError) as info:
                 engine.step(BATCH, seed=PLAN.seeds[0])

@@ -24,8 +24,8 @@ from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
 from zo2core import OverlappedScheduler, Trace, ZO2Error
 from zo2core.planning.memory import free_memory
-from zo2core.profiling import Span, Sweep
 from zo2core.ranges import parse_size
+from zo2core.schedulers.profiling import Span, Sweep
 from zo2core.types import Batch, Lane
 
 A100_MEMORY = 80e9  # bytes of the paper's GPU

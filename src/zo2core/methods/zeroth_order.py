@@ -7,7 +7,7 @@ The weights change when they are next visited: that visit replays the record.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +16,9 @@ import torch
 from zo2core.errors import OptionError
 from zo2core.estimators.perturbation import Perturbation
 from zo2core.estimators.two_point import direction_seeds, learning_rate
+from zo2core.methods.states import JournalState
 from zo2core.protocols import Forward, NoiseGenerator, ZOEstimator
-from zo2core.runner import Runner, StepBatch, Steps
+from zo2core.run import Run, StepBatch
 from zo2core.sweep import microbatch
 from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, RowGroup, StepResult
@@ -95,22 +96,24 @@ class OpenStep(NamedTuple):
         return self.evaluations[: self.evaluations.index(at) + 1]
 
 
-class ZerothOrderSteps(Steps):
+class ZerothOrderSteps:
     """Takes zeroth-order steps, whose state is the journal."""
 
-    def __init__(self, runner: Runner, estimator: ZOEstimator, seed: int) -> None:
-        super().__init__(runner)
-        self._estimator, self._seed = estimator, seed
+    def __init__(self, run: Run, estimator: ZOEstimator, seed: int, state: JournalState) -> None:
+        self._run = run
+        self._estimator = estimator
+        self._seed = seed
+        self._state = state
         self._open_step: OpenStep | None = None
-        self._first_version = self.version
+        self._first_version = state.version
 
     def step(self, batch: StepBatch, forward: Forward | None, *, seed: int | None) -> StepResult:
         """Take a step on a batch. See ``Engine.step``."""
         self._open_step = None
-        runner, batches = self._runner, microbatch.batches_of(batch)
-        run, objective = microbatch.with_objective(forward, runner.model)
+        run = self._run
+        batches = microbatch.batches_of(batch)
+        forward, objective = microbatch.with_objective(forward, run.model)
         open_step = self._begin(seed, batches, shards_rows=objective is None)
-        indices = open_step.indices
         groups = list(dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations))
         if objective is not None and any(groups):
             raise OptionError(
@@ -119,47 +122,63 @@ class ZerothOrderSteps(Steps):
                 expected="the model's own loss",
                 remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
             )
-        tokens = 0
+        tokens = 0  # of this worker's rows, if workers share them
         if open_step.split.parts > 1:
-            slices = [
-                open_step.split.rows(runner.workers.rank, len(batch["labels"])) for batch in batches
-            ]
-            batches = [
-                microbatch.rows_of(batch, rows.start, rows.stop)
-                for batch, rows in zip(batches, slices, strict=True)
-            ]
+            batches = self._local_rows(open_step, batches)
             tokens = sum(map(microbatch.labelled_tokens, batches))
             if tokens == 0:
-                if self.version == self._first_version:
-                    # the first sweep computes the base's digests
-                    runner.sweep(self.version, [], runner.model)
-                return self._take(open_step, microbatch.losses_as_tensors([0.0] * len(indices)))
-        micro_batches: dict[RowGroup | None, microbatch.MicroBatches] = {}
-        prepared: dict[RowGroup | None, list[Batch]] = {}
-        for group in groups:
-            rows = (
-                batches
-                if group is None
-                else [microbatch.rows_of_group(batch, group) for batch in batches]
+                return self._take(open_step, self._losses_of_no_rows(open_step))
+        micro_batches = {
+            group: microbatch.split_batches(
+                microbatch.rows_of_groups(batches, group), run.micro_batch_size, objective
             )
-            micro_batches[group] = microbatch.split_batches(
-                rows, runner.options.micro_batch_size, objective
-            )
-            prepared[group] = list(runner.prepared(micro_batches[group].batches, run))
-        # Where weights are perturbed in place, the sweep passes the evaluations of the workers
-        # before, without batches.
-        first = 0 if self._estimator.perturb_in_place else indices.start
-        swept = [
-            (at, prepared[at.rows] if index in indices else ())
-            for index, at in enumerate(open_step.evaluations[first : indices.stop], first)
-        ]
-        outputs = runner.sweep(self.version, swept, run)
-        local = zip(open_step.local, outputs[len(outputs) - len(indices) :], strict=True)
+            for group in groups
+        }
+        outputs = self._evaluate(open_step, micro_batches, forward)
         losses = [
             micro_batches[evaluation.rows].loss(of_evaluation)
-            for evaluation, of_evaluation in local
+            for evaluation, of_evaluation in zip(open_step.local, outputs, strict=True)
         ]
         return self._take(open_step, losses, tokens)
+
+    def _local_rows(self, open_step: OpenStep, batches: Sequence[Batch]) -> list[Batch]:
+        """This worker's rows of each batch."""
+        local: list[Batch] = []
+        for batch in batches:
+            rows = open_step.split.rows(self._run.workers.rank, len(batch["labels"]))
+            local.append(microbatch.rows_of(batch, rows.start, rows.stop))
+        return local
+
+    def _losses_of_no_rows(self, open_step: OpenStep) -> list[torch.Tensor]:
+        """The losses of a worker without a labelled token."""
+        if self._state.version == self._first_version:
+            # the first sweep computes the base's digests
+            self._run.bring_to(self._state.version)
+        return microbatch.losses_as_tensors([0.0] * len(open_step.indices))
+
+    def _evaluate(
+        self,
+        open_step: OpenStep,
+        micro_batches: Mapping[RowGroup | None, microbatch.MicroBatches],
+        forward: Forward,
+    ) -> list[list[torch.Tensor]]:
+        """Run this worker's evaluations in one sweep; returns the head's outputs for each.
+
+        Where weights are perturbed in place, the sweep passes the evaluations of the workers
+        before, without batches.
+        """
+        prepared = {
+            group: list(self._run.prepared(of_group.batches, forward))
+            for group, of_group in micro_batches.items()
+        }
+        indices = open_step.indices
+        first = 0 if self._estimator.perturb_in_place else indices.start
+        swept = [
+            (at, prepared[at.rows] if number in indices else ())
+            for number, at in enumerate(open_step.evaluations[first : indices.stop], first)
+        ]
+        outputs = self._run.evaluate(self._state.version, swept, forward)
+        return outputs[len(outputs) - len(indices) :]
 
     def ask(self, *, seed: int | None) -> tuple[Evaluation, ...]:
         """Start a step whose losses the caller computes. See ``Engine.ask``."""
@@ -188,32 +207,35 @@ class ZerothOrderSteps(Steps):
 
     def _begin(self, seed: int | None, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
         """Start a step, and divide it among the workers. An open step is dropped."""
-        self._open_step, started, step = None, time.perf_counter(), self.version
-        lr, workers = learning_rate(self._estimator, step), self._runner.workers
+        self._open_step = None
+        started = time.perf_counter()
+        step, workers = self._state.version, self._run.workers
+        lr = learning_rate(self._estimator, step)
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
-        self._runner.offload_kept(step)
-        self._runner.update_loss.begin(step)
-        shards_rows = shards_rows and not any(evaluation.rows for evaluation in evaluations)
+        self._run.offload_kept(step)
+        self._run.update_loss.begin(step)
+        rows = None
+        if shards_rows and not any(evaluation.rows for evaluation in evaluations):
+            rows = microbatch.rows_to_shard(batches)
         digest = workers.digest(batches) if batches else None
-        split = workers.split_of(
-            len(evaluations), microbatch.rows_to_shard(batches) if shards_rows else None
-        )
+        split = workers.split_of(len(evaluations), rows)
         return OpenStep(
-            step,
-            lr,
-            evaluations,
-            started,
-            split,
-            split.evaluations(workers.rank, len(evaluations)),
-            digest,
+            step=step,
+            lr=lr,
+            evaluations=evaluations,
+            started=started,
+            split=split,
+            indices=split.evaluations(workers.rank, len(evaluations)),
+            batch=digest,
         )
 
     def _take(
         self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0
     ) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
-        runner, evaluations, expected = self._runner, open_step.evaluations, len(open_step.indices)
+        run, evaluations = self._run, open_step.evaluations
+        expected = len(open_step.indices)
         if len(losses) != expected:
             raise OptionError(
                 "losses",
@@ -222,23 +244,23 @@ class ZerothOrderSteps(Steps):
                 remedy="pass all losses in one call, in the order of the evaluations",
             )
         context = (
-            runner.journal.checksum,
+            run.journal.checksum,
             [tuple(at) for at in evaluations],
             open_step.batch,
             tuple(open_step.split),
         )
-        gathered = runner.workers.gathered(
+        gathered = run.workers.gathered(
             open_step.split, len(evaluations), losses, tokens=tokens, context=context
         )
         for evaluation, loss in zip(evaluations, gathered, strict=True):
             evaluation.require_finite(loss, step=open_step.step)
-        past = runner.journal.updates
+        past = run.journal.updates
         update = self._estimator.update(
             open_step.step, evaluations, gathered, open_step.lr, past
         ).validated()
-        runner.append(update)
+        self._state.commit(update)
         self._open_step = None
-        return runner.step_result(update, open_step.started)
+        return run.step_result(update, open_step.started)
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:

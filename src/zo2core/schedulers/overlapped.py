@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.profiling import Timeline, now
 from zo2core.protocols import (
     BlockSource,
     Device,
@@ -25,6 +24,7 @@ from zo2core.protocols import (
     Wait,
 )
 from zo2core.ranges import require_whole
+from zo2core.schedulers.profiling import Timeline, now
 from zo2core.schedulers.serial import SerialScheduler, upcoming
 from zo2core.types import Bucket, Event, Lane
 

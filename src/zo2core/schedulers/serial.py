@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from zo2core.profiling import Timeline
 from zo2core.protocols import (
     BlockSource,
     Device,
@@ -16,6 +15,7 @@ from zo2core.protocols import (
     VisitSegment,
     Wait,
 )
+from zo2core.schedulers.profiling import Timeline
 from zo2core.types import Bucket, Lane
 
 

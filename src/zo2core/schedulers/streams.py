@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zo2core.profiling import now
 from zo2core.protocols import Transfer, Wait
+from zo2core.schedulers.profiling import now
 from zo2core.types import Event, Lane
 
 

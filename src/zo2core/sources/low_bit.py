@@ -17,8 +17,8 @@ import torch
 
 from zo2core.io.direct_file import whole_pages
 from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_positions
-from zo2core.profiling import Timeline
 from zo2core.protocols import BlockSource, ReplaySegment, Scheduler, VisitSegment
+from zo2core.schedulers.profiling import Timeline
 from zo2core.sources.segment_store import portions
 from zo2core.types import BlockLayout, Bucket, Lane
 

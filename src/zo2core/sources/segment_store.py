@@ -38,9 +38,9 @@ from zo2core.io.direct_file import (
     whole_pages,
 )
 from zo2core.journal.journal import Journal
-from zo2core.profiling import Gathered, Timeline
 from zo2core.protocols import BlockModel, TensorReader
 from zo2core.ranges import require_whole
+from zo2core.schedulers.profiling import Gathered, Timeline
 from zo2core.sources.slot_file import PIECE, SlotFile
 from zo2core.types import BlockLayout, Bucket, Lane, ParameterSpec, aligned
 

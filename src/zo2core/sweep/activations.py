@@ -30,8 +30,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from zo2core.errors import ScratchError, system_errors_as
 from zo2core.io.direct_file import RangedFile, anonymous_memory, view_of, whole_pages
-from zo2core.profiling import Timeline
 from zo2core.protocols import Activations, Device, Streams, Transfer, Wait
+from zo2core.schedulers.profiling import Timeline
 from zo2core.types import Event, Lane, shown_bytes
 
 # streams whose activations leave, or come back, at a time, so that transfers overlap with compute

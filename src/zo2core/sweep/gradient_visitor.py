@@ -9,13 +9,7 @@ checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, o
 in memory one at a time. As many of the last blocks as memory allows keep their activations, and
 need no second forward. Inputs for which there is no room leave memory in between.
 
-What is trained is an adapter's parameters in memory, or all parameters, where they are stored. An
-adapter's few parameters are the only place of their present values. A segment that owns some of
-them holds copies, whose version its bucket records; to bring the segment to the present version is
-to copy them again. All parameters change in the backward pass, one segment after the other. One
-segment's gradients are in memory at a time. Those of parameters that several segments share wait
-for the backward pass of the segment that owns them. What a step does with a segment's gradients is
-up to its method.
+``trained_weights.py`` has the weights, and what a step does with a segment's gradients.
 """
 
 from __future__ import annotations
@@ -24,310 +18,26 @@ import math
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from zo2core.errors import ClosedError, OptionError
+from zo2core.errors import OptionError
 from zo2core.io.process_memory import resident_memory, return_freed_memory
-from zo2core.profiling import Timeline
-from zo2core.protocols import Activations, Forward, Store, Stores, Streams, TensorReader
+from zo2core.protocols import Activations, Store, Streams
+from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
-from zo2core.sweep.perturbers import Perturber, WorkBuffer
-from zo2core.types import Batch, BlockLayout, Lane, ParameterSpec
-
-
-class _Owned(NamedTuple):
-    """A parameter, and where it is."""
-
-    segment: int
-    position: int  # in the segment's store
-    spec: ParameterSpec
-
-
-def _owned(layouts: Sequence[BlockLayout]) -> list[_Owned]:
-    """All parameters, in registration order."""
-    owned = [
-        _Owned(segment, position, spec)
-        for segment, layout in enumerate(layouts)
-        for position, spec in enumerate(layout.parameters)
-    ]
-    return sorted(owned, key=lambda one: one.spec.index)
-
-
-class TrainedWeights(Perturber):
-    """The present weights, which no sweep perturbs, and their gradients."""
-
-    # segments that are updated in the backward pass of the present sweep
-    updated: Collection[int] = ()
-
-    def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Load trained weights into the work buffer. See ``Perturber``."""
-        self.buffer.load(index, stores)
-
-    def complete(self, index: int) -> dict[str, torch.Tensor]:
-        """Check the gradients of a segment's own parameters, which are all there, and return those
-        that it is updated with.
-
-        If it raises, nothing has changed.
-        """
-        return {}
-
-    def update(
-        self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]
-    ) -> int:
-        """Change a segment's stored weights, if this sweep updates it; returns the new version."""
-        return version
-
-
-class TrainedParameters(TrainedWeights):
-    """The values and gradients of an adapter's parameters, and the version of the copies in
-    segments.
-    """
-
-    def __init__(
-        self,
-        buffer: WorkBuffer,
-        layouts: Sequence[BlockLayout],
-        weights: TensorReader,
-        device: torch.device,
-    ) -> None:
-        super().__init__(buffer, 0)  # the version of the segments' copies rises with each sweep
-        trained = [one for one in _owned(layouts) if not one.spec.frozen]
-        in_blocks = [one.spec.name for one in trained if not layouts[one.segment].resident]
-        if in_blocks or not trained:
-            raise OptionError(
-                "model",
-                found=f"{in_blocks[0]}, a trained parameter of a block"
-                if in_blocks
-                else "no trained parameter",
-                expected="trained parameters that stay in memory, such as an adapter's, and blocks "
-                "that are only read",
-                remedy="open the model with an adapter, or train all parameters",
-            )
-        self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
-        # by segment: position in its store, and the parameter
-        self._copies: dict[int, list[tuple[int, nn.Parameter]]] = {}
-        for segment, position, spec in trained:
-            values = torch.empty(spec.shape, dtype=spec.dtype)
-            weights.read_into(spec.name, values.view(-1))
-            self.parameters[spec.name] = nn.Parameter(values.to(device))
-            self._copies.setdefault(segment, []).append((position, self.parameters[spec.name]))
-
-    @property
-    def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of each trained parameter, by name, in registration order."""
-        return {
-            name: (parameter.shape, parameter.dtype) for name, parameter in self.parameters.items()
-        }
-
-    @torch.no_grad()
-    def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[], object]) -> None:
-        """Replace all values, without a sweep: segments copy them when they are visited."""
-        for name, value in values.items():
-            self.parameters[name].copy_(value)
-
-    def begin_sweep(self) -> None:
-        """Raise the version, so that segments copy the values again: not every optimizer marks what
-        it has changed.
-        """
-        self.version += 1
-
-    def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Copy the present values into a segment, and return its new version."""
-        if index not in self._copies or version == self.version:
-            return version
-        for position, parameter in self._copies[index]:
-            stores[index][position].copy_(parameter.detach().view(-1))
-        return self.version
-
-    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
-        parameter = self.parameters[name]
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        else:
-            parameter.grad += gradient.to(parameter.dtype)
-
-    def clear_gradients(self) -> None:
-        """Free all gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-
-# checks, clips and converts a segment's gradients, by name
-Complete: TypeAlias = Callable[[dict[str, torch.Tensor]], None]
-# Changes a segment, given its index, weights by name, gradients by name, and store.
-Update: TypeAlias = Callable[
-    [int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Store], None
-]
-
-
-class StoredParameters(TrainedWeights):
-    """The trained parameters of all segments, their gradients, and the versions of the segments."""
-
-    def __init__(self, buffer: WorkBuffer, layouts: Sequence[BlockLayout]) -> None:
-        # segments are always at their present version: there is none that all of them share
-        super().__init__(buffer, 0)
-        self._layouts = layouts
-        self._owned = {one.spec.name: one for one in _owned(layouts)}
-        for one in self._owned.values():
-            _require_trainable(one.spec)
-        # that segments have to have, as on disk; 0 if there is none
-        self.versions: dict[int, int] = {}
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._summed: set[str] = set()  # those whose gradients have memory of their own
-        # values that replace the weights in this sweep
-        self._loading: Mapping[str, torch.Tensor] | None = None
-        self._complete: Complete
-        self._update: Update | None = None
-        self._next: int | None = None  # version after the next update; None: the next number
-
-    @property
-    def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of each trained parameter, by name, in registration order."""
-        return {
-            name: (torch.Size(one.spec.shape), one.spec.dtype) for name, one in self._owned.items()
-        }
-
-    @property
-    def segments(self) -> Sequence[int]:
-        """The segments that own trained parameters, in visiting order."""
-        return [segment for segment, layout in enumerate(self._layouts) if layout.parameters]
-
-    def names_of(self, segment: int) -> Sequence[str]:
-        """Names of a segment's own trained parameters."""
-        return [spec.name for spec in self._layouts[segment].parameters]
-
-    def load(self, values: Mapping[str, torch.Tensor], sweep: Callable[[], object]) -> None:
-        """Replace the weights of all segments, in a sweep."""
-        self._loading = values
-        try:
-            sweep()
-        finally:
-            self._loading = None
-
-    def expect(
-        self,
-        updated: Collection[int],
-        complete: Complete,
-        update: Update | None,
-        version: int | None = None,
-    ) -> None:
-        """Set what the next sweep does with the gradients of segments: it updates them, or only
-        checks gradients.
-        """
-        self.updated, self._complete, self._update, self._next = updated, complete, update, version
-
-    def begin_sweep(self) -> None:
-        """Forget the gradients of a sweep that failed."""
-        self.clear_gradients()
-
-    def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Return the version: a store always holds the present weights, unless others are
-        loaded.
-        """
-        expected = self.versions.get(index, 0)
-        if self._loading is not None and self.names_of(index):
-            self.set_values(index, stores[index], self._loading)
-            self.versions[index] = version = version + 1
-        elif version != expected:
-            raise ClosedError(
-                self._layouts[index].name,
-                found=f"weights of version {version}: an update was interrupted, or written bytes "
-                "are damaged",
-                expected=f"version {expected}",
-                remedy="open the run again, which resumes from what was saved whole; if this is "
-                "repeated, begin it anew",
-            )
-        return version
-
-    def set_values(self, index: int, store: Store, values: Mapping[str, torch.Tensor]) -> None:
-        """Replace a segment's weights."""
-        for name in self.names_of(index):
-            self._shaped(name, store).copy_(values[name])
-
-    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add to a parameter's gradient, in its dtype, as ``torch.autograd`` accumulates."""
-        gradient = gradient.to(self._owned[name].spec.dtype)
-        if name not in self._gradients:
-            self._gradients[name] = gradient.contiguous()  # autograd may use its memory elsewhere
-        elif name in self._summed:
-            self._gradients[name] += gradient
-        else:
-            self._gradients[name] = self._gradients[name] + gradient
-            self._summed.add(name)
-
-    @torch.no_grad()
-    def complete(self, index: int) -> dict[str, torch.Tensor]:
-        """Have the gradients of a segment's own parameters checked, clipped and converted.
-
-        See the base class.
-
-        A parameter that several segments use belongs to the first of them, whose backward pass is
-        the last.
-        """
-        if index not in self.updated:
-            return {}
-        gradients = {
-            name: self._gradients.pop(name)
-            for name in self.names_of(index)
-            if name in self._gradients
-        }
-        self._summed.difference_update(gradients)
-        self._complete(gradients)
-        return gradients
-
-    @torch.no_grad()
-    def update(
-        self, index: int, store: Store, version: int, gradients: Mapping[str, torch.Tensor]
-    ) -> int:
-        """Have a segment's stored weights changed, if this sweep updates it; returns the new
-        version.
-        """
-        if index in self.updated and self._update is not None:
-            weights = {name: self._shaped(name, store) for name in self.names_of(index)}
-            self._update(index, weights, gradients, store)
-            self.versions[index] = version = version + 1 if self._next is None else self._next
-        return version
-
-    def clear_gradients(self) -> None:
-        """Free all gradients."""
-        self._gradients.clear()
-        self._summed.clear()
-
-    def _shaped(self, name: str, store: Store) -> torch.Tensor:
-        _, position, spec = self._owned[name]
-        return store[position].view(spec.shape)
-
-
-def _require_trainable(spec: ParameterSpec) -> None:
-    """Refuse a parameter that cannot be trained where it is stored."""
-    if spec.frozen or spec.encoding is not None:
-        raise OptionError(
-            "model",
-            found=f"{spec.name}, which is {'frozen' if spec.encoding is None else 'quantised'}",
-            expected="a model all of whose parameters are trained",
-            remedy=(
-                "open it without an adapter and not quantised, or train an adapter by FirstOrder"
-            ),
-        )
-    if spec.is_low_bit:
-        raise OptionError(
-            "transfer_dtype",
-            found=f"{spec.transfer_dtype} for {spec.name}",
-            expected="weights that travel as they are stored",
-            remedy="leave it out",
-        )
-
+from zo2core.sweep.step_rows import StepRows
+from zo2core.sweep.trained_weights import TrainedWeights
+from zo2core.sweep.visitor import Visitor
+from zo2core.types import Batch, BlockLayout, Lane
 
 # A freed block of glibc's heap is rarely reused whole for a tensor, whose memory is aligned, so
 # that activations lie with gaps between them. Measured for activations of 1 to 7 MB: 1.35 to 1.55
@@ -607,7 +317,7 @@ class GradientVisits:
     """The objects that all sweeps of first-order steps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    trained: TrainedParameters | StoredParameters
+    trained: TrainedWeights
     # for each segment, its modules' trained parameters by name
     leaves: Sequence[Mapping[str, torch.Tensor]]
     inputs: KeptActivations[torch.UntypedStorage]
@@ -616,31 +326,34 @@ class GradientVisits:
     timeline: Timeline
 
 
-class GradientVisitor:
+class GradientVisitor(Visitor):
     """Visits the segments once forward and once backward, and adds gradients to the trained
     parameters.
-    """
 
-    seeds: Collection[int] = ()  # nothing is drawn
+    Args:
+        visits: What all sweeps share.
+        rows: The micro-batches of the step.
+        part: Those of them that run in this sweep.
+        kept_bytes: Memory for the inputs and graphs of segments until their backward.
+        loss_scale: Factor of the loss.
+    """
 
     def __init__(
         self,
         visits: GradientVisits,
-        forward: Forward,
-        batches: Sequence[Batch],
+        rows: StepRows,
+        part: slice,
         *,
-        weights: Sequence[float] | None,
-        joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         kept_bytes: int,
         loss_scale: float = 1.0,
     ) -> None:
-        self._visits, self._trained = visits, visits.trained
-        self._forward, self._weights, self._joint_loss, self._loss_scale = (
-            forward,
-            weights,
-            joint_loss,
-            loss_scale,
-        )
+        self._visits = visits
+        self._trained = visits.trained
+        self._rows = rows
+        self._forward = forward = rows.forward
+        self._weights = None if rows.weights is None else rows.weights[part]
+        self._loss_scale = loss_scale
+        batches = rows.batches[part]
         self._streams = [_Stream(batch) for batch in batches]
         self._trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
@@ -668,10 +381,7 @@ class GradientVisitor:
         return [*range(self._head + 1), *range(self._head - 1, self._last - 1, -1)]
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Run a segment's forwards, or compute its gradients in the backward pass.
-
-        See the contract.
-        """
+        """Run a segment's forwards, or compute its gradients in the backward pass."""
         version = self.replay(index, store, version)
         self._is_backward |= index == self._head
         if not self._is_backward:
@@ -719,7 +429,7 @@ class GradientVisitor:
 
     @torch.no_grad()
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version. See the contract."""
+        """Bring a segment to the present version."""
         self._stores[index] = store
         return self._trained.replay(index, self._stores, version)
 
@@ -737,11 +447,9 @@ class GradientVisitor:
         their inputs require gradients, and some kernels round differently from those that it uses
         without a graph.
         """
-        segment_input, blocks, has_backward = (
-            stream.next_input,
-            self._head - index,
-            index >= self._first,
-        )
+        segment_input = stream.next_input
+        blocks = self._head - index
+        has_backward = index >= self._first
         before = [tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
         if index == 0:
@@ -798,7 +506,7 @@ class GradientVisitor:
                 self._add_gradients(self._head, number, stream)
         if outputs:
             with torch.enable_grad():
-                loss = self._joint_loss(outputs)
+                loss = self._rows.loss(outputs)
             _require_gradient(loss)
             gradients = torch.autograd.grad(loss, outputs, torch.full_like(loss, self._loss_scale))
             for number, (stream, gradient) in enumerate(zip(self._streams, gradients, strict=True)):

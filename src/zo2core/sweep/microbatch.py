@@ -90,6 +90,13 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
     return rows_of(batch, group.number * size, (group.number + 1) * size)
 
 
+def rows_of_groups(batches: Sequence[Batch], group: RowGroup | None) -> Sequence[Batch]:
+    """Select the rows of a group in each batch; None selects all rows."""
+    if group is None:
+        return batches
+    return [rows_of_group(batch, group) for batch in batches]
+
+
 def shard_of_rows(batch: Batch, start: int, stop: int) -> Batch:
     """A range of a batch's rows, without the columns on the right in which all of them are
     padding.
@@ -201,6 +208,13 @@ def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
                 "batch", f"a {kind}", "a mapping of names to tensors", "name the tensors"
             )
     return batches
+
+
+def prepared(batches: Iterable[Batch], forward: Forward, device: torch.device) -> Iterator[Batch]:
+    """Yield the batches on the device, checked by their forward."""
+    for batch in batches:
+        require_tensors(batch)
+        yield forward.prepared({key: value.to(device) for key, value in batch.items()})
 
 
 def split_batches(

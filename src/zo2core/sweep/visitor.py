@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from zo2core.errors import BusyError, ClosedError
 from zo2core.estimators.perturbation import StackedForward
 from zo2core.kernels import Distribution, Draw, apply
 from zo2core.kernels.programs import Trajectory
-from zo2core.profiling import Timeline
 from zo2core.protocols import (
     Activations,
     CounterNoise,
@@ -34,12 +34,12 @@ from zo2core.protocols import (
     VisitSegment,
 )
 from zo2core.schedulers.devices import HostDevice
+from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import StreamActivations
 from zo2core.sweep.perturbers import CounterPerturber, Groups, Perturber, Stream, WorkBuffer
 from zo2core.types import (
     BlockLayout,
     Descend,
-    Evaluation,
     Lane,
     ParameterSpec,
     Program,
@@ -130,8 +130,6 @@ class Visits:
     """The objects that a run's sweeps share."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    # of a sweep: to a version and through evaluations
-    perturber: Callable[[int, Sequence[Evaluation | None]], Perturber]
     activations: StreamActivations  # between segments; one sweep uses it at a time
     streams: Streams
     timeline: Timeline
@@ -139,12 +137,37 @@ class Visits:
     update_loss: UpdateLoss | None
 
 
-class SegmentVisitor:
-    """Visits the segments for one sweep."""
+class Visitor(ABC):
+    """Visits segments in one sweep."""
 
-    def __init__(self, visits: Visits, version: int, groups: Groups, forward: Forward) -> None:
-        self._visits, self._forward = visits, forward
-        self._perturber = visits.perturber(version, [evaluation for evaluation, _ in groups])
+    seeds: Collection[int] = ()  # of the directions that the sweep draws
+    outputs: list[list[torch.Tensor]]  # of the head, one list for each evaluation
+
+    @property
+    @abstractmethod
+    def order(self) -> Sequence[int]:
+        """The segments in the order of their visits, in which a block may occur more than once."""
+
+    @abstractmethod
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Visit a segment, as ``VisitSegment`` says."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until nothing uses the sweep's memory any more, and free it, however the sweep
+        ended.
+        """
+
+
+class ForwardVisitor(Visitor):
+    """Visits all segments once: brings them to a version, and runs the forwards of evaluations."""
+
+    def __init__(
+        self, visits: Visits, perturber: Perturber, groups: Groups, forward: Forward
+    ) -> None:
+        self._visits = visits
+        self._forward = forward
+        self._perturber = perturber
         self._streams = self._perturber.streams(groups, forward)
         # stores of the visited segment and of resident segments, by segment
         self._stores: dict[int, Store] = {}
@@ -153,21 +176,28 @@ class SegmentVisitor:
         visits.activations.begin(sum(map(len, self._streams)), may_offload=may_offload)
 
     @property
-    def seeds(self) -> Collection[int]:
+    def seeds(self) -> Collection[int]:  # type: ignore[override]
         """Seeds of the directions that this sweep draws."""
         return self._perturber.seeds
 
+    @property
+    def order(self) -> Sequence[int]:
+        """All segments."""
+        return range(len(self._visits.layouts))
+
     @torch.inference_mode()
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Bring a segment to the present version, and run its forwards. See the contract."""
+        """Bring a segment to the present version, and run its forwards."""
         commit(self.replay(index, store, version))
         self._evaluate(index)
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
-        visits, self._stores[index] = self._visits, store
-        started, layout = visits.streams.mark(), visits.layouts[index]
+        visits = self._visits
+        layout = visits.layouts[index]
+        self._stores[index] = store
+        started = visits.streams.mark()
         if layout.trains:
             version = self._perturber.replay(index, self._stores, version)
             if visits.update_loss is not None:
@@ -185,8 +215,10 @@ class SegmentVisitor:
 
     def _evaluate(self, index: int) -> None:
         """Run the forwards of a segment that has been replayed."""
-        visits, number = self._visits, 0
-        started, layout = visits.streams.mark(), visits.layouts[index]
+        visits = self._visits
+        layout = visits.layouts[index]
+        started = visits.streams.mark()
+        number = 0
         if self._streams:
             self._perturber.load_frozen(index, self._stores)
         for evaluation, streams in enumerate(self._streams):
@@ -204,11 +236,9 @@ class SegmentVisitor:
         """Run a segment's forward of one stream, with its activations taken from their memory and
         put back.
         """
-        memory, forward, kind = (
-            self._visits.activations,
-            self._forward,
-            self._visits.layouts[index].kind,
-        )
+        memory = self._visits.activations
+        forward = self._forward
+        kind = self._visits.layouts[index].kind
         if kind is SegmentKind.EMBEDDING:
             memory.add(
                 number, forward.embed(stream.batch), partial(forward.forward_bytes, stream.batch)
@@ -254,12 +284,10 @@ class HostReplay:
         updates: Sequence[Update],
         update_loss: UpdateLoss,
     ) -> None:
-        self._layouts, self._noise, self._updates, self._update_loss = (
-            layouts,
-            noise,
-            updates,
-            update_loss,
-        )
+        self._layouts = layouts
+        self._noise = noise
+        self._updates = updates
+        self._update_loss = update_loss
         # Only this work buffer's views, and its memory to round low-bit weights, are used: other
         # pages are never touched.
         self._buffer = WorkBuffer(

@@ -1,0 +1,279 @@
+"""A run: its parts, and the sweeps that methods make with them over its segments.
+
+``build.py`` makes it. Whatever differs by the kind of run was chosen there: a part that is here is
+the one that this run has, and it stays so.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.estimators.directions import Directions
+from zo2core.journal.journal import Journal
+from zo2core.kernels.programs import Trajectory
+from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
+from zo2core.planning.speeds import WriteBackPolicy
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Scheduler, VisitSegment
+from zo2core.schedulers.profiling import Sweep, Timeline, Trace, TraceRecorder
+from zo2core.shared import SharedBase
+from zo2core.sources.segment_store import BaseDigests, SegmentStore
+from zo2core.sources.slot_file import Generations
+from zo2core.sweep.activations import StreamActivations
+from zo2core.sweep.microbatch import grouped, prepared
+from zo2core.sweep.perturbers import Groups, Perturber
+from zo2core.sweep.visitor import (
+    ExclusiveUse,
+    ForwardVisitor,
+    UpdateLoss,
+    Visitor,
+    Visits,
+    watched,
+)
+from zo2core.types import (
+    Batch,
+    BlockLayout,
+    Commit,
+    Evaluation,
+    ParameterSpec,
+    StepResult,
+    Update,
+)
+from zo2core.workers.workers import Workers
+
+StepBatch: TypeAlias = Batch | Sequence[Batch]  # of a step: one, or several that count as one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of ``Engine``, which describes them."""
+
+    journal: Journal | Path | str | None = None
+    run: Path | str | None = None
+    provenance: Mapping[str, Any] | None = None
+    device: Device | str = "cpu"
+    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    write_back: WriteBackPolicy | None = None
+    commit_every: int | None = None
+    micro_batch_size: int | None = None
+    overlap: bool = True
+    replay: Replay = "auto"
+    trace: Trace | Path | str | None = None
+    spill: Path | str | None = None
+    workers: Workers | None = None
+    shared: SharedBase | None = None
+    source: BlockSource | None = None
+    scheduler: Scheduler | None = None
+    timeline: Timeline | None = None
+
+
+class CommittedSegments(NamedTuple):
+    """Segments on disk that first-order steps change, from one generation to the next."""
+
+    store: SegmentStore  # the source
+    generations: Generations
+    every: int  # steps between two commits, of an optimizer without turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Where the segments of a run are stored between visits, and what brings them to visits."""
+
+    layouts: Sequence[BlockLayout]  # as they are stored
+    scheduler: Scheduler
+    activations: StreamActivations
+    activation_bytes: int  # for activations in the memory in which forwards run
+    spare_bytes: Callable[[], int]  # further bytes there that the present plan leaves over
+    base_digests: BaseDigests  # empty if the caller passed the source
+    # of this run alone, or None: it is shared with other runs
+    source: BlockSource | None = None
+    # of this run alone, or None: the caller passed the source, or it is shared
+    plan: RunSpec | None = None
+    # that first-order steps change on disk; None: they do not
+    committed: CommittedSegments | None = None
+
+    @property
+    def write_back_every(self) -> int | None:
+        """Versions that a segment may be ahead of its bytes on disk; None: segments are never
+        written.
+        """
+        return None if self.source is None else self.source.write_back_every
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Host memory for inputs that have no room where forwards run, on a device with its own
+        memory.
+        """
+        if self.plan is None:
+            return sys.maxsize
+        return self.plan.waiting_bytes + max(self.plan.host_plan.spare, 0)
+
+    def host_limit(self, device: Device) -> int | None:
+        """Resident bytes that the process may have; None where the plan does not say."""
+        if self.plan is None or not self.plan.host_plan.parts or not device.in_place:
+            return None
+        return self.plan.host_plan.budget
+
+
+@dataclass
+class _Progress:
+    """What changes from sweep to sweep."""
+
+    # called after each visit, with the visits so far and of all
+    watch: Callable[[int, int], object] | None = None
+    # version at which the blocks that stay on the device were last offloaded
+    offloaded: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of one run, and its sweeps. It knows no method: a method makes sweeps with it."""
+
+    model: BlockModel
+    journal: Journal
+    is_kept: bool  # whether steps are recorded in the journal
+    directory: Path | None  # of a run that is kept, with its journal and what else it keeps
+    spill: Path  # directory of a temporary file, for activations that have no room in memory
+    micro_batch_size: int | None  # rows of a micro-batch; None does not split batches
+    workers: Workers
+    device: Device
+    recorder: TraceRecorder
+    directions: Directions
+    segments: Segments
+    # what brings weights to a version and perturbs them in one sweep
+    perturber: Callable[[Trajectory], Perturber]
+    visits: Visits  # what all sweeps share that run the present or perturbed weights
+    update_loss: UpdateLoss
+    opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
+    use: ExclusiveUse = field(default_factory=lambda: ExclusiveUse("Engine"))
+    progress: _Progress = field(default_factory=_Progress)
+
+    def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
+        """Yield the batches on the device, checked by their forward."""
+        return prepared(batches, forward, self.device.torch_device)
+
+    def filled(self, batches: Iterable[Batch], forward: Forward) -> Iterator[list[Batch]]:
+        """Prepare batches, and group them by sweep, as memory for activations allows."""
+        self.use.require_open()
+        room = self.segments.activation_bytes
+        for group, *_ in grouped(
+            self.prepared(batches, forward), forward, lambda held, running: held + running <= room
+        ):
+            self.use.require_open()
+            yield group
+
+    def evaluate(self, version: int, groups: Groups, forward: Forward) -> list[list[torch.Tensor]]:
+        """Visit all segments once; returns the head's outputs, one list for each evaluation."""
+        perturber = self._perturber(version, [evaluation for evaluation, _ in groups])
+        return self.sweep(ForwardVisitor(self.visits, perturber, groups, forward))
+
+    def bring_to(self, version: int) -> None:
+        """Bring all segments to a version."""
+        self.evaluate(version, [], self.model)
+
+    def sweep(self, visitor: Visitor) -> list[list[torch.Tensor]]:
+        """Make a visitor's visits; returns the head's outputs, one list for each evaluation."""
+        order = visitor.order
+        visit: VisitSegment = visitor.visit
+        if self.progress.watch is not None:
+            visit = watched(visit, len(order), self.progress.watch)
+        with self.use.locked():
+            try:
+                self.segments.scheduler.sweep(visit, order)
+            except BaseException:
+                self.recorder.flush()  # its transfers do not count for the next step
+                raise
+            finally:
+                visitor.finish()
+                self.directions.noise.retain(visitor.seeds)
+        return visitor.outputs
+
+    def parameters_at(
+        self, version: int, segments: Iterable[int]
+    ) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
+        """Bring segments to a version, and yield their parameters with their bytes on the host."""
+        self.use.require_open()
+        with self.use.locked():
+            visitor = ForwardVisitor(self.visits, self._perturber(version, []), [], self.model)
+            try:
+                for index in segments:
+                    with self.segments.scheduler.replayed(visitor.replay, index) as bucket:
+                        parameters = self.model.layouts[index].parameters
+                        yield from zip(parameters, bucket.views[: len(parameters)], strict=True)
+            finally:
+                self.directions.noise.retain(visitor.seeds)
+                self.recorder.flush()
+
+    def append(self, record: Update | Commit) -> None:
+        """Append a step's record to the journal, after the base's digests."""
+        self.segments.base_digests.note(self.journal)
+        self.journal.append(record)
+
+    def step_result(self, record: Update | Commit, started: float) -> StepResult:
+        """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
+        sweep = Sweep.of_step(record.step, started, time.perf_counter())
+        lanes = self.recorder.ended(sweep)
+        seconds = sweep.done - started
+        if isinstance(record, Commit):
+            return StepResult(
+                step=record.step,
+                loss=record.loss,
+                losses=(record.loss,),
+                projected_grads=(),
+                seeds=(),
+                lr=record.lr,
+                seconds=seconds,
+                lanes=lanes,
+                grad_norm=record.grad_norm,
+            )
+        return StepResult(
+            step=record.step,
+            loss=record.losses[0],
+            losses=record.losses,
+            projected_grads=record.projected_grads,
+            seeds=record.seeds,
+            lr=record.lr,
+            seconds=seconds,
+            lanes=lanes,
+            share_applied=self.update_loss.share_applied(record),
+        )
+
+    def offload_kept(self, step: int) -> None:
+        """Offload blocks that stay on the device, if they are due to be written back, before a
+        step.
+        """
+        every = self.segments.write_back_every
+        if every is not None and step > self.progress.offloaded + every:
+            with self.use.locked():
+                self.segments.scheduler.release_all()
+            self.progress.offloaded = step - 1
+
+    def close(self) -> None:
+        """Stop all work, and close everything that was opened. May be called twice."""
+        self.use.close()
+        self.opened.close()
+
+    def _perturber(self, version: int, evaluations: Sequence[Evaluation | None]) -> Perturber:
+        directions = self.directions
+        return self.perturber(
+            Trajectory(
+                self.journal.updates,
+                version,
+                evaluations,
+                directions.zo_eps,
+                directions.estimator is None or directions.perturb_in_place,
+            )
+        )
+
+
+def lacking(asked: str, part: str, expected: str) -> OptionError:
+    """The error for an operation that needs a part which an engine does not have."""
+    return OptionError(asked, f"an engine without {part}", expected, "pass it to the engine")
