@@ -28,7 +28,7 @@ from zo2core.kernels import reference
 from zo2core.kernels.programs import Draw, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 12  # of the C files
+_REVISION = 13  # of the C files
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -140,6 +140,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_gguf": (integer, pointer, pointer, integer, pointer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
+        "thin_product": (integer, pointer, pointer, pointer, integer, real, u64, u64, u64),
+        "scale_widened": (integer, pointer, pointer, real, u64),
     }.items():
         function = getattr(loaded, f"zo2core_{name}")
         function.argtypes, function.restype = arguments, None
