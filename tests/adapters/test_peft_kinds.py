@@ -359,12 +359,14 @@ def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(
     quantize(tmp_path / "base", tmp_path / method, method)
     with Engine(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
-    adapter = Adapter(config=KINDS[name].config("llama"), seed=2)
-    streamed = memory(1)
-    plain, encoded = (
-        open_checkpoint(tmp_path / folder, adapter=adapter) for folder in ("plain", method)
-    )
-    assert steps(encoded, memory=streamed) == steps(plain)
+    drawn = Adapter(config=KINDS[name].config("llama"), seed=2)
+    with Engine(open_checkpoint(tmp_path / "plain", adapter=drawn)) as beginner:
+        beginner.export(tmp_path / "adapter")
+    # saved, since peft rounds what it draws to the dtype of weights that are not encoded
+    adapter = Adapter(config=tmp_path / "adapter")
+    plain = open_checkpoint(tmp_path / "plain", adapter=adapter)
+    encoded = open_checkpoint(tmp_path / method, adapter=adapter)
+    assert steps(encoded, memory=memory(1)) == steps(plain)
 
 
 DRAWN: dict[str, Callable[..., Any]] = {
