@@ -88,7 +88,9 @@ class FusedForward:
 
 def _fits(x: torch.Tensor, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether the fused function takes these tensors, and gives peft's bits for their shapes."""
-    if x.device.type != "cpu" or torch.is_autocast_enabled("cpu") or x.numel() == 0:
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or x.numel() == 0:
+        return False
+    if torch.is_autocast_enabled("cpu"):
         return False
     if x.dtype not in _DTYPES or base.dtype is not x.dtype:
         return False
@@ -102,7 +104,7 @@ def _fits(x: torch.Tensor, base: torch.Tensor, down: torch.Tensor, up: torch.Ten
 
 
 class _AddedTerm(torch.autograd.Function):
-    """``result + scale * (x A^T) B^T``, written over ``result``."""
+    """``result + scale * (x A^T) B^T``, written over ``result`` where autograd allows it."""
 
     @staticmethod
     def forward(
@@ -120,20 +122,31 @@ class _AddedTerm(torch.autograd.Function):
         Args:
             ctx: Of autograd.
             x: (..., inputs): the layer's input.
-            result: (..., outputs): the base layer's output, fresh memory of the same dtype.
+            result: (..., outputs): the base layer's output, of the same dtype.
             down: A, (rank, inputs), float32.
             up: B, (outputs, rank), float32.
             widened: ``x`` in float32, without a graph.
             scale: The adapter's scaling.
             helpers: Threads that compute parts of the products.
         """
-        ctx.mark_dirty(result)
         thin = functional.linear(widened, down)
         rows = thin.reshape(-1, thin.shape[-1])
-        thin_product(result.view(-1, len(up)), rows, up.t().contiguous(), scale, helpers)
+        output = result
+        if result._is_view():  # of a layer with a bias; autograd forbids to write over a view
+            output = torch.empty_like(result)
+        else:
+            ctx.mark_dirty(result)
+        thin_product(
+            output.view(-1, len(up)),
+            rows,
+            up.t().contiguous(),
+            result.view(-1, len(up)),
+            scale=scale,
+            helpers=helpers,
+        )
         ctx.save_for_backward(widened, down, up, rows)
         ctx.scale, ctx.dtype, ctx.helpers = scale, x.dtype, helpers
-        return result
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

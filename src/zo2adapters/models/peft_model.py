@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save
 from transformers import Cache, DynamicCache
 
+from zo2adapters.models import fused_lora
 from zo2adapters.models.batches import is_packed
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
 from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
@@ -55,6 +56,7 @@ class PeftBlockModel(HFBlockModel):
     def __init__(self, *arguments: Any, adapter: OpenedAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.adapter = adapter
+        fused_lora.fuse(self.skeleton)
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -97,6 +99,7 @@ class PeftBlockModel(HFBlockModel):
             raise UnsupportedModelError(
                 "adapter", found, expected, "leave --rank out, or use DensePerturbation()"
             )
+        fused_lora.unfuse(self.skeleton)  # streams have factors of their own beside each matrix
         super().require_stackable()
 
     def adapter_bytes(self, rows: int, streams: int) -> int:

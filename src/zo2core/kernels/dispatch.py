@@ -140,7 +140,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "decode_gguf": (integer, pointer, pointer, integer, pointer, *[u64] * 6),
         "form": (*matrix, pointer, u64, u64, u64),
         "encode_float8": (pointer, pointer, pointer, real, real, u64, u64),
-        "thin_product": (integer, pointer, pointer, pointer, integer, real, u64, u64, u64),
+        "thin_product": (*matrix, pointer, real, u64, u64, u64),
         "scale_widened": (integer, pointer, pointer, real, u64),
     }.items():
         function = getattr(loaded, f"zo2core_{name}")

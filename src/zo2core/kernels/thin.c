@@ -65,12 +65,13 @@ INLINE void sum_rows(
     }
 }
 
-/* out = round(left right), or with `adds` out = round(out + scale * (left right)).
+/* out = round(base + scale * (left right)), or without a base out = round(left right).
  *
- * out has `rows` of `columns` numbers of the dtype, left (rows, rank) and right (rank, columns) are float32. */
+ * out and base have `rows` of `columns` numbers of the dtype, and may be the same memory; left (rows, rank) and right
+ * (rank, columns) are float32. */
 FUSED_CLONES PUBLIC void zo2core_thin_product(
-    int dtype, void *out, const float *left, const float *right, int adds, float scale, uint64_t rows, uint64_t columns,
-    uint64_t rank) {
+    int dtype, void *out, const void *base, const float *left, const float *right, float scale, uint64_t rows,
+    uint64_t columns, uint64_t rank) {
     const size_t size = dtype == FLOAT32 ? 4 : 2;
     float sums[HIGH][ACROSS] __attribute__((aligned(64))), values[ACROSS] __attribute__((aligned(64)));
     for (uint64_t column = 0; column < columns; column += ACROSS) {
@@ -82,8 +83,8 @@ FUSED_CLONES PUBLIC void zo2core_thin_product(
             for (size_t i = 0; i < high; i++) {
                 const uint64_t place = (row + i) * columns + column;
                 float *result = sums[i];
-                if (adds) {
-                    load(dtype, values, (const char *)out + place * size, count);
+                if (base) {
+                    load(dtype, values, (const char *)base + place * size, count);
                     add_scaled(values, sums[i], scale, count);
                     result = values;
                 }

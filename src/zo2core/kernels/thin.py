@@ -60,16 +60,19 @@ def thin_product(
     out: torch.Tensor,
     left: torch.Tensor,
     right: torch.Tensor,
-    scale: float | None = None,
+    base: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
     helpers: Executor | None = None,
 ) -> None:
-    """Write ``left @ right``, or with a scale add ``scale * (left @ right)``; rounded once.
+    """Write ``base + scale * (left @ right)``, or without a base the product; rounded once.
 
     Args:
         out: (rows, columns), contiguous, on the CPU, float32, bfloat16 or float16.
         left: (rows, inner), contiguous, float32.
         right: (inner, columns), contiguous, float32.
-        scale: Factor of the product, which is then added to ``out``.
+        base: Of the shape and dtype of ``out``, contiguous; may be ``out``.
+        scale: Factor of the product.
         helpers: Run parts of the work in parallel, as many as torch has threads; None: nothing.
     """
     rows, columns = out.shape
@@ -79,10 +82,10 @@ def thin_product(
         functions().zo2core_thin_product(
             DTYPES[out.dtype],
             out[first:last].data_ptr(),
+            None if base is None else base[first:last].data_ptr(),
             left[first:last].data_ptr(),
             right.data_ptr(),
-            scale is not None,
-            1.0 if scale is None else scale,
+            scale,
             last - first,
             columns,
             inner,

@@ -1,0 +1,181 @@
+"""Fused LoRA layers: bits of peft's, in fewer passes, and peft's own path elsewhere."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from profiles import each_choice
+from torch import nn
+
+from zo2adapters.models import fused_lora
+from zo2core.kernels import thin
+
+peft = pytest.importorskip("peft")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(20,), (3, 5), (2, 3, 33)]  # of rows and tokens
+
+
+class Projections(nn.Module):
+    """Two projections that read one input, and one that reads what they compute."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.left = nn.Linear(inputs, outputs, bias=bias)
+        self.right = nn.Linear(inputs, outputs, bias=bias)
+        self.last = nn.Linear(outputs, inputs, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last(self.left(x) * self.right(x))
+
+
+def adapted(dtype: torch.dtype, *, bias: bool = False, **options: Any) -> nn.Module:
+    """The projections with LoRA layers whose matrices are not zero."""
+    torch.default_generator.manual_seed(0)
+    model: nn.Module = Projections(40, 72, bias=bias).to(dtype)
+    config = peft.LoraConfig(target_modules=["left", "right", "last"], **options)
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape) / 8
+    return model.eval()
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of the input and of all trained parameters."""
+    x = x.detach().requires_grad_()
+    output = model(x)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    generator = torch.Generator().manual_seed(3)
+    gradient = torch.randn(output.shape, generator=generator).to(output.dtype)
+    return [output, *torch.autograd.grad(output, [x, *trained], gradient)]
+
+
+def drawn_input(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn((*shape, 40), generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of what is added to the outputs of fused layers from now on."""
+    calls: list[torch.Size] = []
+
+    def counted(out: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        calls.append(out.shape)
+        thin.thin_product(out, *arguments, **options)
+
+    monkeypatch.setattr(fused_lora, "thin_product", counted)
+    return calls
+
+
+@pytest.mark.few(9)
+@pytest.mark.parametrize(
+    ("dtype", "rank", "shape", "bias"),
+    each_choice(DTYPES, [1, 2, 3, 8, 9, 16, 33, 64], SHAPES, [False, True]),
+)
+def test_a_fused_layer_has_the_bits_of_pefts(
+    dtype: torch.dtype,
+    rank: int,
+    shape: tuple[int, ...],
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted(dtype, bias=bias, r=rank, lora_alpha=3, use_rslora=rank == 8)
+    x = drawn_input(shape, dtype)
+    expected = gradients(model, x)
+    fused_lora.fuse(model)
+    calls = fused_calls(monkeypatch)
+    for value, of_peft in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
+    assert len(calls) == 6, "three layers, forward and back"
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected[0], rtol=0, atol=0)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    model = adapted(torch.bfloat16, r=4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    x = drawn_input((3, 5), torch.bfloat16)
+    expected = gradients(model, x)
+    fused_lora.fuse(model)
+    for value, of_peft in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
+    output = model(x)  # the first layers' input needs no gradient
+    assert output.grad_fn is not None
+
+
+OWN_PATH: dict[str, dict[str, Any]] = {
+    "dropout": {"lora_dropout": 0.5},
+    "DoRA": {"use_dora": True},
+    "a bias in the adapter": {"lora_bias": True, "bias": True},
+    "a rank whose products are as fast in the library": {"r": 65},
+}
+
+
+@pytest.mark.parametrize("name", OWN_PATH)
+def test_other_layers_take_pefts_own_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(torch.float32, **{"r": 4, **OWN_PATH[name]})
+    calls = fused_calls(monkeypatch)
+    fused_lora.fuse(model)
+    gradients(model, drawn_input((3, 5), torch.float32))
+    assert not calls
+
+
+@pytest.mark.parametrize("case", ["one row", "autocast", "disabled", "merged", "other sums"])
+def test_a_fused_layer_takes_pefts_path_where_that_computes_something_else(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = adapted(torch.float32, r=4)
+    fused_lora.fuse(model)
+    x = drawn_input((1,) if case == "one row" else (3, 5), torch.float32)
+    if case == "disabled":
+        model.left.enable_adapters(False)
+    elif case == "merged":
+        model.left.merge()
+    elif case == "other sums":
+        monkeypatch.setattr(fused_lora, "sums_in_order", lambda *_: False)
+    calls = fused_calls(monkeypatch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        output = model.left(x)
+        fused_lora.unfuse(model)
+        assert torch.equal(output, model.left(x))
+    assert not calls
+
+
+def test_layers_that_read_one_input_share_its_float32_copy() -> None:
+    workspace = fused_lora.Workspace()
+    x = drawn_input((3, 5), torch.bfloat16)
+    widened = workspace.widened(x)
+    assert widened.dtype is torch.float32
+    assert workspace.widened(x) is widened
+    x += 1
+    assert torch.equal(workspace.widened(x), x.float()), "it was changed in place"
+    other = x.clone()
+    assert torch.equal(workspace.widened(other), other.float())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [2, 7, 65])
+def test_a_thin_product_is_the_librarys_whatever_the_number_of_threads(
+    rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thin, "_WORK_OF_A_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    left, right = torch.randn(rows, 8), torch.randn(8, 700)
+    base = torch.randn(rows, 700).bfloat16()
+    out = base.clone()
+    with ThreadPoolExecutor(2) as helpers:
+        thin.thin_product(out, left, right, out, scale=0.3, helpers=helpers)
+    assert torch.equal(out, (base + left @ right * 0.3).bfloat16())
+
+
+def test_sums_of_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert thin.sums_in_order(34, 8, 72), "or LoRA is slow on this machine"
+
+    def reversed_sums(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        out.copy_(left.flip(1) @ right.flip(0))
+
+    monkeypatch.setattr(thin, "thin_product", reversed_sums)
+    assert not thin.sums_in_order(35, 8, 72)
