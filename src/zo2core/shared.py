@@ -668,18 +668,17 @@ def _positions(
     """
     layout, shared = model.layouts[index], base.layouts[index]
     by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
+    same_name, renamed = [], []
     files = {_file(base, spec) for spec in shared.parameters}
-    renamed = [
-        spec
-        for spec in layout.parameters
-        if spec.name not in by_name and _file(model, spec) in files
-    ]
-    names = {spec.name for spec in layout.parameters}
-    left = [position for position, spec in enumerate(shared.parameters) if spec.name not in names]
-    positions = {
-        spec.name: by_name[spec.name] for spec in layout.parameters if spec.name in by_name
-    }
-    positions.update(zip((spec.name for spec in renamed), left, strict=False))
+    for spec in layout.parameters:
+        if spec.name in by_name:
+            same_name.append(spec.name)
+        elif _file(model, spec) in files:
+            renamed.append(spec.name)
+    # in their order, the parameters of the base that have another name in the run
+    others = [position for name, position in by_name.items() if name not in same_name]
+    positions = {name: by_name[name] for name in same_name}
+    positions.update(zip(renamed, others, strict=False))
     for spec in layout.parameters:
         if spec.name in positions:
             expected = shared.parameters[positions[spec.name]]
@@ -691,7 +690,7 @@ def _positions(
                     expected="runs that only read the base",
                     remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
                 )
-        elif not layout.resident or spec in renamed:
+        elif not layout.resident or spec.name in renamed:
             raise _other_base(spec.name, f"only the parameters that {shared.name} has")
     return positions
 

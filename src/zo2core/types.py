@@ -527,6 +527,13 @@ class Update:
         Returns:
             The finding and the expectation, in words; None if all values are valid.
         """
+        return (
+            self._contradiction_of_counts()
+            or self._contradiction_of_seeds()
+            or self._contradiction_of_numbers()
+        )
+
+    def _contradiction_of_counts(self) -> tuple[str, str] | None:
         for name, values in (("evaluations", self.evaluations), ("seeds", self.seeds)):
             if not values:
                 return f"no {name}", "at least one"
@@ -537,6 +544,9 @@ class Update:
                 f"{len(self.projected_grads)} projected gradients",
                 f"{len(self.seeds)}, one for each seed",
             )
+        return None
+
+    def _contradiction_of_seeds(self) -> tuple[str, str] | None:
         seeds = {evaluation.seed for evaluation in self.evaluations}
         for seed in seeds:
             if not 0 <= seed <= MAX_SEED:
@@ -544,6 +554,9 @@ class Update:
         for seed in self.seeds:
             if seed not in seeds:
                 return f"an update along {_seed_in_words(seed)}", "the seed of an evaluation"
+        return None
+
+    def _contradiction_of_numbers(self) -> tuple[str, str] | None:
         if not 0 < self.zo_eps <= LARGEST:
             return f"zo_eps {self.zo_eps}", f"a positive number of at most {LARGEST:.4g}"
         for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):

@@ -185,15 +185,8 @@ def require_perturbation(
 ) -> None:
     """Check that a perturbation fits model, estimator and noise, before anything is read."""
     if isinstance(perturbation, DensePerturbation):
-        for spec in trained(model.layouts):
-            if estimator is not None and spec.encoding is not None:
-                raise _refusal(
-                    "perturbation",
-                    f"none, for the weights of {spec.name}, which are stored in "
-                    f"{spec.encoding.name}",
-                    "directions of low rank or an adapter, because quantised weights are only read",
-                    "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
-                )
+        if estimator is not None:
+            _require_not_quantised(model)
         return
     if not isinstance(model, StackedModel):
         raise _refusal(
@@ -205,6 +198,25 @@ def require_perturbation(
     if not isinstance(noise, CounterNoise):
         remedy = "pass PhiloxNoise(Distribution.GAUSSIAN)"
         raise _refusal("noise", noise.name, "counter-based noise beside the activations", remedy)
+    _require_factorable(model)
+    if estimator is not None:
+        _require_weights_stay(estimator)
+    model.require_stackable()
+
+
+def _require_not_quantised(model: BlockModel) -> None:
+    for spec in trained(model.layouts):
+        if spec.encoding is not None:
+            raise _refusal(
+                "perturbation",
+                f"none, for the weights of {spec.name}, which are stored in {spec.encoding.name}",
+                "directions of low rank or an adapter, because quantised weights are only read",
+                "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
+            )
+
+
+def _require_factorable(model: BlockModel) -> None:
+    """Refuse parameters that low-rank directions cannot be added to."""
     # A parameter may be rounded in a segment that borrows it, and not in the one that owns it.
     for spec in (spec for layout in model.layouts for spec in layout.used if not spec.frozen):
         if spec.is_rounded or spec.is_low_bit:
@@ -225,23 +237,28 @@ def require_perturbation(
                     "shape"
                 ),
             )
-    if estimator is not None:
-        name, weight_decay = estimator.options.get("name"), estimator.options.get("weight_decay")
-        if estimator.perturb_in_place:
-            expected = "False beside the activations, where weights stay"
-            raise _refusal("perturb_in_place", "True", expected, "pass perturb_in_place=False")
-        if weight_decay:
-            expected = "0 beside the activations, where weights are only read"
-            raise _refusal("weight_decay", str(weight_decay), expected, "pass weight_decay=0.0")
-        if estimator.distribution is not None:
-            raise _refusal(
-                "estimator",
-                f"{name}, which needs {estimator.distribution.value} directions",
-                "an estimator for directions of any distribution, since products of factors have "
-                "another one",
-                "choose another estimator, or DensePerturbation()",
-            )
-    model.require_stackable()
+
+
+def _require_weights_stay(estimator: ZOEstimator) -> None:
+    """Refuse an estimator whose steps change the weights themselves, or need directions of one
+    distribution.
+    """
+    if estimator.perturb_in_place:
+        expected = "False beside the activations, where weights stay"
+        raise _refusal("perturb_in_place", "True", expected, "pass perturb_in_place=False")
+    weight_decay = estimator.options.get("weight_decay")
+    if weight_decay:
+        expected = "0 beside the activations, where weights are only read"
+        raise _refusal("weight_decay", str(weight_decay), expected, "pass weight_decay=0.0")
+    if estimator.distribution is not None:
+        name = estimator.options.get("name")
+        raise _refusal(
+            "estimator",
+            f"{name}, which needs {estimator.distribution.value} directions",
+            "an estimator for directions of any distribution, since products of factors have "
+            "another one",
+            "choose another estimator, or DensePerturbation()",
+        )
 
 
 def _refusal(option: str, found: str, expected: str, remedy: str) -> OptionError:

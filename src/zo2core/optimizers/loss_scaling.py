@@ -72,20 +72,21 @@ class LossScale:
         if self._scaling is None:
             return
         if overflowed:
-            self.scale, self._good_steps = max(self.scale * self._scaling.backoff, 1.0), 0
+            self.scale = max(self.scale * self._scaling.backoff, 1.0)
+            self._good_steps = 0
             return
         self._good_steps += 1
         if self._good_steps == self._scaling.interval:
-            grown, self._good_steps = self.scale * self._scaling.growth, 0
-            self.scale = grown if grown <= LARGEST else self.scale
+            self._good_steps = 0
+            grown = self.scale * self._scaling.growth
+            if grown <= LARGEST:
+                self.scale = grown
 
     def values(self) -> dict[str, Any]:
         """What later steps depend on, as JSON."""
-        return (
-            {}
-            if self._scaling is None
-            else {"loss_scale": self.scale, "good_steps": self._good_steps}
-        )
+        if self._scaling is None:
+            return {}
+        return {"loss_scale": self.scale, "good_steps": self._good_steps}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Continue with what ``values`` returned."""

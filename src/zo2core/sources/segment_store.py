@@ -365,6 +365,19 @@ class SegmentStore:
         self._next_rank = 0
         self._lock = threading.RLock()
         self._nbytes = [layout.nbytes for layout in self.layouts]  # it takes a while to add up
+        self._own: dict[int, _BucketMemory] = {}  # of one segment each
+        self._ring: list[_BucketMemory] = []  # of all other segments
+        self._take_memory(host_memory, buckets)
+        # segment to the memory that holds it or that it is read into
+        self._holding: dict[int, _BucketMemory] = {}
+        # segments that stay in memory, and are not written
+        self._pinned: frozenset[int] = frozenset()
+        self._needs_states = False  # whether segments are read with their optimizer states
+
+    def _take_memory(self, host_memory: Callable[[int], torch.Tensor], buckets: int | None) -> None:
+        """Take memory for a bucket of each segment that is always there, and of those that the
+        others share.
+        """
         own = [
             index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident
         ]
@@ -372,15 +385,11 @@ class SegmentStore:
             whole_pages(nbytes) for index, nbytes in enumerate(self._nbytes) if index not in own
         ]
         sizes = [whole_pages(self._nbytes[index]) for index in own]
-        sizes += [max(shared, default=0)] * min(buckets or 0, len(shared))
+        if buckets is not None:
+            sizes += [max(shared, default=0)] * min(buckets, len(shared))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
-        self._own = {index: _BucketMemory(next(memory)) for index in own}  # of one segment each
-        self._ring = [_BucketMemory(pages) for pages in memory]  # of all other segments
-        # segment to the memory that holds it or that it is read into
-        self._holding: dict[int, _BucketMemory] = {}
-        # segments that stay in memory, and are not written
-        self._pinned: frozenset[int] = frozenset()
-        self._needs_states = False  # whether segments are read with their optimizer states
+        self._own = {index: _BucketMemory(next(memory)) for index in own}
+        self._ring = [_BucketMemory(pages) for pages in memory]
 
     @property
     def capacity(self) -> int:
@@ -391,10 +400,8 @@ class SegmentStore:
         """Read ahead along this order from now on. See the contract."""
         with self._lock:
             self._require_open()
-            self._ranks, self._next_rank = (
-                dict(zip(order, range(len(order)), strict=True)),
-                len(order),
-            )
+            self._ranks = {segment: rank for rank, segment in enumerate(order)}
+            self._next_rank = len(order)
             self._read_ahead()
             held = (self._holding.get(segment) for segment in self._ahead())
             return sum(

@@ -443,32 +443,29 @@ class Generations(SlotFile):
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record that is plausible."""
-        self.step, self.values, self._committed, self._pending = 0, {}, {}, {}
+        self.step, self.values = 0, {}
+        self._committed, self._pending = {}, {}
         for record in reversed(records):
-            step, values, segments = (record.get(key) for key in ("step", "values", "segments"))
-            if (
-                type(step) is not int
-                or step < 1
-                or not isinstance(values, dict)
-                or not isinstance(segments, list)
-            ):
+            step, values = record.get("step"), record.get("values")
+            if type(step) is not int or step < 1 or not isinstance(values, dict):
                 continue
-            is_of_run, parsed = (
-                self._is_of_run(step, record.get("chain"), where),
-                [self._parsed(one) for one in segments],
-            )
-            written = {
-                segment: one for segment, one in parsed if segment is not None and one is not None
-            }
-            slots = {one.slot for one in written.values() if one.version <= step}
-            if (
-                is_of_run
-                and len(parsed) == len(written) == len(slots)
-                and self._are_in_file(written)
-            ):
+            is_of_run = self._is_of_run(step, record.get("chain"), where)
+            written = self._written_at(step, record.get("segments"))
+            if is_of_run and written is not None and self._are_in_file(written):
                 self._written, self._committed = written, dict(written)
                 self.step, self.values = step, values
                 return
+
+    def _written_at(self, step: int, segments: object) -> dict[int, Written] | None:
+        """The segments of a record; None if they are not plausible at this step."""
+        if not isinstance(segments, list):
+            return None
+        parsed = [self._parsed(segment) for segment in segments]
+        written = {
+            segment: one for segment, one in parsed if segment is not None and one is not None
+        }
+        slots = {one.slot for one in written.values() if one.version <= step}
+        return written if len(parsed) == len(written) == len(slots) else None
 
     def _live(self) -> Sequence[Record]:
         return [self._record(self.step, self.values, self._committed)] if self.step else []

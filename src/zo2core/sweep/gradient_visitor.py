@@ -15,6 +15,7 @@ need no second forward. Inputs for which there is no room leave memory in betwee
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -153,7 +154,7 @@ class BlockGraph:
             self._activations.append(weakref.ref(activation))
             return activation.read
 
-        return saved_tensors_hooks(pack, lambda read: read())
+        return saved_tensors_hooks(pack, operator.call)
 
     def drop(self) -> None:
         """Free the activations that were kept."""
@@ -280,6 +281,25 @@ class _SegmentInput(NamedTuple):
     values: Sequence[Any]  # the flattened activations, detached
     nesting: TreeSpec
     differentiable: Sequence[int]  # indices of the values through which gradients flow, in order
+
+    @classmethod
+    def of(cls, outputs: Sequence[Any], nesting: TreeSpec) -> _SegmentInput:
+        """The outputs of a segment, without their graph."""
+        values = list(outputs)
+        differentiable = []
+        for index, value in enumerate(outputs):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                values[index] = value.detach()
+                differentiable.append(index)
+        return cls(values, nesting, differentiable)
+
+    def storages_but_of(self, outputs: Sequence[Any]) -> list[torch.UntypedStorage]:
+        """The storages through which gradients flow, without those that later segments get as
+        well.
+        """
+        passed_on = storages_of(outputs)
+        storages = storages_of(self.values[index] for index in self.differentiable)
+        return [storage for address, storage in storages.items() if address not in passed_on]
 
     def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
         """Return the activations with leaves of a new graph where gradients flow, and these leaves
@@ -452,9 +472,8 @@ class GradientVisitor(Visitor):
         has_backward = index >= self._first
         before = [tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
-        if index == 0:
-            forward = partial(self._forward.embed, stream.batch)
-        else:
+        forward = partial(self._forward.embed, stream.batch)
+        if index > 0:
             forward = partial(self._forward.block, index - 1, activations)
         # The embedding's activations are not kept: it is cheap to run again.
         keep = index > 0 and has_backward and self._room.has_room(number, blocks)
@@ -466,23 +485,10 @@ class GradientVisitor(Visitor):
             self._require_unchanged(index, segment_input, nesting, before)
         if keep:
             self._room.take(graph, number, blocks)
-        has_gradient = [
-            isinstance(value, torch.Tensor) and value.requires_grad for value in outputs
-        ]
-        values = [
-            value.detach() if differs else value
-            for value, differs in zip(outputs, has_gradient, strict=True)
-        ]
-        stream.next_input = _SegmentInput(
-            values, nesting, [i for i, differs in enumerate(has_gradient) if differs]
-        )
+        stream.next_input = _SegmentInput.of(outputs, nesting)
         if has_backward:
             stream.passes[index] = _Pass(partial(graph.restore, forward), outputs, inputs)
-            needed = storages_of(outputs)  # what later blocks get as well stays
-            own = storages_of(segment_input.values[i] for i in segment_input.differentiable)
-            self._visits.inputs.put(
-                Use(-index, number), [own[address] for address in own if address not in needed]
-            )
+            self._visits.inputs.put(Use(-index, number), segment_input.storages_but_of(outputs))
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -224,17 +224,7 @@ def split_batches(
     losses join.
     """
     if forward is None:
-        micro_batches = [
-            micro_batch for batch in batches for micro_batch in split_rows(batch, rows)
-        ]
-        if len(micro_batches) == 1:
-            return MicroBatches(None, micro_batches, [])
-        # A micro-batch without a labelled token has no loss; one without labels is refused when it
-        # is prepared.
-        kept = [
-            each for each in micro_batches if "labels" not in each or labelled_tokens(each)
-        ] or micro_batches[:1]
-        return MicroBatches(None, kept, [labelled_tokens(micro_batch) for micro_batch in kept])
+        return _split_by_tokens(batches, rows)
     if isinstance(forward, Objective):
         micro_batches = [
             micro_batch for batch in batches for micro_batch in forward.split(batch, rows)
@@ -250,6 +240,19 @@ def split_batches(
             remedy="pass one batch without `micro_batch_size`, or add these two methods",
         )
     return MicroBatches(None, batches, [])
+
+
+def _split_by_tokens(batches: Sequence[Batch], rows: int | None) -> MicroBatches:
+    """Split batches whose loss is a mean over labelled tokens."""
+    micro_batches = [micro_batch for batch in batches for micro_batch in split_rows(batch, rows)]
+    if len(micro_batches) == 1:
+        return MicroBatches(None, micro_batches, [])
+    # A micro-batch without a labelled token has no loss; one without labels is refused when it is
+    # prepared.
+    kept = [each for each in micro_batches if "labels" not in each or labelled_tokens(each)]
+    if not kept:
+        kept = micro_batches[:1]
+    return MicroBatches(None, kept, [labelled_tokens(micro_batch) for micro_batch in kept])
 
 
 def require_number(loss: torch.Tensor) -> torch.Tensor:
@@ -293,8 +296,11 @@ def grouped(
         yield group, held, largest
 
 
+Forwards: TypeAlias = Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]]
+
+
 def evaluate(
-    forwards: Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]],
+    forwards: Forwards,
     batches: Iterable[Batch],
     rows: int | None,
     workers: Workers,
@@ -302,27 +308,61 @@ def evaluate(
 ) -> EvaluationResult:
     """Compute the mean loss over batches, which the workers share, or an objective for all batches
     and for each.
+
+    Args:
+        forwards: Runs micro-batches; yields the head's outputs, one list for each sweep.
+        batches: The batches.
+        rows: Rows of a micro-batch; None does not split batches.
+        workers: Those that share the batches of the model's own loss.
+        objective: Computes a number from outputs; None: the model's own loss.
     """
-    if objective is not None and not isinstance(objective, Objective):
+    if objective is None:
+        return _evaluate_loss(forwards, batches, rows, workers)
+    if not isinstance(objective, Objective):
         raise OptionError(
             "forward",
             found=f"a {type(objective).__name__} without split and loss",
             expected="an Objective, which has both",
             remedy="add these two methods, or use forwards()",
         )
+    return _evaluate_objective(forwards, batches, rows, objective)
+
+
+def _evaluate_objective(
+    forwards: Forwards, batches: Iterable[Batch], rows: int | None, objective: Objective
+) -> EvaluationResult:
+    """Compute an objective for all batches, and for each."""
     started = time.perf_counter()
-    # of each batch; an objective needs them later, the model's loss only their tokens
-    split: list[MicroBatches] = []
+    split: list[MicroBatches] = []  # of each batch
+
+    def micro_batches() -> Iterator[Batch]:
+        for batch in batches:
+            parts = objective.split(batch, rows) or [batch]
+            split.append(MicroBatches(objective, parts, []))
+            yield from parts
+
+    sweeps = list(forwards(micro_batches()))
+    if not any(sweeps):
+        raise _no_batches()
+    outputs = list(chain.from_iterable(sweeps))
+    losses = _losses(split, outputs)
+    parts_of_all = [part for of_batch in split for part in of_batch.batches]
+    total = MicroBatches(objective, parts_of_all, []).loss(outputs).item()
+    seconds = time.perf_counter() - started
+    return EvaluationResult(total, tuple(losses), 0, len(sweeps), seconds)
+
+
+def _evaluate_loss(
+    forwards: Forwards, batches: Iterable[Batch], rows: int | None, workers: Workers
+) -> EvaluationResult:
+    """Compute the mean of the model's own loss over the labelled tokens of all batches."""
+    started = time.perf_counter()
+    split: list[MicroBatches] = []  # of each of this worker's batches: only tokens are kept
     digest = 0  # of all batches
 
     def micro_batches() -> Iterator[Batch]:
         nonlocal digest
         for number, batch in enumerate(batches):
-            if objective is not None:
-                parts = objective.split(batch, rows) or [batch]
-                split.append(MicroBatches(objective, parts, []))
-                yield from parts
-                continue
             digest ^= workers.digest([batch]) * (2 * number + 1) % 2**64
             if number % workers.size == workers.rank:
                 parts = split_rows(batch, rows)
@@ -330,29 +370,36 @@ def evaluate(
                 yield from parts
 
     sweeps = list(forwards(micro_batches()))
-    if not any(sweeps) and (objective is not None or workers.size == 1):
-        raise BatchError("batches", "none", "at least one", "pass batches to evaluate")
-    outputs = list(chain.from_iterable(sweeps))
-    in_order = iter(outputs)
-    losses = [
-        of_batch.loss(list(islice(in_order, len(of_batch.batches or of_batch.tokens)))).item()
-        for of_batch in split
-    ]
-    if objective is not None:
-        of_all = MicroBatches(
-            objective, [part for of_batch in split for part in of_batch.batches], []
-        )
-        total = of_all.loss(outputs).item()
-        return EvaluationResult(total, tuple(losses), 0, len(sweeps), time.perf_counter() - started)
+    if not any(sweeps) and workers.size == 1:
+        raise _no_batches()
+    local_losses = _losses(split, list(chain.from_iterable(sweeps)))
+    local_tokens = [sum(of_batch.tokens) for of_batch in split]
     workers.require_same("batches", digest)
-    gathered = workers.in_order(
-        [(loss, sum(of_batch.tokens)) for loss, of_batch in zip(losses, split, strict=True)]
-    )
-    losses, counts = [loss for loss, _ in gathered], [count for _, count in gathered]
-    if sum(counts) == 0:
+    gathered = workers.in_order(list(zip(local_losses, local_tokens, strict=True)))
+    tokens = sum(count for _, count in gathered)
+    if tokens == 0:
         raise BatchError(
             "batches", "no labelled token", "at least one", "pass labels that are not all -100"
         )
-    mean = math.fsum(loss * count for loss, count in gathered if count) / sum(counts)
-    seconds = time.perf_counter() - started
-    return EvaluationResult(mean, tuple(losses), sum(counts), len(sweeps), seconds, tuple(counts))
+    return EvaluationResult(
+        loss=math.fsum(loss * count for loss, count in gathered if count) / tokens,
+        losses=tuple(loss for loss, _ in gathered),
+        tokens=tokens,
+        sweeps=len(sweeps),
+        seconds=time.perf_counter() - started,
+        tokens_of_batches=tuple(count for _, count in gathered),
+    )
+
+
+def _losses(split: Sequence[MicroBatches], outputs: Sequence[torch.Tensor]) -> list[float]:
+    """The loss of each batch, given the head's outputs for all micro-batches."""
+    in_order = iter(outputs)
+    losses = []
+    for of_batch in split:
+        count = len(of_batch.batches or of_batch.tokens)
+        losses.append(float(of_batch.loss(list(islice(in_order, count))).item()))
+    return losses
+
+
+def _no_batches() -> BatchError:
+    return BatchError("batches", "none", "at least one", "pass batches to evaluate")
