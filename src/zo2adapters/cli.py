@@ -131,7 +131,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         if _HELP & set(rest):
             print(command_help(name, options, lists_all="--help-all" in rest))
             return 0
-        command = parse_command(name, options, options.with_recipe(rest))
+        command = parse_command(name, options, *options.split_recipe(rest))
         command.check()
         for module in options.needs:
             importlib.import_module(module)

@@ -14,8 +14,9 @@ import yaml
 from command_lines import ROWS, done, leaves, make_place, refusal, run_here, write_rows
 
 from zo2adapters import train
-from zo2adapters.commands.evaluate import WriteRows
+from zo2adapters.commands.evaluate import Evaluate, WriteRows
 from zo2adapters.commands.options import (
+    error_line,
     nearest_name,
     option_fields,
     option_names,
@@ -32,6 +33,7 @@ from zo2adapters.trainers.option_table import (
     SETTING_OF,
     SETTINGS,
     Change,
+    described,
     flag,
     read_recipe,
     require_unchanged,
@@ -227,6 +229,82 @@ def test_what_is_needed_is_named(name: str, needed: list[str]) -> None:
     require(**{name: other(name), needed[0]: other(needed[0])})
 
 
+DEFAULTS = {name: default for _, name, _, default in described(RunOptions())}
+ASKED = [name for name, default in DEFAULTS.items() if default not in (None, False, ())]
+AT_DEFAULT = [(name, method) for name, method in EFFECTS if name in ASKED]
+AT_DEFAULT += [(name, "zeroth-order") for name, _ in NEEDED if name in ASKED]
+
+
+@pytest.mark.parametrize(("name", "method"), AT_DEFAULT)
+def test_what_is_given_has_an_effect_also_with_the_value_that_it_has_by_default(
+    name: str, method: str
+) -> None:
+    options = TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"))
+    options = with_values(options, METHODS[method])
+    option_table.require_valid(options)
+    with pytest.raises(OptionError, match=f"^{name}: found ") as refused:
+        option_table.require_valid(options, given={name})
+    assert refused.value.remedy.endswith(("leave one of the two out", "leave this out"))
+
+
+# further words of a command, and what is refused of it; None: nothing is
+GIVEN: list[tuple[str, str | None]] = [
+    ("--method adamw --lr 1e-2 --queries 1", "--queries: found 1 with --method adamw; expected no"),
+    ("--method adamw --lr 1e-2 --write-back-every auto", "--write-back-every: found auto with"),
+    ("--method adamw:state_bits=32 --lr 1e-2 --lora-rank 2", "state_bits of --method: found 32"),
+    ("--rank period=100", "period of --rank: found 100; expected --rank"),
+    ("--reward-options seconds=5", "seconds of --reward-options: found 5.0; expected --reward"),
+    ("--no-keep-best --no-pack --samples 0 --report-to none", None),
+    ("--method adamw:betas=0.8,0.9 --method sgd --lr 1e-2", None),
+    ("--estimator mezo:fitness=scaled --queries 1", None),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), GIVEN, ids=[words for words, _ in GIVEN])
+def test_what_a_command_gives_is_known_and_not_compared(words: str, told: str | None) -> None:
+    paths = ["--model", "base", "--data", "here:train", "--output", "run"]
+    command: Train = parse_command("train", Train, [*paths, *words.split()])
+    if told is None:
+        command.options.require_valid(given=command.given)
+        return
+    with pytest.raises(OptionError) as refused:
+        command.options.require_valid(given=command.given)
+    assert told in error_line(refused.value, command)
+
+
+def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_method(
+    here: Path,
+) -> None:
+    recipe = "model: base\ndata: rows.jsonl\noutput: run\nbatch_size: 3\nsteps: 2\nqueries: 1\n"
+    Path("recipe.yaml").write_text(recipe)
+    other = ("--method", "adamw", "--lr", "1e-2", "--output", "another")
+    done("train", "recipe.yaml", *other)
+    done("train", "recipe.yaml")
+    done("train", "run/recipe.yaml", "--output", "again")
+    done("plan", "run/recipe.yaml", *other)
+    Path("recipe.yaml").write_text(f"{recipe}method: adamw\nlr: 1e-2\n")
+    assert "--queries: found 1 with --method adamw" in refusal("train", "recipe.yaml")
+    resumed = ("train", "--resume", "run", "--reward-options", "seconds=5")
+    assert "seconds of --reward-options: found 5.0; expected --reward" in refusal(*resumed)
+    assert "--lr: found 1e-06; expected none" in refusal(
+        *("tune", "--model", "base", "--data", "rows.jsonl", "--output", "tuned", "--lr", "1e-6")
+    )
+    assert "--zo-eps: found 0.001 with --method adamw" in refusal(
+        *("verify", "--model", "base", "--method", "adamw", "--zo-eps", "1e-3")
+    )
+    path = Path("run/options.json")
+    record = json.loads(path.read_text())
+    record["options"]["rows"]["too_long"] = "drop"
+    record["options"]["transfer_dtype"] = "float8"
+    path.write_text(json.dumps(record))
+    assert "transfer of --precision: found stored; expected float8, as in the run" in refusal(
+        *("evaluate", "--run", "run", "--precision", "auto:transfer=stored")
+    )
+    for given, taken in (([], "drop"), (["--too-long", "auto"], "auto")):
+        evaluate = parse_command("evaluate", Evaluate, ["--run", "run", *given])
+        assert evaluate._with_options_of_run().rows.too_long == taken
+
+
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.check is not None])
 def test_what_is_out_of_its_range_is_refused_by_name(name: str) -> None:
     method = next(
@@ -308,7 +386,7 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
         "model: {model: base}\nschedule: {lr: 1e-4}\ndata: rows.jsonl\noutput: other\n"
     )
     command: Train = parse_command(
-        "train", Train, Train.with_recipe(["recipe.yaml", "--schedule.steps", "7"])
+        "train", Train, *Train.split_recipe(["recipe.yaml", "--schedule.steps", "7"])
     )
     assert (command.model, command.optimization.lr, command.steps) == ("base", 1e-4, 7)
     earlier = (
@@ -319,7 +397,7 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
         f"{earlier}max_grad_norm: 0.5\neval_split: 0.25\ntext_column: a, b\nlabel_column: null\n"
     )
     command = parse_command(
-        "train", Train, Train.with_recipe(["recipe.yaml", "--method", "state_bits=8"])
+        "train", Train, *Train.split_recipe(["recipe.yaml", "--method", "state_bits=8"])
     )
     given = command.first_order
     assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == (
@@ -340,7 +418,7 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
     ):
         recipe.write_text(text)
         with pytest.raises(OptionError, match=told):
-            Train.with_recipe(["recipe.yaml"])
+            Train.split_recipe(["recipe.yaml"])
 
 
 SWITCHES = [
@@ -535,7 +613,7 @@ def test_runs_that_go_on_refuse_other_options_and_take_some(
     changes = ("--seed", 3), ("--lr", 2e-3), ("--weight-decay", 0.1), ("--evaluation", 0.5)
     for option, value in changes:
         told = refusal(*RUN, "--steps", 3, "--lr", 1e-3, option, value)
-        assert told.startswith(f"zo2: {option}: found {value}; expected ")
+        assert told.startswith(f"zo2: one, {option}: found {value}; expected ")
     assert "--lr: found 1e-06" in refusal(*RUN, "--steps", 3), (
         "it was left out, which is another rate"
     )

@@ -72,6 +72,14 @@ class AtStep(Command):
         """The options of the run."""
         return None if self.run_directory is None else RunDirectory.options(self.run_directory)
 
+    def check(self) -> None:
+        """See the contract."""
+        if self.model is not None or self.model_options.adapter is None:
+            self._require_one_model()  # else the adapter may name the model
+        if self.saved is not None:
+            precision = self.saved.precision_asked()
+            self._require_as_in(replace(self.saved.model_options, precision=precision))
+
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run."""
         if (
@@ -80,15 +88,7 @@ class AtStep(Command):
             and (base := self._base_of_adapter()) is not None
         ):
             return replace(self, model=base).resolved()
-        if (self.model is None) == (self.run_directory is None) or (
-            self.run_directory and self.journal
-        ):
-            found = (
-                "neither"
-                if self.model is None and self.run_directory is None
-                else "--run with --model or --journal"
-            )
-            raise OptionError("model", found, "either --model or --run", "pass one of the two")
+        self._require_one_model()
         model_options = self.model_options
         saved = self.saved
         if saved is None or self.run_directory is None:
@@ -110,19 +110,33 @@ class AtStep(Command):
             )
             return replace(self, model_options=replace(model_options, precision=precision))
         saved_options = replace(saved.model_options, precision=saved.precision_asked())
-        for option in fields(model_options):
-            value, kept = getattr(model_options, option.name), getattr(saved_options, option.name)
-            if (
-                value != option.default
-                and (value.resolve() if isinstance(value, Path) else value) != kept
-            ):
-                raise without_effect(option.name, value, f"{kept or 'none'}, as in the run")
+        self._require_as_in(saved_options)
         return replace(
             self,
             model=saved.model,
             model_options=saved_options,
             journal=self.run_directory / JOURNAL,
         )
+
+    def _require_one_model(self) -> None:
+        """Refuse none of a model and a run, and both."""
+        if self.model is None and self.run_directory is None:
+            found = "neither"
+        elif self.run_directory is not None and (self.model, self.journal) != (None, None):
+            found = "--run with --model or --journal"
+        else:
+            return
+        raise OptionError("model", found, "either --model or --run", "pass one of the two")
+
+    def _require_as_in(self, saved: RunModelOptions) -> None:
+        """Refuse options that a run has otherwise."""
+        for option in fields(saved):
+            value, kept = getattr(self.model_options, option.name), getattr(saved, option.name)
+            is_asked = option.name in self.given and value not in (None, (), "auto")
+            if (value != option.default or is_asked) and kept != (
+                value.resolve() if isinstance(value, Path) else value
+            ):
+                raise without_effect(option.name, value, f"{kept or 'none'}, as in the run")
 
     def without_learning(self) -> AtStep:
         """The base alone, opened as the run or the adapter opens it.

@@ -100,7 +100,9 @@ class Evaluate(AtStep):
             return self
         given = {option.name: getattr(self.rows, option.name) for option in fields(RowOptions)}
         changes = {
-            name: value for name, value in given.items() if value != getattr(RowOptions(), name)
+            name: value
+            for name, value in given.items()
+            if name in self.given or value != getattr(RowOptions(), name)
         }
         length = self.batching.sequence_length or self.saved.batching.sequence_length
         rows, batching = (

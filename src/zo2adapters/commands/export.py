@@ -115,7 +115,8 @@ class Export(WritesDirectory):
     """
 
     def check(self) -> None:
-        """Refuse options of the other format."""
+        """Refuse options of the other format. See the contract."""
+        super().check()
         if self.format == "huggingface" and self.gguf_type != "auto":
             remedy = "pass --format gguf as well, or leave it out"
             raise OptionError("gguf_type", self.gguf_type, "auto without --format gguf", remedy)

@@ -27,6 +27,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from zo2adapters.trainers.option_table import (
+    DECIDING,
     SECTIONS,
     SETTING_OF,
     described,
@@ -107,10 +108,12 @@ class Command:
 
     takes_recipe: ClassVar[bool] = False  # whether its first argument may be a recipe
 
+    given: frozenset[str] = frozenset()  # fields that the command line gives
+
     @classmethod
-    def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
-        """Replace a recipe at the start of the arguments by the options in it."""
-        return list(arguments)
+    def split_recipe(cls, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The arguments without a recipe at their start, and those that the recipe stands for."""
+        return list(arguments), []
 
     def saved_command(self) -> Self | None:
         """The command with the options of the run to continue, which are then its defaults; None
@@ -263,15 +266,63 @@ def option_names(command: Any) -> list[str]:
     return [option.name for option in option_fields(command) if not option.is_positional]
 
 
-def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
-    """Fill in a command's options; those of a run to continue are their defaults."""
-    command = parse_options(name, options, arguments)
+def parse_command(
+    name: str, options: Any, arguments: Sequence[str], recipe: Sequence[str] = ()
+) -> Any:
+    """Fill in a command's options; those of a recipe, or of a run to continue, are their
+    defaults.
+    """
+    command = parse_options(name, options, arguments, recipe=recipe)
     saved = command.saved_command()
-    return command if saved is None else parse_options(name, options, arguments, default=saved)
+    if saved is None:
+        return command
+    return parse_options(name, options, arguments, recipe=recipe, default=saved)
 
 
-def parse_options(name: str, options: Any, arguments: Sequence[str], *, default: Any = None) -> Any:
-    """Fill in a command's options. Those that are not given are a default's, where there is one."""
+def parse_options(
+    name: str,
+    options: Any,
+    arguments: Sequence[str],
+    *,
+    recipe: Sequence[str] = (),
+    default: Any = None,
+) -> Any:
+    """Fill in a command's options. Those that are not given are a default's, where there is one.
+
+    What an option of the command line makes of no effect is not counted as given by the recipe,
+    which may have all options of a run.
+    """
+    listed, see = option_fields(options), f"see zo2 {name} --help"
+    values, given = _values(name, options, [*recipe, *arguments])
+    if recipe:
+        _, later = _values(name, options, arguments)
+        given = later if later & set(DECIDING) else given
+    missing = [
+        option._replace(aliases=()).written
+        for option in listed
+        if option.default is MISSING
+        if option.field not in values
+    ]
+    if missing and default is None:
+        raise _refused(
+            ", ".join(f"no {written.partition(' ')[0]}" for written in missing),
+            " and ".join(missing),
+            see,
+        )
+    command = filled(options if default is None else default, values)
+    return with_given(command, given | getattr(default, "given", frozenset()))
+
+
+def with_given(command: Any, given: Iterable[str]) -> Any:
+    """The command, which knows that these options were given."""
+    vars(command)["given"] = frozenset(given)  # no option, and no field: a changed copy has none
+    return command
+
+
+def _values(name: str, options: Any, arguments: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+    """The values of arguments by field, and the fields that are given: others are the defaults of
+    settings that a later argument has dropped.
+    """
     listed, see = option_fields(options), f"see zo2 {name} --help"
     try:
         parsed, stray = _parser(listed, see).parse_known_args(
@@ -284,6 +335,26 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
         if error.message.startswith("expected"):
             raise _refused(f"no value after {called}", "a value", see) from None
         raise _refused(f"a value after {called}", "none", see) from None
+    _refuse_stray(name, options, listed, stray)
+    values = vars(parsed)
+    given = set(values)
+    for option in listed:
+        if option.settings:
+            given.discard(option.field)
+            for found in values.pop(option.field, ()):
+                # a later one without a value changes settings alone
+                values |= found.dropped | found.written
+                given = (given - found.dropped.keys()) | found.written.keys()
+        elif isinstance(items := values.get(option.field), list):
+            values[option.field] = None if items == [None] else tuple(items)
+    return values, given
+
+
+def _refuse_stray(
+    name: str, options: Any, listed: Sequence[OptionField], stray: Sequence[str]
+) -> None:
+    """Refuse words that are no option and belong to none."""
+    see = f"see zo2 {name} --help"
     for word in stray:
         called = word.partition("=")[0]
         if called.startswith("--"):
@@ -302,27 +373,6 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], *, default:
             f"options of zo2 {name}, which begin with --",
             see,
         )
-    values = vars(parsed)
-    for option in listed:
-        if option.settings:
-            for with_settings in values.pop(option.field, ()):
-                # a later one without a value changes settings alone
-                values |= with_settings
-        elif isinstance(given := values.get(option.field), list):
-            values[option.field] = None if given == [None] else tuple(given)
-    missing = [
-        option._replace(aliases=()).written
-        for option in listed
-        if option.default is MISSING
-        if option.field not in values
-    ]
-    if missing and default is None:
-        raise _refused(
-            ", ".join(f"no {written.partition(' ')[0]}" for written in missing),
-            " and ".join(missing),
-            see,
-        )
-    return filled(options if default is None else default, values)
 
 
 def _refused(found: str, expected: str, remedy: str) -> OptionError:
@@ -362,8 +412,15 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, Any]:
-    """The values of an option and of its settings, by field.
+class _WithSettings(NamedTuple):
+    """The values of an option and of its settings, by field."""
+
+    written: dict[str, Any]
+    dropped: Mapping[str, Any] = MappingProxyType({})  # defaults of settings written before
+
+
+def _with_its_settings(option: OptionField, see: str, text: str) -> _WithSettings:
+    """The values of an option and of its settings.
 
     Another method, but no other size, drops earlier settings.
     """
@@ -373,8 +430,8 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
     )
     if "" in option.settings:
         with contextlib.suppress(ValueError):
-            return {option.field: None, option.settings[""].field: float(text)}
-        return {option.field: _converted(option, see, text), **defaults}
+            return _WithSettings({option.field: None, option.settings[""].field: float(text)})
+        return _WithSettings({option.field: _converted(option, see, text)}, defaults)
     switches = [f"{key}(?=,|$)" for key, setting in option.settings.items() if setting.type is bool]
     starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
     found, see = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL), f"{see}-all"
@@ -391,7 +448,7 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
             see,
         )
     main, written = (text, "") if found is None else found.groups()
-    values = {} if main is None else {option.field: _converted(option, see, main), **defaults}
+    values = {} if main is None else {option.field: _converted(option, see, main)}
     for part in re.split(rf",(?=(?:{starts}))", written) if written else ():
         key, _, value = part.partition("=")
         setting = option.settings[key]
@@ -408,7 +465,7 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> dict[str, An
             values[setting.field] = tuple(_converted(setting, see, item) for item in items)
         else:
             values[setting.field] = _converted(setting, see, value)
-    return values
+    return _WithSettings(values, {} if main is None else defaults)
 
 
 def _converted(option: OptionField, see: str, text: str) -> Any:

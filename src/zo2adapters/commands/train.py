@@ -27,6 +27,7 @@ from zo2adapters.commands.options import (
     parse_options,
     recipe_arguments,
     text_table,
+    with_given,
 )
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.tasks.row_source import require_there
@@ -39,6 +40,7 @@ from zo2adapters.trainers.options import (
     RunOptions,
     TrainOptions,
     require_shareable,
+    require_tunable,
 )
 from zo2adapters.trainers.process import (
     SMALL,
@@ -145,16 +147,12 @@ class Train(RunOptions, Command):
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
     @classmethod
-    def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
-        """Replace a recipe at the start of the arguments by the options in it, which later ones
-        override.
-        """
+    def split_recipe(cls, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """See the contract."""
         if not arguments or arguments[0].startswith("-"):
-            return list(arguments)
-        return [
-            *arguments_of_recipe(Path(arguments[0]), arguments[1:] if cls.runs_code else None),
-            *arguments[1:],
-        ]
+            return list(arguments), []
+        later = list(arguments[1:])
+        return later, arguments_of_recipe(Path(arguments[0]), later if cls.runs_code else None)
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -295,10 +293,10 @@ class Train(RunOptions, Command):
         """See the contract. Of a benchmark, the run is checked when its rows are there."""
         self._require_consistent()
         if self.runs is not None:
-            for name, options in self._of_runs(self.runs).items():
+            for name, command in self._of_runs(self.runs).items():
                 with naming(name):
-                    require_shareable(options)
-                    self._check(options)
+                    require_shareable(command.options)
+                    command._check(command.options)
         elif self.task is None:
             self._check(self.options)
 
@@ -334,7 +332,7 @@ class Train(RunOptions, Command):
         self._require("model", "data", "output")
 
     def _check(self, options: TrainOptions) -> None:
-        options.require_valid()
+        options.require_valid(given=self.given)
         options.require_packages()
         if options.optimization.lr != "auto":
             options.optimization.require_sane()
@@ -345,23 +343,24 @@ class Train(RunOptions, Command):
         """Train, and print where the result is."""
         if self.runs is not None:
             assert self.output is not None, "the command was checked"
-            train_together(self._of_runs(self.runs), self.output)
+            commands = self._of_runs(self.runs).items()
+            train_together({name: command.options for name, command in commands}, self.output)
         elif self.task is not None:
             self._train_on_benchmark()
         else:
             with self.worker_options.workers() as workers:
                 self._train(workers)
 
-    def _of_runs(self, runs: Path) -> dict[str, TrainOptions]:
-        """The options of several runs by their names: this command's but for those in which each
+    def _of_runs(self, runs: Path) -> dict[str, Train]:
+        """The commands of several runs by their names: this one but for the options in which each
         differs.
         """
         assert self.output is not None, "the command was checked"
-        named = dict[str, TrainOptions]()
+        named = dict[str, Train]()
         for name, values in read_differences(runs).items():
             command = self._of_together(runs, name, values)
-            is_there = holds_run(self.output / name)
-            named[name] = replace(command, resume=self.output / name if is_there else None).options
+            resume = self.output / name if holds_run(self.output / name) else None
+            named[name] = with_given(replace(command, resume=resume), command.given)
         return named
 
     def _of_together(self, runs: Path, name: str, values: Mapping[Any, object]) -> Self:
@@ -370,7 +369,8 @@ class Train(RunOptions, Command):
             self, runs=None, output=None if self.output is None else self.output / name
         )
         arguments = recipe_arguments(values, where=f"{runs}, {name}", options=Train)
-        differing: Self = parse_options("train", Train, arguments, default=command)
+        default = with_given(command, self.given)
+        differing: Self = parse_options("train", Train, arguments, default=default)
         if differing.optimization.lr == "auto":
             expected = "a number with --runs, each of whose runs has its own"
             raise OptionError(f"{runs}, {name}: lr", "auto", expected, "use zo2 tune")
@@ -479,11 +479,8 @@ def train(
             key.
     """
     later = arguments_of_recipe(overrides)
-    arguments = [
-        *arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later),
-        *later,
-    ]
-    command: Train = parse_command("train", Train, arguments)
+    arguments = arguments_of_recipe(recipe, None if isinstance(recipe, Mapping) else later)
+    command: Train = parse_command("train", Train, later, recipe=arguments)
     command.check()
     command.run()
     output = command.output or command.resume
@@ -684,7 +681,7 @@ class Plan(Train):
                 options = command._planned_options()
                 if self.runs is not None:
                     require_shareable(options)
-                self._check(options)
+                command._check(options)
 
     def _require_for_runs(self) -> None:
         """Refuse options that several runs at once cannot have. Paths may be missing."""
@@ -735,10 +732,10 @@ class Plan(Train):
 
     @property
     def lr_is_given(self) -> bool:
-        """Whether the learning rate is not the default of zeroth-order steps, which a plan never
-        needs.
+        """Whether there is a learning rate, which a plan does not need: one that was given, or that
+        of a run to continue.
         """
-        return self.optimization.lr != Optimization().lr
+        return "lr" in self.given or self.optimization.lr != Optimization().lr
 
     def _planned_options(self) -> TrainOptions:
         """The options of the run to plan. What a plan does not depend on may be missing."""
@@ -819,8 +816,15 @@ class Tune(RunOptions, Command):
                 "leave it out",
             ),
         ):
-            if value != default:
+            if value != default or option in self.given:
                 raise OptionError(option, repr(value), expected, remedy)
+        options = self.of_run(model=self.model, data=self.data, output=self.output)
+        options = options.with_rate("auto")  # each trial has its own
+        options.require_valid(given=self.given)
+        options.require_packages()
+        require_tunable(options, self.zo_eps_to_try)
+        for path in filter(None, (self.data, self.evaluation)):
+            require_there(path)
 
     def run(self) -> None:
         """Print the cost, run the trials, print a table after each round, and print how to continue

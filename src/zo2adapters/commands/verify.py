@@ -10,6 +10,7 @@ from zo2adapters.commands.options import Command
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
+from zo2core.errors import without_effect
 from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole
 
 
@@ -43,23 +44,30 @@ class Verify(Command):
     seed: int = 0
     """Seed of batches and directions."""
 
+    def check(self) -> None:
+        """See the contract."""
+        require_whole("steps", self.steps, 1)
+        require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
+        require_whole("tokens", self.tokens, 2)
+        require_whole("seed", self.seed, 0, LARGEST - self.steps)
+        self.adapter_options.require_valid()
+        if self.method is not None:
+            self.adapter_options.require_method(self.method)
+            if "zo_eps" in self.given:
+                found = f"{self.step_size.zo_eps:g} with --method {self.method}"
+                raise without_effect("zo_eps", found, "none, because gradients perturb nothing")
+        self.step_size.require_sane()
+
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
         from zo2adapters.trainers.verification import verify
         from zo2core import MeZOSGD
 
-        require_whole("steps", self.steps, 1)
-        require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
-        require_whole("tokens", self.tokens, 2)
-        require_whole("seed", self.seed, 0, LARGEST - self.steps)
+        self.check()  # also where the library is called
         size, opening = self.step_size, self.model_options
-        self.adapter_options.require_valid()
-        if self.method is not None:
-            self.adapter_options.require_method(self.method)
         # refuses values out of range
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)
-        size.require_sane()
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
         given: Any = {name: getattr(self, name) for name in ("steps", "tokens", "seed", "method")}

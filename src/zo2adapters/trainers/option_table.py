@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -74,6 +74,8 @@ _ADAMW = Effect("--method adamw", ("adamw",))
 _FULL_ADAMW = Effect("--method adamw and no adapter", ("adamw",), of_adapters=False)
 _SGD = Effect("--method sgd", ("sgd",))
 _BADAM = Effect("--method badam", ("badam",))
+# options on which the effects of others depend
+DECIDING = ("method", "adapter", "lora_rank")
 _NEVER, _BRANCH, _RESUME, _MOVED, _CALL = (
     Change.NEVER,
     Change.BRANCH,
@@ -267,44 +269,24 @@ def leaves(options: object) -> Iterator[tuple[str, Any, Any]]:
             yield option.name, value, option.default
 
 
-def require_valid(options: object) -> None:
+def require_valid(options: object, *, given: Collection[str] = ()) -> None:
     """Refuse what the table refuses: values out of range, options without an effect, and options
     that exclude each other.
+
+    Args:
+        options: The options.
+        given: Names of options that were given, and so should have an effect; those with another
+            value than the default were.
     """
     values = {name: (value, default) for name, value, default in leaves(options) if name in OPTIONS}
-    given = {name: _shown(value) for name, (value, default) in values.items() if value != default}
-    if names_model_loss(given.get("objective", "loss")):
-        given.pop("objective", None)
-    method = values["method"][0] if "method" in values else None
-    trains_adapter = bool({"adapter", "lora_rank"} & given.keys())
+    changed = {name: _shown(value) for name, (value, default) in values.items() if value != default}
+    if names_model_loss(changed.get("objective", "loss")):
+        changed.pop("objective", None)
     for name, other, expected in EXCLUDED:
-        if name in given and other in given:
-            found = f"{given[name]} with {flag(other)} {given[other]}".removesuffix(" True")
+        if name in changed and other in changed:
+            found = f"{changed[name]} with {flag(other)} {changed[other]}".removesuffix(" True")
             raise OptionError(name, found, expected, "leave one of the two out")
-    for name, others in NEEDED:
-        if name in given and not given.keys() & set(others):
-            needed = " or ".join(dict.fromkeys(map(flag, others)))
-            remedy = "pass it, or leave this out"
-            if SETTING_OF.get(name, ("",))[0] in others:
-                needed, remedy = (
-                    f"{needed} with a value, too",
-                    "write it before a colon, or leave this out",
-                )
-            raise OptionError(name, given[name], needed, remedy)
-    if "method" in values:
-        beside = "without --method" if method is None else f"with --method {method}"
-        for name, value in given.items():
-            if not OPTIONS[name].effect.applies(method, trains_adapter=trains_adapter):
-                clips = method is None and name == "max_grad_norm"
-                remedy = (
-                    "pass --method, or --clip projected=1, for zeroth-order steps"
-                    if clips
-                    else "leave one of the two out"
-                )
-                found = f"{value} {beside}{' and an adapter' if trains_adapter else ''}"
-                raise OptionError(
-                    name, found, f"{OPTIONS[name].effect.needs}: it has no effect otherwise", remedy
-                )
+    _require_effect(values, changed, given)
     for name, (value, _) in values.items():
         check = OPTIONS[name].check
         unchecked = (
@@ -314,6 +296,53 @@ def require_valid(options: object) -> None:
         )
         if check is not None and value not in unchecked:
             check(name, value)
+
+
+_OFF = (None, False, ())  # values by which an option is left out
+
+
+def _require_effect(
+    values: Mapping[str, tuple[Any, Any]], changed: Mapping[str, str], given: Collection[str]
+) -> None:
+    """Refuse options that have no effect beside the others.
+
+    Args:
+        values: Value and default of each option.
+        changed: Values that are not the default, as text.
+        given: Names of options that were given, whatever their values are.
+    """
+    asked = {
+        name: _shown(value)
+        for name, (value, _) in values.items()
+        if name in changed or (name in given and value not in _OFF)
+    }
+    for name, others in NEEDED:
+        if name in asked and not changed.keys() & set(others):
+            needed = " or ".join(dict.fromkeys(map(flag, others)))
+            remedy = "pass it, or leave this out"
+            if SETTING_OF.get(name, ("",))[0] in others:
+                needed, remedy = (
+                    f"{needed} with a value, too",
+                    "write it before a colon, or leave this out",
+                )
+            raise OptionError(name, asked[name], needed, remedy)
+    if "method" not in values:
+        return
+    method = values["method"][0]
+    trains_adapter = bool({"adapter", "lora_rank"} & changed.keys())
+    beside = "without --method" if method is None else f"with --method {method}"
+    for name, value in asked.items():
+        if not OPTIONS[name].effect.applies(method, trains_adapter=trains_adapter):
+            clips = method is None and name == "max_grad_norm"
+            remedy = (
+                "pass --method, or --clip projected=1, for zeroth-order steps"
+                if clips
+                else "leave one of the two out"
+            )
+            found = f"{value} {beside}{' and an adapter' if trains_adapter else ''}"
+            raise OptionError(
+                name, found, f"{OPTIONS[name].effect.needs}: it has no effect otherwise", remedy
+            )
 
 
 def flag(name: str) -> str:
@@ -444,13 +473,15 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
         any(values.get(name) is not None for name in ("adapter", "lora_rank")),
     )
 
+    needed = dict(NEEDED)
+    there = {name for name, value in values.items() if value not in (None, False, [])}
+
     def is_used(name: str) -> bool:
         row = OPTIONS.get(name)
-        return (
-            row is None
-            or name == "method"
-            or row.effect.applies(method, trains_adapter=trains_adapter)
-        )
+        if row is None or name == "method":
+            return True
+        is_alone = name in needed and not there & set(needed[name])
+        return not is_alone and row.effect.applies(method, trains_adapter=trains_adapter)
 
     return {name: value for name, value in values.items() if is_used(name)}
 

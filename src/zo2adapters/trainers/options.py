@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -504,9 +505,12 @@ class RunOptions:
             return "reward", " ".join(self.rewards.reward)
         return None if function_file(self.objective) is None else ("objective", self.objective)
 
-    def require_valid(self) -> None:
+    def require_valid(self, *, given: Collection[str] = ()) -> None:
         """Check the options that depend on neither model nor data: by the table, and by what no
         table says.
+
+        Args:
+            given: Names of options that were given, whatever their values are.
         """
         self.rewards.require_valid()
         if self.objective == REWARD and not self.rewards.reward:
@@ -515,7 +519,7 @@ class RunOptions:
             )
         # a run that was settled names the objective of its rewards
         named = self.objective == REWARD
-        require_valid(replace(self, objective=AUTO) if named else self)
+        require_valid(replace(self, objective=AUTO) if named else self, given=given)
         self.rows.require_valid(takes_labels=self.takes_labels)
         self.model_options.require_valid()
         trains_adapter, method = self.model_options.trains_adapter, self.first_order.method
@@ -656,9 +660,9 @@ class TrainOptions(RunOptions):
             self, objective=objective, rewards=self.rewards.absolute(), model_options=model_options
         )
 
-    def require_valid(self) -> None:
+    def require_valid(self, *, given: Collection[str] = ()) -> None:
         """Check the options as above, and refuse to lengthen a run whose learning rate decays."""
-        super().require_valid()
+        super().require_valid(given=given)
         scheduled = self.schedule_steps
         if scheduled not in (None, self.steps) and self.optimization.decay is not Decay.CONSTANT:
             expected = (
@@ -731,6 +735,29 @@ def require_shareable(options: TrainOptions) -> None:
         raise OptionError(
             "runs", found, expected, "pass --rank 8 or --lora-rank 8, or train it alone"
         )
+
+
+_CONSTANT = (
+    "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
+)
+
+
+def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None:
+    """Refuse options that trials of learning rates, and of these scales of perturbations, do not
+    have.
+    """
+    decay, perturbs = options.optimization.decay, options.first_order.method is None
+    perturbed = "" if perturbs else ", ".join(map(str, zo_eps))
+    apart = "no evaluation, because trials are compared by their training losses"
+    for option, found, expected in (
+        ("evaluation", options.evaluation, apart),
+        ("eval_split", options.eval_split, apart),
+        ("evaluate_every", options.evaluate_every, apart),
+        ("decay", None if decay is Decay.CONSTANT else decay.value, _CONSTANT),
+        ("zo_eps_to_try", perturbed or None, "none with --method, which perturbs nothing"),
+    ):
+        if found is not None:
+            raise without_effect(option, found, expected)
 
 
 def _value(value: Any, hint: Any, name: str) -> Any:

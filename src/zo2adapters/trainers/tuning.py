@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 from zo2adapters.trainers.methods import RunMethod, method_of, open_shared_base
 from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
-from zo2adapters.trainers.options import TrainOptions, can_share
+from zo2adapters.trainers.options import TrainOptions, can_share, require_tunable
 from zo2adapters.trainers.process import is_first, storage_of_one
 from zo2adapters.trainers.run_directory import (
     JOURNAL,
@@ -45,7 +45,6 @@ from zo2core.errors import (
     MemoryBudgetError,
     NonFiniteLossError,
     OutputError,
-    without_effect,
 )
 from zo2core.estimators.guard import is_refused
 from zo2core.ranges import counted, require_whole
@@ -53,9 +52,6 @@ from zo2core.ranges import counted, require_whole
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
 _FEWEST_STEPS = 4  # steps of a trial in its first round; losses of fewer steps are too noisy
-_CONSTANT = (
-    "constant, because the best trial is continued, and a schedule that ends cannot be lengthened"
-)
 _JUDGED = 0.5  # share of a trial's steps, the last ones, whose mean loss is compared
 
 
@@ -152,20 +148,7 @@ def tune(
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
     # each trial has its own rate
     optimization, method = options.optimization, method_of(options.with_rate("auto"))
-    perturbed = ", ".join(map(str, zo_eps)) if method.has_gradient else ""
-    apart = "no evaluation, because trials are compared by their training losses"
-    for option, found, expected in (
-        ("evaluation", options.evaluation, apart),
-        ("evaluate_every", options.evaluate_every, apart),
-        (
-            "decay",
-            None if optimization.decay is Decay.CONSTANT else optimization.decay.value,
-            _CONSTANT,
-        ),
-        ("zo_eps_to_try", perturbed or None, "none with --method, which perturbs nothing"),
-    ):
-        if found is not None:
-            raise without_effect(option, found, expected)
+    require_tunable(options, zo_eps)
     rates, scales = learning_rates or method.learning_rates, zo_eps or [optimization.zo_eps]
     trials = [
         _trial(options, method, lr, eps)
