@@ -16,7 +16,7 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from command_lines import done, leaves, refusal, run_here
+from command_lines import done, leaves, refusal, run_here, write_rows
 from engines import assert_equal
 from profiles import each_choice
 from runs import rows_of, weights_of
@@ -327,13 +327,20 @@ def test_a_name_may_be_defined_in_any_way(text: str) -> None:
     assert "without short" not in run_here(*ON_ROWS, "--steps", 1, "--output", "run", *REWARD).err
 
 
-def test_columns_that_a_run_on_texts_does_not_use_are_told() -> None:
-    Path("tweets.csv").write_text("text,mood,id\nthe cat,good,1\nthe dog,bad,2\n")
+def test_columns_that_a_run_or_an_evaluation_does_not_use_are_told() -> None:
+    Path("tweets.csv").write_text("text,mood,score\nthe cat,good,1\nthe dog,bad,2\n")
+    write_rows(Path("held.jsonl"), [{"text": "the cat", "page": 3}])
     tweets = ("train", "--model", "base", "--data", "tweets.csv", "--steps", 1)
-    told = done(*tweets, "--output", "run").err
-    assert "trained on: the column text; not used: mood, id. --prompt-template" in told
+    told = done(*tweets, "--output", "run", "--evaluation", "held.jsonl").err
+    assert "trained on: the column text; not used: score, mood. --prompt-template" in told
+    assert "\nscore may say which rows are good, and is not used" in told
+    assert "evaluated on: the column text; not used: page" in told
     template = ("--prompt-template", "{text} is", "--columns", "label=mood")
-    assert "not used" not in done(*tweets, "--output", "labels", *template).err
+    told = done(*tweets, "--output", "labels", *template, "--evaluation", "tweets.csv").err
+    assert "trained on: the columns text and mood; not used: score\n" in told
+    assert "evaluated on" not in told, "the same columns"
+    told = done("evaluate", "--run", "labels", "--data", "tweets.csv").err
+    assert "evaluated on: the columns text and mood; not used: score\n" in told
     assert "not used" not in done(*ON_ROWS, "--steps", 1, "--output", "rows").err
 
 

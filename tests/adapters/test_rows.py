@@ -30,6 +30,7 @@ from runs import data_sha256, finish, outcome, small_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import DataFile, parsed_rows, saved_path
 from zo2adapters.tasks.row_values import Unreadable
@@ -1022,6 +1023,83 @@ def test_an_empty_value_is_refused_with_its_row_and_column(
     with pytest.raises(DataError) as caught:
         RowReader(TOKENIZER, 99, **reading).read(data_file)
     assert (caught.value.where, caught.value.found) == (f"{data_file}, line 2", found)
+
+
+PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
+EXACT = RewardOptions(reward=("exact-match", "length")).columns
+OWN = RewardOptions(reward=("length", "f.py:g")).columns
+# columns of a row, those of which nothing is read, and how it is read
+UNREAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+    "texts": ({"id": 1, "text": "a", "score": 0.5}, ["score", "id"], {}),
+    "completions": ({"prompt": "a", "completion": "b", "id": 1, "label": "x"}, ["label", "id"], {}),
+    "named columns": ({"q": "a", "a": "b", "prompt": "c"}, ["prompt"], {"options": NAMED}),
+    "a template": (
+        {"q": "a", "r": "b", "completion": "c", "s": "d"},
+        ["s"],
+        {"options": RowOptions(prompt_template="{q} {r}")},
+    ),
+    "labels": ({"prompt": "a", "label": "x", "source": "b"}, ["source"], {}),
+    "classes": (
+        {"text": "a", "text_pair": "b", "label": 1, "prompt": "c"},
+        ["prompt"],
+        {"labelled_for": TWO_CLASSES},
+    ),
+    "messages": ({**TALK, "is_good": "yes", "id": 1}, ["is_good", "id"], {}),
+    "conversations": (
+        {"conversations": [{"from": "gpt", "value": "b"}], "system": "c"},
+        ["system"],
+        {},
+    ),
+    "preferences": ({**PREFERENCE, "score_chosen": 2, "id": 3}, ["score_chosen", "id"], {}),
+    "candidates": ({**CHOICE, "id": 3}, ["id"], {}),
+    "answers": ({"prompt": "a", "answers": ["b"], "title": "c"}, ["title"], {"new_tokens": 2}),
+    "rewards": (
+        {"prompt": "a", "answer": "b", "pattern": "c"},
+        ["pattern"],
+        {"keeps_sources": True, "rewards_read": EXACT},
+    ),
+    "rewards of one's own": (
+        {"prompt": "a", "tests": "b"},
+        [],
+        {"keeps_sources": True, "rewards_read": OWN},
+    ),
+    "empty columns": ({"text": "a", "url": None}, [], {}),
+}
+
+
+@pytest.mark.parametrize(("row", "unread", "reading"), UNREAD.values(), ids=UNREAD)
+def test_columns_that_nothing_reads_are_named_those_that_may_judge_first(
+    row: dict[str, Any], unread: list[str], reading: dict[str, Any], data_file: Path
+) -> None:
+    rows = [row, {**row, "label": "y"} if row.get("label") == "x" else row]
+    use = RowReader(TOKENIZER, 99, **reading).read(write_rows(data_file, rows)).use
+    assert use.unread == unread
+    assert {*use.read} | {*use.unread} >= {key for key, value in row.items() if value is not None}
+    first, *others = use.notices("trained on") or [""]
+    assert first.endswith(f"; not used: {', '.join(unread)}" if unread else "")
+    judging = [name for name in unread if {"score", "label", "good"} & {*name.split("_")}]
+    assert [line.partition(" ")[0] for line in others] == judging
+
+
+def test_a_column_of_true_and_false_is_told_with_its_numbers_and_rows_for_kto_are_refused(
+    tmp_path: Path,
+) -> None:
+    def written(name: str, row: dict[str, Any], column: str, *values: bool) -> Path:
+        return KINDS[name](tmp_path / name, [{**row, column: value} for value in values])
+
+    for name in ("rows.jsonl", "rows.csv", "rows.parquet"):
+        path = written(name, {"text": "a"}, "kept", True, False, True)
+        [_, told] = RowReader(TOKENIZER, 99).read(path).use.notices("trained on")
+        assert told.startswith("kept (true in 2 rows, false in 1 row) may say which rows are good")
+        path = written(name, BLUE, "label", True, True)
+        assert RowReader(TOKENIZER, 99).read(path).use.unread == ["label"], "all are good"
+        path = written(name, BLUE, "label", True, False)
+        told = "found the column 'label', true in 1 row, false in 1 row, beside completions"
+        with pytest.raises(DataError, match=f"{name}: {told}.*--columns completion=completion"):
+            RowReader(TOKENIZER, 99).read(path)
+        every = RowOptions(completion_column="completion")
+        assert len(RowReader(TOKENIZER, 99, every).read(path)) == 2
+        assert len(RowReader(TOKENIZER, 99, keeps_sources=True, rewards_read=EXACT).read(path)) == 2
 
 
 def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path) -> None:

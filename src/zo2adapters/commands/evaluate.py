@@ -115,7 +115,7 @@ class Evaluate(AtStep):
         from zo2adapters.models.footprint import activation_bytes
         from zo2adapters.tasks.task import TaskOptions, measured, units_of
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-        from zo2adapters.trainers.run_inputs import length_notices
+        from zo2adapters.trainers.run_inputs import row_notices
 
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
@@ -124,7 +124,7 @@ class Evaluate(AtStep):
         model = at.open_model(loss_chunk=chunk)
         rows = self._read(at, model, tokenizer)
         quiet = not is_first(workers)
-        for line in () if quiet else length_notices(rows):
+        for line in () if quiet else row_notices(rows, "evaluated on"):
             print(line, file=sys.stderr)
         others = at.named_others(self.others)
         if (
@@ -210,7 +210,10 @@ class Evaluate(AtStep):
                 reader, options=options, new_tokens=self.max_new_tokens
             ).read(self.data)
         elif saved is not None and saved.evaluates:
-            reader = replace(reader, keeps_sources=bool(saved.rewards.reward))
+            rewards = saved.rewards
+            reader = replace(
+                reader, keeps_sources=bool(rewards.reward), rewards_read=rewards.columns
+            )
             _, rows = reader.read_files(saved.data, saved.evaluation, saved.eval_split)
         else:
             found = "none" if saved is None else "none, for a run without rows to evaluate on"

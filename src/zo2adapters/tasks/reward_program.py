@@ -87,6 +87,16 @@ READY: dict[str, Reward] = {
     "length": length,
 }
 
+_RIGHT = ("answers", "answer", "completion")  # columns of right answers, of which the first is read
+# of a row that ready rewards read
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "exact-match": _RIGHT,
+    "arithmetic": _RIGHT,
+    "regex": ("pattern",),
+    "json-schema": ("schema",),
+    "length": (),
+}
+
 
 def answer(request: dict[str, Any]) -> list[float | str]:
     """Compute a reward for several completions."""
@@ -169,7 +179,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def _answers(row: Mapping[str, Any], reward: str) -> list[Any]:
-    answers = row.get("answers", row.get("answer", row.get("completion")))
+    answers = next((row[column] for column in _RIGHT if column in row), None)
     if answers is None:
         raise ValueError(f"{reward} needs a row with completion, answer or answers")
     return answers if isinstance(answers, list) else [answers]

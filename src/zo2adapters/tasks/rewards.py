@@ -104,6 +104,13 @@ class RewardOptions:
         return [RewardName.parsed(text) for text in self.reward]
 
     @property
+    def columns(self) -> frozenset[str] | None:
+        """Columns of a row that the rewards read beside the prompt; None: any, as functions may."""
+        if any(name.file is not None for name in self.names):
+            return None
+        return frozenset().union(*(reward_program.COLUMNS[name.name] for name in self.names))
+
+    @property
     def new_tokens(self) -> int | None:
         """Most tokens of a completion; None: nothing is generated."""
         return self.max_new_tokens if self.reward else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum
@@ -20,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from zo2adapters.tasks.row_source import at_row, parsed_rows, row_error
 from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2core.errors import DataError, OptionError, without_effect
+from zo2core.ranges import counted
 
 # keys that a column can be named for
 _NAMED = ("text", "prompt", "completion", "label", "messages")
@@ -31,6 +33,11 @@ _LEARNED = {"completion", "candidates", "chosen", "answers"}
 _MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 _LISTED = 12  # columns that a message lists
+_JUDGING = re.compile(  # names of columns that may say how good a row is
+    r"(.*[\W_])?(accept(ed)?|chosen|correct|feedback|good|helpful|labels?|passed|preferred|quality|"
+    r"rank|ratings?|rejected|rewards?|scores?|votes?)([\W_].*)?",
+    re.IGNORECASE,
+)
 _MOST_LABELS = 20  # different texts of a column of labels
 _LEAST_REPEATS = 5  # rows for each label, on average
 _LONGEST_LABEL = 50  # characters
@@ -62,7 +69,9 @@ _FORMATS = {
         ("messages", "conversations"),
         "conversations, of which the assistant's answers are learned",
     ),
+    "answers": (("prompt", "answers"), "prompts with right answers"),
     "completion": (("prompt", "completion"), "prompts with completions, which are learned"),
+    "prompt": (("prompt",), "prompts"),
 }
 _PLAIN = (("text",), "texts, of which every token is learned")
 _LABELLED = ("text", "text_pair", "label")  # keys of a row for a classifier
@@ -468,7 +477,10 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     labels = () if takes_labels else chosen.labels or chosen.labels_in(rows)
     with at_row(path, 1):
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
-    unused = _unused(rows, chosen, first, takes_labels=takes_labels)
+    use, read = ColumnUse(), columns_read(chosen, first, takes_labels=takes_labels)
+    for row in rows:
+        use.add(row, read)
+    unused = tuple(use.unread)
     if takes_labels:
         return Survey(chosen, RowFormat.LABELS, "texts with labels", labels, unused)
     listed = ", ".join(map(repr, labels[:6])) + (", ..." if len(labels) > 6 else "")
@@ -476,19 +488,68 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     return Survey(chosen, RowFormat.of(first), kind, labels, unused)
 
 
-def _unused(
-    rows: Sequence[Row],
-    options: RowOptions,
-    first: Mapping[str, Any],
-    *,
-    takes_labels: bool,
-) -> tuple[str, ...]:
-    """The columns that are not trained on."""
-    keys = _LABELLED if takes_labels else _format_of(first)[0]
+def columns_read(
+    options: RowOptions, converted: Iterable[str], *, takes_labels: bool = False
+) -> set[str]:
+    """The columns of a file that a row with these keys is made from."""
+    keys = _LABELLED if takes_labels else _format_of(converted)[0]
     made = {"text", "prompt"} if options.prompt_template is not None else {"prompt"}
-    used = {getattr(options, f"{key}_column", None) or key for key in keys if key not in made}
-    used |= set(options.prompt_columns) if made & set(keys) else set()
-    return tuple(dict.fromkeys(column for row in rows for column in row if column not in used))
+    read = {getattr(options, f"{key}_column", None) or key for key in keys if key not in made}
+    return read | (set(options.prompt_columns) if made & set(keys) else set())
+
+
+class ColumnUse:
+    """Which columns of a file are read, and of the others how often each is true and false."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, None] = {}  # the columns that are read, in order
+        self._others: dict[str, Counter[bool | None]] = {}
+
+    def add(self, row: Row, read: Collection[str]) -> None:
+        """Count a row of the file, of which these columns are read."""
+        for column, value in row.items():
+            if column in read:
+                self.read[column] = None
+            else:
+                self._others.setdefault(column, Counter())[_truth(value)] += 1
+
+    @property
+    def unread(self) -> list[str]:
+        """The columns that no row reads, those first that may say which rows are good."""
+        unread = [column for column in self._others if column not in self.read]
+        return sorted(unread, key=lambda column: not self._may_judge(column))
+
+    def judgement(self, column: str) -> str | None:
+        """How often a column says true, and false; None: it says something else, or only one."""
+        counts = self._others.get(column, Counter())
+        if {*counts} != {True, False}:
+            return None
+        return f"true in {counted(counts[True], 'row')}, false in {counted(counts[False], 'row')}"
+
+    def notices(self, used_for: str) -> list[str]:
+        """Lines about columns that no row reads."""
+        if not self.unread:
+            return []
+        listed = ", ".join(self.unread[:_LISTED]) + (", ..." if len(self.unread) > _LISTED else "")
+        columns = f"the column{'s' if len(self.read) > 1 else ''} {' and '.join(self.read)}"
+        lines = [f"{used_for}: {columns}; not used: {listed}"]
+        for column in filter(self._may_judge, self.unread):
+            counts = self.judgement(column)
+            lines.append(
+                f"{column}{f' ({counts})' if counts else ''} may say which rows are good, and is "
+                "not used: if it does, keep the good rows alone"
+            )
+        return lines
+
+    def _may_judge(self, column: str) -> bool:
+        return bool(_JUDGING.fullmatch(column)) or self.judgement(column) is not None
+
+
+def _truth(value: Any) -> bool | None:
+    """A bool, also as a cell of CSV; None for another value."""
+    if isinstance(value, Cell):
+        return {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
 
 
 def _completed(path: Path, rows: Sequence[Row], options: RowOptions) -> RowOptions:
@@ -623,5 +684,5 @@ def _is_label(rows: Sequence[Row], column: str) -> bool:
     return 2 <= different <= min(_MOST_LABELS, len(rows) // _LEAST_REPEATS)
 
 
-def _format_of(row: Mapping[str, Any]) -> tuple[Sequence[str], str]:
+def _format_of(row: Iterable[str]) -> tuple[Sequence[str], str]:
     return next((known for key, known in _FORMATS.items() if key in row), _PLAIN)

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, islice
@@ -23,7 +23,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zo2adapters.tasks.row_options import RowFormat, RowOptions
+from zo2adapters.tasks.row_options import ColumnUse, RowFormat, RowOptions, columns_read
 from zo2adapters.tasks.row_source import DataFile, at_row, row_error
 from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2adapters.tasks.tokenizer import render_chat
@@ -166,6 +166,7 @@ class Rows(Sequence[Any]):
     columns: tuple[str, ...] = ()  # of the file's first row
     # how the file was read, with the labels that it has
     options: RowOptions = field(default_factory=RowOptions)
+    use: ColumnUse = field(default_factory=ColumnUse, compare=False)  # of the file's columns
     sha256: str = ""  # of the file's content; empty if it was not computed. See ``DataFile``
 
     def __len__(self) -> int:
@@ -400,7 +401,9 @@ class RowReader:
     labelled_for: PretrainedConfig | None = None
     # most tokens of answers that are generated; None: rows with answers are texts
     new_tokens: int | None = None
-    keeps_sources: bool = False  # whether rows of text are kept as JSON as well
+    keeps_sources: bool = False  # whether rows of text are kept as JSON as well, for rewards
+    # columns of these rows that the rewards read beside the prompt; None: any
+    rewards_read: Collection[str] | None = None
     vocabulary: int | None = None  # rows of the model's embedding; None: unknown
     digests: bool = False  # whether the digests of files are computed, for the record of a run
 
@@ -427,19 +430,21 @@ class RowReader:
         with DataFile(path) as file:
             takes_labels = self.labelled_for is not None
             options = self.options if takes_labels else _with_labels(self.options, file)
-            rows, lengths = [], []
+            rows, lengths, use = [], [], ColumnUse()
             kind, columns = RowFormat.LABELS, tuple[str, ...]()
             for line, source in file.rows():
                 with at_row(path, line):
                     row = options.converted(source, takes_labels=takes_labels)
                     if not columns:
                         kind, columns = self._format_of(row), tuple(source)
+                    use.add(source, self._columns_read(options, row, source))
                     tokenized, length = self._tokenized(kind, row, source, line)
                     lengths.append(length)
                     if self._is_kept(kind, length):
                         self._require_learnable(tokenized, length)
                         rows.append(tokenized)
             digest = file.sha256() if self.digests else ""
+        self._require_unjudged(path, options, use)
         long, dropped = (
             sum(length > self._most(kind) for length in lengths),
             len(lengths) - len(rows),
@@ -453,8 +458,29 @@ class RowReader:
             raise DataError(path, found, "a row that is short enough, with --too-long drop", remedy)
         new_tokens = self.sequence_length - self._most(kind)
         return Rows(
-            tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, digest
+            tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, use, digest
         )
+
+    def _columns_read(self, options: RowOptions, row: Row, source: Row) -> Collection[str]:
+        """The columns of a row of the file that the row is made from, or that rewards read."""
+        if not self.keeps_sources:
+            takes_labels = self.labelled_for is not None
+            return columns_read(options, row, takes_labels=takes_labels)
+        if self.rewards_read is None:
+            return source.keys()
+        return {*columns_read(options, ["prompt"]), *self.rewards_read}
+
+    def _require_unjudged(self, path: Path, options: RowOptions, use: ColumnUse) -> None:
+        """Refuse rows for KTO: completions to learn, and others to avoid."""
+        is_chosen = options.names_columns or self.keeps_sources
+        judged = None if is_chosen else use.judgement("label")
+        if judged is not None and "label" in use.unread and "completion" in use.read:
+            found = f"the column 'label', {judged}, beside completions, as in rows for KTO"
+            remedy = (
+                "keep the rows whose label is true, or pass --columns completion=completion to "
+                "learn all of them"
+            )
+            raise DataError(path, found, "rows whose completions are all learned", remedy)
 
     def _format_of(self, row: Mapping[str, Any]) -> RowFormat:
         """The format of a file, by its first row."""

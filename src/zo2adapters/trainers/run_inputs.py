@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.registry import MODEL_LOSS, names_model_loss
+from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.rows import RowReader, Rows, file_batches, training_batches
@@ -26,8 +26,6 @@ from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, 
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2core import Workers
 from zo2core.ranges import counted
-
-_MOST_COLUMNS = 12  # that a line lists
 
 # of a row: tokens of each, and for how many the loss needs logits
 Sequences: TypeAlias = Sequence[tuple[int, int]]
@@ -125,7 +123,12 @@ class RunInputs:
             vocabulary_of(model.config),
         )
         sources = bool(options.rewards.reward)
-        more: Any = {"keeps_sources": sources, "vocabulary": vocabulary, "digests": digests}
+        more: Any = {
+            "keeps_sources": sources,
+            "rewards_read": options.rewards.columns,
+            "vocabulary": vocabulary,
+            "digests": digests,
+        }
         reader = RowReader(tokenizer, length, options.rows, labelled_for, **more)
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
         inputs = cls(
@@ -230,26 +233,14 @@ class RunInputs:
             lines.append(
                 f"no dropout: steps run in evaluation mode; {', '.join(rates)} has no effect"
             )
-        is_plain = (
-            data.format is RowFormat.TEXT
-            and names_model_loss(options.objective)
-            and not options.rows.names_columns
-        )
-        others = [column for column in data.columns if column != "text"]
-        if is_plain and "text" in data.columns and others:  # nobody has named the columns
-            listed = ", ".join(others[:_MOST_COLUMNS]) + (
-                ", ..." if len(others) > _MOST_COLUMNS else ""
-            )
-            more = "--prompt-template and --columns, or zo2 init, use more"
-            lines.append(f"trained on: the column text; not used: {listed}. {more}")
-        lines += length_notices(data)
+        lines += row_notices(data, "trained on")
         if options.eval_split is not None and evaluation is not None:
             lines.append(
                 f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of "
                 "trained on"
             )
         elif evaluation is not None:
-            lines += [f"evaluation: {line}" for line in length_notices(evaluation)]
+            lines += row_notices(evaluation, "evaluated on", others=data)
         if batch_size > rows:
             lines.append(
                 f"the data has {counted(rows, 'row')}: a batch of {batch_size} contains the same "
@@ -276,10 +267,22 @@ def _settled_alike(
     return model, options
 
 
-def length_notices(rows: Rows) -> list[str]:
-    """Lines about rows that are longer than the sequence length."""
+def row_notices(rows: Rows, used_for: str, *, others: Rows | None = None) -> list[str]:
+    """Lines about columns that are not read, and rows longer than the sequence length.
+
+    Args:
+        rows: The rows.
+        used_for: What they are used for, such as trained on.
+        others: Rows whose lines are printed, too; columns that are not read are named once.
+    """
+    lines = rows.use.notices(used_for)
+    if lines and not rows.options.names_columns:
+        lines[0] += ". --prompt-template and --columns, or zo2 init, use more"
+    if others is not None and {*others.use.unread} >= {*rows.use.unread}:
+        lines = []
     numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
-    return [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
+    lengths = [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
+    return lines + [line if others is None else f"evaluation: {line}" for line in lengths]
 
 
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:
