@@ -514,7 +514,13 @@ class Engine:
         with closing(self._present(range(len(model.layouts)), progress)) as tensors:
             companions = {**model.companions, **files}
             write_checkpoint(
-                directory, specs, tensors, companions, dtype=model.export_dtype, form=form
+                directory,
+                specs,
+                tensors,
+                companions,
+                dtype=model.export_dtype,
+                form=form,
+                origin=model.weights.origin,
             )
 
     def load_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:

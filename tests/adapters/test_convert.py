@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import resource
 import weakref
@@ -143,6 +144,20 @@ def test_shared_and_partial_tensors_become_copies_and_one_in_two_shards_is_that_
     }
     weight_map = json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]
     assert {name: entry.path.name for name, entry in entries.items()} == weight_map
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_pickled_numbers_that_are_not_finite_are_refused_by_name(
+    dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    save_pickled(base, shards=1)
+    numbers = torch.tensor([1.0, value]).to(dtype)
+    torch.save({"a": torch.ones(2), "b": numbers}, base / SINGLE_FILE)
+    refusal(
+        base, match=rf"pytorch_model\.bin: b: found {value:g} among its numbers; expected finite"
+    )
 
 
 def test_of_pickled_and_other_weights_those_are_converted_that_transformers_loads(

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from gguf_models import (
 )
 from models import make_batch, random_model, save_tokenizer
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from threaded_device import ThreadedDevice, ThreadedStreams
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -591,6 +592,27 @@ def test_matrices_are_rounded_to_the_type(kind: Any, tmp_path: Path) -> None:
     original = weights(base)["model.layers.0.mlp.down_proj.weight"].numpy()
     expected = gguf.quantize(original, gguf.GGMLQuantizationType[kind]).tobytes()
     assert written.tensors["blk.0.ffn_down.weight"].read() == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "told"),
+    [
+        ("F32", "model.norm.weight", math.nan, "output_norm.weight: found nan"),
+        ("Q8_0", "model.layers.0.mlp.down_proj.weight", -math.inf, "ffn_down.weight: found -inf"),
+        ("F16", "model.layers.0.mlp.down_proj.weight", 1e6, r"1e\+06, which F16 cannot hold"),
+        ("Q8_0", "model.layers.0.mlp.down_proj.weight", 1e8, "which Q8_0 cannot hold"),
+    ],
+)
+def test_numbers_that_a_file_cannot_hold_are_not_written(
+    kind: Any, name: str, value: float, told: str, tmp_path: Path
+) -> None:
+    base = save_directory(tmp_path / "base", "llama")
+    tensors = load_file(base / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"base: .*{told}"):
+        export(base, tmp_path / "out", kind=kind)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", SPLITTERS)

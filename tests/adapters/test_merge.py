@@ -3,6 +3,8 @@ and for runs.
 """
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from families import small_config as family_config
 from families import small_model
 from models import save_model, small_config
 from runs import weights_of
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from zo2adapters.models.peft_model import write_adapter
+from zo2core.errors import CheckpointError
 from zo2core.planning.memory import HostPlan, plan_host
 
 peft: Any = pytest.importorskip("peft")
@@ -230,3 +235,86 @@ def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> 
         assert f"pass --output {name.partition('.')[0]};" in told
         assert not Path(name).exists()
     assert not Path("merged").exists()
+
+
+def spoil(path: Path, part: str, value: float) -> None:
+    """Put a number into a tensor whose name has this part."""
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if part in name)
+    tensors[name].view(-1)[3] = value
+    save_file(tensors, path, {"format": "pt"})
+
+
+def change_alpha(alpha: float) -> None:
+    path = Path("first/model/adapter_config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": alpha}))
+
+
+def absurd_sum() -> None:
+    change_alpha(3e38)
+    for part in ("lora_A", "lora_B"):
+        spoil(ADAPTER, part, 1e9)
+
+
+BASE, ADAPTER = Path("base/model.safetensors"), Path("first/model/adapter_model.safetensors")
+EXPORT = ("export", "--model", "base", "--output", "out")
+MERGE = ("merge", "--model", "base", "--adapter", "first/model", "--output", "out")
+NUMBERS: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
+    "a base": (
+        lambda: spoil(BASE, "model.norm", math.nan),
+        EXPORT,
+        "base/model.safetensors: model.norm.weight: found nan; expected finite weights",
+    ),
+    "a base that is merged": (
+        lambda: spoil(BASE, "0.self_attn.q_proj", math.inf),
+        MERGE,
+        "base/model.safetensors: model.layers.0.self_attn.q_proj.weight: found inf",
+    ),
+    "a base that is quantised": (
+        lambda: spoil(BASE, "model.norm", math.nan),
+        ("convert", "--model", "base", "--output", "out", "--quantize", "nf4"),
+        "base/model.safetensors: model.norm.weight: found nan",
+    ),
+    "a number too large": (
+        lambda: spoil(BASE, "mlp.down_proj", 1e6),
+        (*EXPORT, "--output-dtype", "float16"),
+        "down_proj.weight: found 1e+06, which float16 cannot hold; expected numbers in float16's "
+        "range. What to do: choose a dtype with a larger range.",
+    ),
+    "an adapter": (
+        lambda: spoil(ADAPTER, "lora_A", math.nan),
+        MERGE,
+        "first/model/adapter_model.safetensors: base_model.model.model.layers.0.",
+    ),
+    "an adapter that is evaluated": (
+        lambda: spoil(ADAPTER, "lora_B", math.inf),
+        ("evaluate", "--model", "base", "--adapter", "first/model", "--data", "rows.jsonl"),
+        "first/model/adapter_model.safetensors: base_model.model.model.layers.0.",
+    ),
+    "an absurd scale": (lambda: change_alpha(1e300), MERGE, "adapter.lora_alpha: found 1e+300"),
+    "a scale that is no number": (
+        lambda: change_alpha(math.nan),
+        MERGE,
+        "adapter.lora_alpha: found nan",
+    ),
+    "a sum too large": (
+        absurd_sum,
+        MERGE,
+        "first/model/adapter_model.safetensors, merged into model.layers.0.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoiling", "command", "told"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_are_not_finite_are_written_by_no_command_and_blamed_on_their_file(
+    spoiling: Callable[[], object], command: tuple[str, ...], told: str, here: Path
+) -> None:
+    spoiling()
+    assert told in refusal(*command)
+    assert not Path("out").exists()
+
+
+def test_an_adapter_with_numbers_that_are_not_finite_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the adapter: lora_B: found inf; expected finite"):
+        write_adapter(tmp_path / "out", {}, {"lora_B": torch.tensor([1.0, math.inf])})
+    assert not list(tmp_path.iterdir())

@@ -825,7 +825,7 @@ def test_what_is_not_finite_or_quantised_already_is_not_quantised(
     tensors = load_file(shard)
     tensors[f"{LAYER}.weight"][3, 5] = float("inf")
     save_file(tensors, shard, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{LAYER}.weight: found a number that is not finite"):
+    with pytest.raises(CheckpointError, match=f"{LAYER}.weight: found inf"):
         quantize(tmp_path / "base", again, method)
     assert not again.exists()
 

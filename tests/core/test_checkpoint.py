@@ -1,6 +1,7 @@
 """Files of a checkpoint: which bytes are read and written, and what is refused."""
 
 import json
+import math
 import os
 import stat
 import struct
@@ -22,6 +23,7 @@ from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_hea
 from zo2core.errors import CheckpointError, OutputError
 from zo2core.io import direct_file as ranged
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
+from zo2core.types import SavedForm
 
 
 def raw(header: object, data: bytes = b"\0" * 8) -> bytes:
@@ -229,6 +231,34 @@ def test_written_checkpoints_load(max_shard: int, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "b.txt").read_bytes() == b"copied"
     shards = list((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) == {10**9: 1, 40: 3, 1: 4}[max_shard]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "told"),
+    [
+        (None, float("nan"), "shard: p2: found nan; expected finite weights"),
+        (torch.float16, 7e4, "shard: p2: found 70000, which float16 cannot hold"),
+        (torch.bfloat16, float("-inf"), "shard: p2: found -inf"),
+        (torch.float8_e5m2, 7e4, "shard: p2: found 70000, which float8_e5m2 cannot hold"),
+    ],
+)
+def test_numbers_that_are_not_finite_in_their_file_are_not_written(
+    dtype: torch.dtype | None, value: float, told: str, tmp_path: Path
+) -> None:
+    def spoilt() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in values():
+            if name == "p2":
+                tensor.view(-1)[-1] = value
+            yield name, tensor
+
+    with pytest.raises(CheckpointError, match=told):
+        write_checkpoint(
+            tmp_path / "out", SPECS, spoilt(), {}, dtype=dtype, origin=lambda name: "shard"
+        )
+    assert not list(tmp_path.iterdir())
+    masks = SavedForm(constants={"mask": torch.tensor([0.0, float("-inf")])})
+    write_checkpoint(tmp_path / "out", SPECS, values(), {}, form=masks)
+    assert load_file(tmp_path / "out" / "model.safetensors")["mask"].tolist() == [0, -math.inf]
 
 
 def test_a_write_that_fails_leaves_nothing_and_what_is_there(tmp_path: Path) -> None:

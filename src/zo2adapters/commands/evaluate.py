@@ -176,7 +176,7 @@ class Evaluate(AtStep):
                         engine.watch(sweeps.visited)
                         progress = sweeps.took
                     result = measured(engine, its_model, rows, replace(options, progress=progress))
-            _require_finite(result.finite, its_model, one)
+            _require_finite(result.finite, its_model)
             return name, result
 
         may_share = workers is None and self.trace is None
@@ -267,13 +267,13 @@ def _value(measure: Measure, value: float) -> str:
     return f"{value:.1%}" if measure.is_share else f"{value:.{measure.digits}f}"
 
 
-def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
+def _require_finite(values: Sequence[float], model: HFBlockModel) -> None:
     """Refuse a loss that is not finite, and report whether the base's own weights are the cause."""
     from zo2adapters.trainers.methods import require_finite_base
 
     not_finite = [value for value in values if not math.isfinite(value)]
     if not_finite:
-        require_finite_base(model, at.base())
+        require_finite_base(model)
         remedy = (
             "evaluate an earlier step with --at, or in a wider --dtype: the base's weights are "
             "finite"

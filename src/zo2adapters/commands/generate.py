@@ -150,7 +150,7 @@ def _generated(
         yield from generate(engine, model, prompts, eos_token_ids=ends, pad_token_id=pad, **given)
     except NonFiniteLossError:
         # also experts that were read outside the engine's segments
-        require_finite_base(at.open_model(), at.base())
+        require_finite_base(at.open_model())
         raise
 
 

@@ -33,7 +33,9 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantization import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint.export import (
+    is_finite,
     new_directory,
+    not_finite,
     require_unused,
     shard_names,
     write_checkpoint,
@@ -208,7 +210,15 @@ def quantize(
             "config.json": json.dumps(config, indent=2).encode() + b"\n",
         }
         form = SavedForm(kept, opened.saved_form.constants)
-        write_checkpoint(directory, specs, tensors, companions, form=form)
+        origins = {spec.name: opened.weights.origin(spec.name) for spec in parameters}
+        write_checkpoint(
+            directory,
+            specs,
+            tensors,
+            companions,
+            form=form,
+            origin=lambda name: origins.get(name, str(model)),
+        )
     in_layers = [
         spec for layout in opened.layouts if not layout.resident for spec in layout.parameters
     ]
@@ -331,14 +341,9 @@ def _tensors(
         for layer, shape in chosen[spec.name]:  # of a stack one matrix at a time is in memory
             weights = _read(model, spec, first, math.prod(shape)).view(shape)
             first += weights.numel()
-            if not bool(weights.isfinite().all()):
-                where, remedy = (
-                    f"{model.weights.origin(spec.name)}: {spec.name}",
-                    "get it again, or choose another dtype",
-                )
-                raise malformed(
-                    where, "a number that is not finite", "finite weights", remedy=remedy
-                )
+            if not is_finite(weights):
+                where = f"{model.weights.origin(spec.name)}: {spec.name}"
+                raise not_finite(where, weights, weights)
             fitted, parts = encode(weights, encoding)
             saved = dict(parts)
             if isinstance(fitted, NF4Blocks):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -33,7 +34,9 @@ from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_ad
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
 from zo2core.checkpoint.export import (
+    is_finite,
     new_directory,
+    not_finite,
     require_unused,
     write_checkpoint,
     write_companions,
@@ -142,8 +145,21 @@ def export_merged(
     with closing(parameters) as tensors:
         companions = {**model.companions, **files}
         write_checkpoint(
-            directory, specs, tensors, companions, dtype=model.export_dtype, form=model.saved_form
+            directory,
+            specs,
+            tensors,
+            companions,
+            dtype=model.export_dtype,
+            form=model.saved_form,
+            origin=partial(_origin_in_base, model),
         )
+
+
+def _origin_in_base(model: PeftBlockModel, name: str) -> str:
+    """The file of a parameter of the base, by its name there."""
+    specs = (spec for layout in model.layouts for spec in layout.parameters)
+    of_base = (spec.name for spec in specs if spec.name not in model.exported_parameters)
+    return next(model.weights.origin(own) for own in of_base if peft_adapter.base_form(own) == name)
 
 
 def _whole_model(
@@ -225,7 +241,10 @@ def merged_parameters(
             if base in copies:
                 yield base, copies[base].to(tensor.dtype)
             elif _BASE in name:
-                yield base, merged_parameter(model, name, tensor, values)
+                merged = merged_parameter(model, name, tensor, values)
+                if is_finite(tensor) and not is_finite(merged):
+                    raise not_finite(f"{model.adapter.where}, merged into {base}", merged, merged)
+                yield base, merged
             else:
                 yield base, tensor
             if progress is not None:
@@ -338,8 +357,9 @@ def export_gguf(
         tensors = (
             (named[name], layout.write(named[name], tensor.float())) for name, tensor in parameters
         )
+        values = chain(rotary.items(), tensors)
         gguf_model.write_gguf(
-            partial / MODEL, architecture, metadata, infos, chain(rotary.items(), tensors), file
+            partial / MODEL, architecture, metadata, infos, values, file, origin=base
         )
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
 
@@ -475,4 +495,6 @@ def _write_adapter(
         "adapter.lora.alpha": float(first),
     }
     infos = [(name, tuple(tensor.shape), "F32") for name, tensor in tensors.items()]
-    gguf_model.write_gguf(path, layout.architecture, metadata, infos, tensors.items())
+    gguf_model.write_gguf(
+        path, layout.architecture, metadata, infos, tensors.items(), origin="the adapter"
+    )

@@ -48,6 +48,7 @@ from zo2adapters.models.library_names import (
 from zo2adapters.models.quantization import EncodedTensor
 from zo2adapters.models.stored_tensors import OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package
+from zo2core.checkpoint.export import is_finite, not_finite
 from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
 from zo2core.checkpoint.shards import (
     DTYPE_NAMES,
@@ -451,6 +452,8 @@ def write_gguf(
     infos: Sequence[tuple[str, Sequence[int], str]],
     tensors: Iterable[tuple[str, torch.Tensor]],
     copied: GGUFFile | None = None,
+    *,
+    origin: object = "weights",
 ) -> None:
     """Write a GGUF file tensor by tensor, each rounded to its type.
 
@@ -461,6 +464,7 @@ def write_gguf(
         infos: Names, shapes and types of all tensors.
         tensors: The tensors by name, float32, in the same order.
         copied: A file whose metadata goes before these values.
+        origin: Name of the tensors' file, for the error that refuses numbers that are not finite.
     """
     gguf = optional_package("gguf", install=GGUF_EXTRA)
     types, file = gguf.GGUFValueType, gguf.GGUFWriter(path, architecture)
@@ -496,8 +500,22 @@ def write_gguf(
         file.write_ti_data_to_file()
         for (expected, _, kind), (name, weights) in zip(infos, tensors, strict=True):
             assert name == expected, f"{name} is written where {expected} comes next"
-            coded = gguf.quantize(weights.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+            coded = _coded(f"{origin}: {name}", weights, gguf.GGMLQuantizationType[kind])
             file.write_tensor_data(np.ascontiguousarray(coded).view(np.uint8))
+
+
+def _coded(where: str, weights: torch.Tensor, kind: Any) -> np.ndarray[Any, Any]:
+    """Weights rounded to a type of GGUF's, whose numbers and scales have to be finite."""
+    import gguf
+
+    if not is_finite(weights):
+        raise not_finite(where, weights, weights)
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below
+        coded: np.ndarray[Any, Any] = gguf.quantize(weights.contiguous().numpy(), kind)
+        written = torch.from_numpy(gguf.dequantize(coded, kind))
+    if not is_finite(written):
+        raise not_finite(where, weights, written, kind.name)
+    return coded
 
 
 class _Companions(Mapping[str, Path | bytes]):

@@ -36,6 +36,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.library_names import Conv1D, names_of
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
+from zo2core.checkpoint.export import is_finite, not_finite
 from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
 from zo2core.encodings.decoding import decoded
 from zo2core.errors import (
@@ -48,7 +49,7 @@ from zo2core.errors import (
 )
 from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader
-from zo2core.ranges import LARGEST, require_whole
+from zo2core.ranges import LARGEST, require_number, require_whole
 
 ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -85,6 +86,7 @@ _DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that ch
 # weights
 _MATRICES = 4
 _LARGEST_RANK = 1 << 16
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _LARGEST_CONFIG = 1 << 20  # bytes
 
 _ENCODER = "prompt_encoder"  # name of the module of a prefix's table in peft's model
@@ -350,6 +352,9 @@ class LoRAKind(AdapterKind):
     def unused_options(self, config: Any) -> list[str]:
         """See the base class."""
         require_whole("adapter.r", config.r, 1, _LARGEST_RANK)
+        by_layer = config.alpha_pattern if isinstance(config.alpha_pattern, dict) else {}
+        for alpha in (config.lora_alpha, *by_layer.values()):
+            require_number("adapter.lora_alpha", alpha, least=-_FLOAT32_MAX, most=_FLOAT32_MAX)
         return (
             [] if config.init_lora_weights in (True, False, "gaussian") else ["init_lora_weights"]
         )
@@ -857,6 +862,8 @@ def read_values(
     with closing(SafetensorsReader(entries)) as reader:
         for name, value in values.items():
             reader.read_into(names[name], value.view(-1))
+            if not is_finite(value):
+                raise not_finite(f"{path}: {names[name]}", value, value)
     return values
 
 

@@ -23,7 +23,7 @@ from zo2adapters.models.library_names import DynamicLayer
 from zo2adapters.models.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, OpenedAdapter
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch
-from zo2core.checkpoint.export import new_directory, write_companions
+from zo2core.checkpoint.export import is_finite, new_directory, not_finite, write_companions
 from zo2core.errors import UnsupportedModelError
 
 
@@ -34,6 +34,9 @@ def write_adapter(
     files: Files = NO_FILES,
 ) -> None:
     """Write an adapter."""
+    for name, value in values.items():
+        if not is_finite(value):
+            raise not_finite(f"the adapter: {name}", value, value)
     with new_directory(directory) as partial:
         (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -6,6 +6,7 @@ storages have the sizes that the pickle gives; both are checked here before a te
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -65,6 +66,8 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         _check(f"{path}: {name[:200]}" if isinstance(name, str) else str(path), name, value)
     if stored is not None:
         _check_storages(path, stored, state.values())
+    for name, value in state.items():
+        _check_numbers(f"{path}: {name[:200]}", value)
     storages: set[int] = set()
     return {name: _unshared(value.detach(), storages) for name, value in state.items()}
 
@@ -160,6 +163,16 @@ def _check(where: str, name: object, value: object) -> None:
         raise _RefusedError(
             where, f"{value.nbytes} bytes", f"at most {nbytes}, the size of its storage"
         )
+
+
+def _check_numbers(where: str, value: torch.Tensor) -> None:
+    """Refuse NaN and infinity, once it is known that the tensor lies in its storage."""
+    if not value.is_floating_point() or not value.numel():
+        return
+    bounds = torch.aminmax(value if value.dtype.itemsize > 1 else value.float())
+    for bound in bounds:
+        if not math.isfinite(bound.item()):
+            raise _RefusedError(where, f"{bound.item():g} among its numbers", "finite weights")
 
 
 def _unshared(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:

@@ -900,7 +900,7 @@ def open_shared_base(options: TrainOptions) -> SharedBase:
 _CHUNK = 1 << 20  # elements read at once
 
 
-def require_finite_base(model: HFBlockModel, where: object) -> None:
+def require_finite_base(model: HFBlockModel) -> None:
     """Refuse a checkpoint with a weight that is not finite.
 
     Called when a loss is not finite, to find the cause.
@@ -917,6 +917,5 @@ def require_finite_base(model: HFBlockModel, where: object) -> None:
                 index = int(non_finite[0])
                 found = f"{values[index].item()} at element {start + index}"
                 remedy = "download the checkpoint again, or choose a dtype with a larger range"
-                raise CheckpointError(
-                    f"{where}: {spec.name}", found, "finite weights in the checkpoint", remedy
-                )
+                where = f"{model.weights.origin(spec.name)}: {spec.name}"
+                raise CheckpointError(where, found, "finite weights in the checkpoint", remedy)

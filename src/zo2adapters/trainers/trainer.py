@@ -173,7 +173,7 @@ class Trainer:
             # whatever ends the steps: nothing half-done stays, and the error is raised again
             try:
                 if isinstance(error, NonFiniteLossError):
-                    require_finite_base(self._model, self.options.model)
+                    require_finite_base(self._model)
             finally:
                 # the directory of a run that has not started is removed, unless the run can be
                 # resumed

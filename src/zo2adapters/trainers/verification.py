@@ -91,7 +91,7 @@ def verify(
             try:
                 ours = engine.step(batch, seed=seed + step if method is None else None)
             except NonFiniteLossError:
-                require_finite_base(model, directory)
+                require_finite_base(model)
                 raise
             numbers = [
                 *ours.losses,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
@@ -71,8 +72,13 @@ def write_checkpoint(
     dtype: torch.dtype | None = None,
     form: SavedForm | None = None,
     max_shard: int = MAX_SHARD,
+    origin: Callable[[str], str] = lambda name: "weights",
 ) -> None:
-    """Write a model directory that ``from_pretrained`` loads. One tensor at a time is in memory."""
+    """Write a model directory that ``from_pretrained`` loads. One tensor at a time is in memory.
+
+    A number that is not finite is refused, also one that overflows in the written dtype. ``origin``
+    names the file that a parameter comes from, for that error.
+    """
     form = form or SavedForm()
     written = {
         spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters
@@ -95,21 +101,52 @@ def write_checkpoint(
             assert sum(part.numel for part in runs[name]) == tensor.numel() == spec.numel
             for part in runs[name]:
                 elements = tensor.view(-1)[done : done + part.numel]
-                _write(*locations[part.tensor], elements, spec.dtype, first=part.start)
+                file, start = locations[part.tensor]
+                file.seek(start + part.start * spec.dtype.itemsize)
+                for given, rounded in _converted(elements, spec.dtype):
+                    if not is_finite(rounded):
+                        raise not_finite(f"{origin(name)}: {name}", given, rounded)
+                    file.write(byte_view(rounded))  # the view does not keep the memory alive
                 done += part.numel
         assert not missing, missing  # the file would have holes
-        for name, tensor in form.constants.items():
-            _write(*locations[name], tensor.contiguous().view(-1), tensor.dtype)
+        for name, tensor in form.constants.items():  # masks among them may have infinities
+            file, start = locations[name]
+            file.seek(start)
+            file.write(byte_view(tensor.contiguous().view(-1)))
 
 
-def _write(
-    file: IO[bytes], start: int, elements: torch.Tensor, dtype: torch.dtype, first: int = 0
-) -> None:
-    file.seek(start + first * dtype.itemsize)
+def _converted(
+    elements: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield elements and what is written of them, in parts if they are converted."""
     step = elements.numel() if elements.dtype is dtype else _STAGING
     for begin in range(0, elements.numel(), max(step, 1)):
-        part = elements[begin : begin + step].to(dtype)
-        file.write(byte_view(part))  # the view does not keep the memory alive
+        part = elements[begin : begin + step]
+        yield part, part.to(dtype)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether there is neither NaN nor infinity, found without a copy of the tensor."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    known = values if values.dtype.itemsize > 1 else values.float()  # of 8 bits
+    smallest, largest = torch.aminmax(known)
+    return math.isfinite(smallest.item()) and math.isfinite(largest.item())
+
+
+def not_finite(
+    where: str, given: torch.Tensor, written: torch.Tensor, dtype: str | None = None
+) -> CheckpointError:
+    """The error for numbers of which what would be written, in a dtype, is not finite."""
+    index = int((~written.float().isfinite()).view(-1).nonzero()[0])
+    value = given.reshape(-1)[index].item()
+    dtype = dtype or str(written.dtype).removeprefix("torch.")
+    found, expected = f"{value:g}", "finite weights"
+    remedy = "get the file again, or use another adapter or an earlier step of the run"
+    if math.isfinite(value):
+        found, expected = f"{value:g}, which {dtype} cannot hold", f"numbers in {dtype}'s range"
+        remedy = "choose a dtype with a larger range"
+    return CheckpointError(where, found, expected, remedy)
 
 
 @contextlib.contextmanager
