@@ -337,7 +337,8 @@ class Engine:
 
         Args:
             batches: Inputs of the forward. The model's loss weights a batch by its labelled tokens.
-            forward: The objective to evaluate; by default the model's loss.
+            forward: The objective to evaluate; by default the model's loss, without terms that it
+                adds for training alone, such as that of a mixture's routers.
 
         Returns:
             The mean loss over labelled tokens, and the loss of each batch; for an objective, its
@@ -352,8 +353,9 @@ class Engine:
         run.use.require_open()
         if forward is None and isinstance(run.model, Objective):
             forward = run.model
+        measured: Forward = getattr(run.model, "measured", run.model)
         return evaluate(
-            partial(self.forwards, forward=forward),
+            partial(self.forwards, forward=measured if forward is None else forward),
             batches,
             run.micro_batch_size,
             run.workers,

@@ -498,7 +498,8 @@ class BlockModel(Forward, Protocol):
     """A model that is divided into embedding, blocks and head.
 
     One that reads parameters outside its segments says so by ``forwards_only = True``: it takes no
-    steps.
+    steps. One that adds terms to its loss for training alone has ``measured``, the ``Forward``
+    without them, by which it is evaluated.
     """
 
     @property

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from engines import memory
@@ -25,7 +26,7 @@ from zo2adapters import (
 )
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import Engine, FirstOrder, HostPlan, MemoryPolicy
-from zo2core.errors import CheckpointError, OptionError
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 
 datasets = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
@@ -159,6 +160,53 @@ def test_a_run_from_one_seed_is_that_of_trls_trainer_as_it_is(
     ours.train()
     stock.train()
     assert_alike(ours, stock)
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Two mixtures with the same weights, by whether the config asks for the routers' loss."""
+    folder, found = tmp_path_factory.mktemp("mixtures"), dict[bool, Path]()
+    for asks in (False, True):
+        config: Any = families.small_config("qwen3_moe")
+        config.output_router_logits, config.router_aux_loss_coef = asks, 0.5
+        found[asks] = folder / str(asks)
+        families.small_model(config).save_pretrained(found[asks])
+        save_tokenizer(found[asks])
+    return found
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("name", "asks", "coefficient"), each_choice(["sft", "dpo"], [False, True], [None, 0.0, 0.1])
+)
+def test_the_trainers_coefficient_decides_about_the_loss_of_routers(
+    name: str, asks: bool, coefficient: float | None, mixtures: dict[bool, Path], tmp_path: Path
+) -> None:
+    changes = dict[str, Any](router_aux_loss_coef=coefficient, max_steps=2)
+    changes |= {"peft_config": peft.LoraConfig(r=2, target_modules=["o_proj"])}
+    ours, stock = (
+        of_trl(name, str(mixtures[asks]), tmp_path / str(mixin), mixin=mixin, **changes)
+        for mixin in (BackpropTrainerMixin, None)
+    )
+    ours.train()
+    stock.train()
+    assert_alike(ours, stock)
+    logged = [trainer.state.log_history[0].get("aux_loss", 0.0) for trainer in (ours, stock)]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-6)
+    assert bool(logged[1]) == (coefficient != 0.0)
+
+
+def test_a_loss_of_routers_that_a_model_has_not_is_refused_when_the_trainer_is_made(
+    tmp_path: Path,
+) -> None:
+    config: Any = families.small_config("deepseek_v3")
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    families.small_model(config).save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    told = r"router_aux_loss_coef: found 0\.5, .*deepseek_v3.* pass router_aux_loss_coef=0\.0"
+    given = {"mixin": BackpropTrainerMixin, "peft_config": lora(target_modules=["o_proj"])}
+    with pytest.raises(UnsupportedModelError, match=told):
+        of_trl("dpo", str(tmp_path / "base"), tmp_path / "run", **given)
 
 
 IN_MEMORY = memory()

@@ -8,10 +8,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from command_lines import done, write_rows
 from models import LONGEST, WORDS, save_classifier, save_model, save_tokenizer, small_config
 from parity import assert_same_weights
 from profiles import short_first
+from torch import nn
 from trainers import OF_TRL, ROWS, VOCABULARY, Smoothed, trainer_options
 from transformers import (
     AutoModelForCausalLM,
@@ -31,6 +33,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 
 import zo2core.engine
 from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
@@ -290,6 +293,110 @@ def test_a_loss_of_its_own_is_monolithic_mezos(
     kind.auto_class.from_pretrained(tmp_path / "saved")
 
 
+def summed(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """A loss function that is no mean over labelled tokens."""
+    targets = labels[:, 1:].reshape(-1)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum")
+
+
+def replaces_compute_loss(trainer: Any) -> None:
+    own = trainer.compute_loss
+    trainer.compute_loss = lambda *arguments, **named: 2 * own(*arguments, **named)
+
+
+def replaces_forward(trainer: Any) -> None:
+    model, own = trainer.model, trainer.model.forward
+
+    @wraps(own)  # from whose signature trainers read which columns it takes
+    def squared(*arguments: Any, **named: Any) -> Any:
+        output = own(*arguments, **named)
+        output.loss = None if output.loss is None else output.loss.square()
+        return output
+
+    model.forward = squared
+
+
+def asks_for_routers(trainer: Any) -> None:
+    trainer.model.config.output_router_logits = True
+
+
+AFTERWARDS: dict[str, Callable[[Any], None]] = {
+    "nothing": lambda trainer: None,
+    "compute_loss": replaces_compute_loss,
+    "compute_loss_func": lambda trainer: setattr(
+        trainer, "compute_loss_func", lambda output, labels, **_: summed(output.logits, labels)
+    ),
+    "label_smoother": lambda trainer: setattr(trainer, "label_smoother", LabelSmoother(0.3)),
+    "loss_function": lambda trainer: setattr(trainer.model, "loss_function", summed),
+    "forward": replaces_forward,
+    "averaging": lambda trainer: setattr(trainer, "model_accepts_loss_kwargs", False),
+    "routers": asks_for_routers,
+    "loss_type": lambda trainer: setattr(trainer.args, "loss_type", "dft"),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose config asks for the loss of routers or does not, which trainers decide."""
+    directory = tmp_path_factory.mktemp("mixture") / "base"
+    config: Any = families.small_config("qwen3_moe")
+    config.output_router_logits, config.router_aux_loss_coef = False, 0.5
+    families.small_model(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "afterwards"),
+    [
+        *(("plain", name) for name in AFTERWARDS if name != "loss_type"),
+        ("sft", "loss_type"),
+        ("sft", "routers"),
+    ],
+)
+def test_a_trainers_loss_is_that_of_its_present_settings(
+    name: str, afterwards: str, mixture: Path, tmp_path: Path
+) -> None:
+    """Also if it was the model's own when the trainer was made. Rows have unequal lengths."""
+    rows = [
+        {key: value[: 3 + number] for key, value in row.items()}
+        for number, row in enumerate(ROWS[:2])
+    ]
+    changes = dict[str, Any](gradient_accumulation_steps=2, per_device_train_batch_size=1)
+    changes |= {"max_steps": 1} | ({"router_aux_loss_coef": 0.0} if name == "sft" else {})
+    logged = []
+    for is_stock in (False, True):
+        model: Any = AutoModelForCausalLM.from_pretrained(mixture) if is_stock else mixture
+        unmoved = replace(EXACT, zo_eps=1e-12)
+        trainer = made(name, model, tmp_path / "run", unmoved, stock=is_stock, **changes)
+        if name == "plain":
+            trainer.train_dataset = rows
+        AFTERWARDS[afterwards](trainer)
+        trainer.train()
+        logged.append(trainer.state.log_history[0]["loss"])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.0, 0.1])
+def test_sft_has_the_loss_of_routers_with_the_trainers_coefficient(
+    coefficient: float | None, mixture: Path, tmp_path: Path
+) -> None:
+    """Whatever config.json asks for."""
+    asking = tmp_path / "asking"
+    shutil.copytree(mixture, asking)
+    config = json.loads((asking / "config.json").read_text())
+    (asking / "config.json").write_text(json.dumps({**config, "output_router_logits": True}))
+    logged = []
+    for base, is_stock in ((mixture, True), (mixture, False), (asking, False)):
+        model: Any = AutoModelForCausalLM.from_pretrained(base) if is_stock else base
+        unmoved = replace(EXACT, zo_eps=1e-12)
+        options = {"max_steps": 1, "router_aux_loss_coef": coefficient}
+        trainer = made("sft", model, tmp_path / "run", unmoved, stock=is_stock, **options)
+        trainer.train()
+        logged.append(trainer.state.log_history[0]["loss"])
+    assert logged[1:] == pytest.approx(2 * [logged[0]], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "weights"), [("plain", True), ("plain", False), ("sft", True), ("dpo", True)]
 )
@@ -546,10 +653,9 @@ def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
         return called(**inputs).loss + called(**other).loss  # type: ignore[no-any-return]
 
     def again(called: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return (
-            called(inputs["input_ids"], labels=inputs["labels"]).loss
-            + called(inputs["input_ids"]).logits.mean()
-        )  # type: ignore[no-any-return]
+        loss: torch.Tensor = called(inputs["input_ids"], labels=inputs["labels"]).loss
+        logits: torch.Tensor = called(inputs["input_ids"]).logits
+        return loss + logits.mean()
 
     with Engine(model, ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3))) as engine:
         with pytest.raises(
@@ -565,6 +671,10 @@ def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
                 batch,
                 CalledForward(model, lambda called, i: called(**i, output_hidden_states=True).loss),
             )
+        model.config.output_hidden_states = True
+        with pytest.raises(UnsupportedModelError, match="output_hidden_states of the config"):
+            engine.step(batch, CalledForward(model, again))
+        model.config.output_hidden_states = False
         assert engine.version == 0
         engine.step(batch, CalledForward(model, again))
 

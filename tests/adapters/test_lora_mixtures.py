@@ -286,22 +286,36 @@ def test_steps_have_the_routers_share(
         assert_steps_alike(engine, resident, [padded_batch()] * 2)
 
 
+def whole_loss(base: Path, batch: dict[str, torch.Tensor], **asked: bool) -> float:
+    loss: torch.Tensor = whole_model(base)(**batch, **asked, use_cache=False).loss
+    return loss.item()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", ROUTED)
+@pytest.mark.parametrize("precision", ["exact", "mixed"])
+def test_an_evaluation_is_without_the_routers_share_in_batches_of_any_size(
+    family: str, precision: str, tmp_path: Path
+) -> None:
+    base, given = save(family, tmp_path / "base", routers=True), padded_batch()
+    whole = whole_loss(base, given, output_router_logits=False)
+    assert whole_loss(base, given) > whole + 0.1
+    rows = [{key: value[row : row + 1] for key, value in given.items()} for row in range(2)]
+    with Engine(open_checkpoint(base, precision=precision)) as engine:
+        evaluated = engine.evaluate([given])
+        near = 1e-6 if precision == "exact" else 0.02
+        assert evaluated.loss == pytest.approx(whole, rel=near)
+        assert engine.evaluate(rows).loss == pytest.approx(evaluated.loss, rel=near)
+
+
 def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path) -> None:
     # a family that ignores the setting
     base = save("deepseek_v3", tmp_path / "ignored", routers=True)
     with Engine(open_checkpoint(base)) as engine:
-        assert (
-            engine.evaluate([padded_batch()]).loss
-            == whole_model(base)(**padded_batch(), use_cache=False).loss.item()
-        )
+        assert engine.evaluate([padded_batch()]).loss == whole_loss(base, padded_batch())
     asked, silent = (
         save("qwen3_moe", tmp_path / str(asks), routers=asks) for asks in (True, False)
     )
-    with Engine(open_checkpoint(asked)) as with_routers, Engine(open_checkpoint(silent)) as without:
-        assert (
-            with_routers.evaluate([padded_batch()]).loss
-            > without.evaluate([padded_batch()]).loss + 0.1
-        )
     assert open_checkpoint(asked).description != open_checkpoint(silent).description
     assert open_checkpoint(asked, precision="mixed").loss_chunk is None
     with pytest.raises(OptionError, match="output_router_logits is true"):
@@ -314,27 +328,57 @@ def test_a_loss_without_that_of_the_routers_is_never_taken_for_it(tmp_path: Path
         Engine(open_checkpoint(asked, adapter=adapter), low_rank)
 
 
-def test_a_called_model_has_the_routers_loss_or_is_refused(tmp_path: Path) -> None:
-    asked, silent = (
-        open_checkpoint(save("qwen3_moe", tmp_path / str(asks), routers=asks))
-        for asks in (True, False)
-    )
+UNMOVED = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-12))  # losses are those of the weights
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 4])
+def test_a_step_has_the_routers_share_if_the_config_asks_for_it_then(
+    loss_chunk: int | None, tmp_path: Path
+) -> None:
+    base = save("qwen3_moe", tmp_path / "base", routers=False)
+    model = open_checkpoint(base, loss_chunk=loss_chunk)
+    with Engine(model, UNMOVED) as engine:
+        for asks in (False, True, False):
+            model.config.output_router_logits = asks
+            expected = whole_loss(base, padded_batch(), output_router_logits=asks)
+            assert engine.step(padded_batch()).loss == pytest.approx(expected, rel=1e-6)
+
+
+WITH, WITHOUT = {"output_router_logits": True}, {"output_router_logits": False}
+
+
+def called_losses(model: Any, *calls: dict[str, bool]) -> list[float]:
+    """The loss of a function that calls the model with each of these arguments, and adds up."""
 
     def loss(called: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = called(**inputs, output_router_logits=True).loss
-        return loss
+        return torch.stack([called(**inputs, **asked).loss for asked in calls]).sum()
 
-    method, losses = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2)), []
-    for forward in (None, CalledForward(asked, loss)):
-        with Engine(asked, method) as engine:
-            losses.append(engine.step(padded_batch(), forward, seed=1).losses)
-    assert losses[0] == losses[1]
-    assert asked._recorder.at_end is None, "the logits would stay in memory"
-    with (
-        Engine(silent, method) as engine,
-        pytest.raises(UnsupportedModelError, match="output_router_logits"),
-    ):
-        engine.step(padded_batch(), CalledForward(silent, loss))
+    with Engine(model, UNMOVED) as engine:
+        return [engine.step(padded_batch(), CalledForward(model, loss)).loss]
+
+
+@pytest.mark.parametrize("routers", [True, False])
+def test_a_called_model_has_the_routers_loss_that_the_call_or_else_the_config_asks_for(
+    routers: bool, tmp_path: Path
+) -> None:
+    base = save("qwen3_moe", tmp_path / "base", routers=routers)
+    for calls in ((WITH,), (WITHOUT,), ({},), (WITH, WITHOUT)):
+        model = open_checkpoint(base)
+        expected = sum(whole_loss(base, padded_batch(), **asked) for asked in calls)
+        assert called_losses(model, *calls) == pytest.approx([expected], rel=1e-6)
+        assert model._recorder.at_end is None, "the logits would stay in memory"
+
+
+def test_a_call_for_a_routers_loss_that_a_model_has_not_or_not_in_each_call_is_refused(
+    tmp_path: Path,
+) -> None:
+    ignoring = open_checkpoint(save("deepseek_v3", tmp_path / "ignoring"))
+    told = "output_router_logits: found true, for the model type deepseek_v3; .* leave it out"
+    with pytest.raises(UnsupportedModelError, match=told):
+        called_losses(ignoring, WITH)
+    model = open_checkpoint(save("qwen3_moe", tmp_path / "base"))
+    with pytest.raises(UnsupportedModelError, match="found True in a second call"):
+        called_losses(model, WITHOUT, WITH)
 
 
 READ = ["qwen3_moe", "mixtral", "deepseek_v3", "granitemoe", "qwen3_next"]

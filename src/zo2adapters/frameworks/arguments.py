@@ -18,6 +18,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from zo2adapters.models.architecture import Precision
+from zo2adapters.models.batches import ROUTERS
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import require_attributes
@@ -382,6 +383,19 @@ def open_model(
         remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
         raise OptionError("bf16, fp16", found, expected, remedy)
     return model
+
+
+def require_router_loss(model: HFBlockModel, args: TrainingArguments) -> None:
+    """Refuse a loss of routers that one of TRL's trainers will ask for, if the model has none.
+
+    They ask for it unless their coefficient, which by default is that of the model's config, is 0.
+    """
+    config, name = model.config.get_text_config(), "router_aux_loss_coef"
+    if hasattr(config, ROUTERS) and hasattr(args, name):
+        given = getattr(args, name)
+        coefficient = getattr(config, name, 0.0) if given is None else given
+        if coefficient != 0.0:
+            model.routers.require_recorded(name, str(coefficient), f"pass {name}=0.0")
 
 
 def _arguments(autocast: torch.dtype | None) -> str:

@@ -84,6 +84,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
             # DPO would load the whole reference model
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
         self.block_model = arguments.open_model(model, args, type(self), adapter)
+        arguments.require_router_loss(self.block_model, args)
         self._engine: Engine | None = None
         # batches of an unfinished step, with gradient accumulation
         self._accumulated: list[Batch] = []
@@ -376,6 +377,7 @@ class ZOTrainerMixin(EngineStepsMixin):
         self.zo = ZOArguments() if zo is None else zo
         self._journal = Journal()
         super().__init__(model, args, options)
+        self._loss_was = self._loss_parts()
 
     def _open_engine(self) -> Engine:
         args, zo = self.args, self.zo
@@ -407,19 +409,36 @@ class ZOTrainerMixin(EngineStepsMixin):
 
     def _loss(self, num_items: Any) -> TrainerLoss | None:
         """The trainer's loss; None if it is the model's own, the mean over labelled tokens."""
+        return None if self._is_models_own_loss() else super()._loss(num_items)
+
+    def _is_models_own_loss(self) -> bool:
+        """Whether the trainer's loss is that of ``engine.step``, as trainer and model are now: what
+        decides may change from step to step.
+        """
         method = type(self).compute_loss
-        is_models = method is Trainer.compute_loss
-        if (
-            f"{method.__module__}.{method.__qualname__}"
-            == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
-        ):
-            is_models = self.args.loss_type == "nll" and not self.aux_loss_enabled
+        has_routers = self.block_model.routers.are_asked_for
+        # Of several batches ``Trainer`` adds up the losses of routers, which are means.
+        sums_routers = has_routers and self.args.gradient_accumulation_steps > 1
+        is_own = method is Trainer.compute_loss and not sums_routers
+        name = f"{method.__module__}.{method.__qualname__}"
+        if name == "trl.trainer.sft_trainer.SFTTrainer.compute_loss":
+            # It leaves out the loss of routers that a model adds, and adds its own.
+            adds_routers = self.aux_loss_enabled or has_routers
+            is_own = self.args.loss_type == "nll" and not adds_routers
         has_other = (
             self.zo.trainer_loss
+            or "compute_loss" in vars(self)
             or self.compute_loss_func is not None
             or self.label_smoother is not None
         )
-        return None if is_models and not has_other else super()._loss(num_items)
+        is_replaced = self.block_model.is_loss_replaced or self._loss_parts() != self._loss_was
+        return is_own and not has_other and not is_replaced
+
+    def _loss_parts(self) -> Sequence[object]:
+        """The model's forward, and whether the trainer divides a loss by the tokens of all batches
+        of a step.
+        """
+        return self.block_model.skeleton.forward, self.model_accepts_loss_kwargs
 
     @contextmanager
     def _reference(self) -> Iterator[Engine]:

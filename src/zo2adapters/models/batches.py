@@ -557,97 +557,112 @@ def require_chunkable(model: PreTrainedModel) -> None:
         )
 
 
-_OPTION = "output_router_logits"  # of configs and forwards
+ROUTERS = "output_router_logits"  # of configs and forwards: whether their loss is computed
 _OUTPUT = "router_logits"
 
 
+def are_routers_asked_for(config: PretrainedConfig) -> bool:
+    """Whether a config asks for the loss of routers."""
+    return bool(getattr(config.get_text_config(), ROUTERS, False))
+
+
 def without_router_losses(model: PreTrainedModel) -> Mapping[str, bool]:
-    """The arguments with which a forward computes no router loss; none where the config does not
-    ask for it.
-    """
-    asks = getattr(model.config.get_text_config(), _OPTION, False)
-    return (
-        {_OPTION: False} if asks and _OPTION in inspect.signature(model.forward).parameters else {}
-    )
+    """The arguments with which a forward computes no router loss; none where it never does."""
+    return {ROUTERS: False} if ROUTERS in inspect.signature(model.forward).parameters else {}
 
 
 class RouterLogits:
-    """The logits of all routers of a model whose config asks for their loss.
+    """The logits of all routers of a model, of which a loss is computed where that is asked for:
+    by the model's config, which trainers change, or by the caller of the model.
 
     Args:
         model: The skeleton, before its layers are replaced by stubs.
         layers: Its layers.
 
     Raises:
-        UnsupportedModelError: if transformers does not record the routers of this model.
+        UnsupportedModelError: if the config asks for their loss, and transformers does not record
+            the routers of this model.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-        self.off = without_router_losses(model)
-        self._routed: list[torch.Tensor | None] = []
-        self.none: tuple[torch.Tensor | None, ...] = ()  # before the first block
-        self._stand_in: nn.Module | None = None
-        if self.off:
-            self._recorder = recorder = _recorder(model)
-            routers = [
-                m
-                for layer in layers
-                for m in layer.modules()
-                if isinstance(m, recorder.target_class)
-            ]
-            for number, router in enumerate(routers):
-                router.register_forward_hook(partial(self._record, number))
-            self.none = (None,) * len(routers)
-            self._stand_in = _stand_in(recorder)
+        self._config = model.config
+        self._is_argument = bool(without_router_losses(model))
+        self._recorder = recorder = _recorder(model)
+        self._routed: list[torch.Tensor | None] | None = None  # of the layer that runs
+        self._count = 0  # routers
+        self._stand_in = None if recorder is None else _stand_in(recorder)
+        kind = () if recorder is None else recorder.target_class
+        for module in (module for layer in layers for module in layer.modules()):
+            if isinstance(module, kind):
+                module.register_forward_hook(partial(self._record, self._count))
+                self._count += 1
+        if self.are_asked_for:
+            self._require_recorded_for_config()
 
-    def require_asked(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse a call of the model that asks for router logits which the config does not
-        ask for.
-        """
-        if arguments.get(_OPTION) and not self.none:
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether the config asks for the routers' loss at present."""
+        return self._is_argument and are_routers_asked_for(self._config)
+
+    def wanted_by(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a call of the model with these arguments computes the routers' loss."""
+        given = arguments.get(ROUTERS)
+        return self.are_asked_for if given is None else bool(given)
+
+    def require_recorded(self, where: str, found: str, remedy: str) -> None:
+        """Refuse to compute a loss of routers that transformers does not record."""
+        if self._recorder is None or not self._is_argument:
             raise UnsupportedModelError(
-                f"the model's argument {_OPTION}",
-                "true, for a model whose blocks do not keep them",
-                f"{_OPTION}: true in a mixture's config.json",
-                "set it there, or leave the argument out",
+                where,
+                f"{found}, for the model type {self._config.model_type}",
+                "a mixture whose routers transformers records, and has a loss of",
+                f"{remedy}: the loss is then without that of the routers",
             )
 
-    def require_none(self, where: str, found: str) -> None:
-        """Refuse what computes the loss from logits alone."""
-        if self.none:
-            expected = f"the model's own loss as a whole, since {_OPTION} is true in config.json"
-            raise OptionError(where, found, expected, "leave it out, or set it to false there")
+    def none_yet(self, *, are_wanted: bool) -> tuple[None, ...] | None:
+        """The logits before the first layer; None: none are recorded."""
+        if are_wanted and self._recorder is None:
+            self._require_recorded_for_config()
+        return (None,) * self._count if are_wanted else None
+
+    def _require_recorded_for_config(self) -> None:
+        self.require_recorded(f"{ROUTERS} of the config", "true", "set it to false")
+
+    def arguments(self, routed: Sequence[torch.Tensor | None] | None) -> Mapping[str, bool]:
+        """The arguments with which a forward computes the loss of these logits, or none."""
+        return {ROUTERS: routed is not None} if self._is_argument else {}
 
     @contextmanager
     def recorded(
-        self, routed: Sequence[torch.Tensor | None]
-    ) -> Iterator[list[torch.Tensor | None]]:
+        self, routed: Sequence[torch.Tensor | None] | None
+    ) -> Iterator[list[torch.Tensor | None] | None]:
         """A context in which a layer runs, whose routers' logits are added to those of the layers
         before.
         """
-        self._routed = added = list(routed)
+        self._routed = added = None if routed is None else list(routed)
         try:
             yield added
         finally:
-            self._routed = []
+            self._routed = None
 
     def join(self, stub: nn.Module) -> None:
         """Give the last layer's stub a router, where transformers looks for one."""
-        if self._stand_in is not None:
+        if self._recorder is not None:
             *path, name = (self._recorder.layer_name or "router").split(".")
             for part in path:
                 # a stub has the attributes of its layer, which ``add_module`` would not hide
                 stub._modules[part] = stub = nn.Module()
             stub._modules[name] = self._stand_in
 
-    def replay(self, routed: Sequence[torch.Tensor | None]) -> None:
+    def replay(self, routed: Sequence[torch.Tensor | None] | None) -> None:
         """Return the logits of all layers to transformers, in order, within its forward."""
-        for logits in routed:
+        for logits in routed or ():
             assert self._stand_in is not None, "only recorded routers have logits"
             self._stand_in(logits)
 
     def _record(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
-        if self._routed:
+        if self._routed is not None:
+            assert self._recorder is not None, "it has the hook"
             self._routed[number] = (
                 output[self._recorder.index] if isinstance(output, tuple) else output
             )
@@ -661,17 +676,11 @@ def _stand_in(recorder: OutputRecorder) -> nn.Module:
     return router
 
 
-def _recorder(model: PreTrainedModel) -> OutputRecorder:
-    """The declaration by which transformers records the routers."""
+def _recorder(model: PreTrainedModel) -> OutputRecorder | None:
+    """The declaration by which transformers records the routers; None: it does not."""
     for module in model.modules():
         declared = getattr(module, "_can_record_outputs", None) or {}
-        if isinstance(module, PreTrainedModel) and isinstance(
-            recorder := declared.get(_OUTPUT), OutputRecorder
-        ):
+        recorder = declared.get(_OUTPUT)
+        if isinstance(module, PreTrainedModel) and isinstance(recorder, OutputRecorder):
             return recorder
-    raise UnsupportedModelError(
-        f"model type {model.config.model_type}",
-        f"{_OPTION}: true, and no routers that transformers records",
-        "routers whose outputs the model's class declares",
-        f"set {_OPTION} to false in config.json: the loss is then without that of the routers",
-    )
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from zo2adapters.models.batches import are_routers_asked_for
 from zo2core.sweep.activations import IN_TRANSIT
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
@@ -67,14 +68,16 @@ def forward_bytes(
     # chunks are of mixed precision, too
     is_converted = itemsize != _FLOAT_BYTES or loss_chunk is not None
     loss = in_loss * _FLOAT_BYTES * (2 if is_converted else 1)
-    routed = 0
-    if getattr(config, "output_router_logits", False):  # with their gradients
-        experts = max(
-            _largest(config, name)
-            for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
-        routed = 2 * positions * experts * config.num_hidden_layers * _FLOAT_BYTES
+    routed = router_bytes(config, positions) if are_routers_asked_for(config) else 0
     return int(max(block, (logits * itemsize + loss) * config.vocab_size) + routed)
+
+
+def router_bytes(config: PretrainedConfig, tokens: int) -> int:
+    """Expected bytes of the logits of all routers for so many tokens, with their gradients."""
+    config = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = max(_largest(config, name) for name in names)
+    return int(2 * tokens * experts * config.num_hidden_layers * _FLOAT_BYTES)
 
 
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:

@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import Cache, PreTrainedModel, __version__
+from transformers import Cache, PretrainedConfig, PreTrainedModel, __version__
 
 from zo2adapters.models.architecture import (
     Architecture,
@@ -44,6 +44,7 @@ from zo2adapters.models.architecture import (
 )
 from zo2adapters.models.batches import (
     CAUSAL_LM,
+    ROUTERS,
     BranchCache,
     Head,
     PreparedBatch,
@@ -58,13 +59,18 @@ from zo2adapters.models.batches import (
     stack_rows,
     whole_losses,
 )
-from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, vision_bytes
+from zo2adapters.models.footprint import (
+    expected_held_bytes,
+    forward_bytes,
+    router_bytes,
+    vision_bytes,
+)
 from zo2adapters.models.library_names import cache_argument
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
-from zo2core import Batch, ZO2Error
-from zo2core.errors import BatchError, UnsupportedModelError
+from zo2core import Batch, Forward, ZO2Error
+from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 from zo2core.estimators.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
 from zo2core.sweep.microbatch import combined_loss, rows_of
@@ -110,7 +116,7 @@ _HEAD_ARGUMENTS = {
         "use_cache",
         "return_dict",
     ),
-    "output_router_logits",
+    ROUTERS,
 }
 
 
@@ -120,7 +126,8 @@ class Activations(NamedTuple):
     # (rows, tokens, hidden size), or other axes, which ``HFBlockModel.by_token`` reorders
     hidden: torch.Tensor
     calls: LayerCalls
-    routed: tuple[torch.Tensor | None, ...] = ()  # the logits of routers, if their loss is computed
+    # the logits of routers, each from its layer on; None: their loss is not computed
+    routed: tuple[torch.Tensor | None, ...] | None = None
 
 
 class HFBlockModel:
@@ -181,6 +188,7 @@ class HFBlockModel:
         self._device = torch.device("cpu")  # where the modules' buffers are
         # with stubs for its layers; only the weights that an engine has bound have values
         self.skeleton = skeleton
+        self.loss_function = skeleton.loss_function  # which may be replaced later
         self._called: Callable[..., Any] = skeleton  # runs HF's forward
         self._recorder = CallRecorder()
         self._low_rank: LowRankModules | None = None  # set by ``require_stackable``
@@ -199,7 +207,7 @@ class HFBlockModel:
             )
         self.routers.join(layers[-1])
         if loss_chunk is not None:
-            self.routers.require_none("loss_chunk", f"chunks of {loss_chunk} tokens")
+            self._require_no_router_loss("loss_chunk", f"chunks of {loss_chunk} tokens")
             require_chunkable(skeleton)
 
     @property
@@ -231,6 +239,24 @@ class HFBlockModel:
     def tokenizer_files(self) -> dict[str, Path | bytes]:
         """The companions that are an adapter's, too: all but the model's config."""
         return {name: file for name, file in self.companions.items() if name != "config.json"}
+
+    @property
+    def measured(self) -> Forward:
+        """The forward by which the model is evaluated. See the contract."""
+        return PredictionLoss(self)
+
+    @property
+    def is_loss_replaced(self) -> bool:
+        """Whether the skeleton has another loss function than transformers', of which it is not
+        known that losses of chunks add up.
+        """
+        return bool(self.skeleton.loss_function != self.loss_function)
+
+    def _require_no_router_loss(self, where: str, found: str) -> None:
+        """Refuse what computes the loss from logits alone."""
+        if self.routers.are_asked_for:
+            expected = f"the model's own loss as a whole, since {ROUTERS} is true in config.json"
+            raise OptionError(where, found, expected, "leave it out, or set it to false there")
 
     def places_of(self, name: str) -> list[tuple[str, nn.Module, str]]:
         """The modules that have a parameter, several if it is tied: their paths, the modules, and
@@ -356,12 +382,13 @@ class HFBlockModel:
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
-        self.routers.require_none("perturbation", "directions of low rank")
+        self._require_no_router_loss("perturbation", "directions of low rank")
         self._low_rank = self._low_rank or LowRankModules(self.modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Join batches of equal shapes. See the contract."""
-        joined = stack_rows(batches)
+        """Join batches of equal shapes, where the loss follows from logits. See the contract."""
+        needs_whole = self.routers.are_asked_for or self.is_loss_replaced
+        joined = None if needs_whole else stack_rows(batches)
         return None if joined is None else self._prepared(joined)
 
     def perturb(
@@ -395,7 +422,7 @@ class HFBlockModel:
         inputs = {key: value for key, value in batch.items() if key not in self.kind.targets}
         try:
             with branches_of(batch):
-                return self.prologue(inputs)
+                activations = self.prologue(inputs)
         except (ZO2Error, torch.OutOfMemoryError):
             raise
         except (ValueError, IndexError, RuntimeError) as error:
@@ -413,6 +440,8 @@ class HFBlockModel:
                 "pass such batches; if a row has not exactly one image, use no micro-batches and "
                 "do not split rows",
             ) from error
+        are_wanted = self.routers.are_asked_for
+        return activations._replace(routed=self.routers.none_yet(are_wanted=are_wanted))
 
     @cached_property
     def cache_argument(self) -> str | None:
@@ -429,7 +458,8 @@ class HFBlockModel:
         recorder = self._recorder
         recorder.reset()
         set_batch_shape(self._low_rank, inputs["input_ids"])
-        arguments: dict[str, Any] = {**inputs, **self.routers.off, "use_cache": cache is not None}
+        arguments: dict[str, Any] = {**inputs, **self.routers.arguments(None)}
+        arguments["use_cache"] = cache is not None
         if cache is not None:
             assert self.cache_argument is not None, "a model without a cache was refused"
             arguments[self.cache_argument] = cache
@@ -446,7 +476,7 @@ class HFBlockModel:
             )
         if self.takes_single_tokens:
             require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
-        return Activations(recorder.hidden, LayerCalls.of(recorder.calls), self.routers.none)
+        return Activations(recorder.hidden, LayerCalls.of(recorder.calls))
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with its recorded arguments."""
@@ -454,16 +484,15 @@ class HFBlockModel:
         set_batch_shape(self._low_rank, self.by_token(activations.hidden))
         with self._casting(), self.routers.recorded(activations.routed) as routed:
             out = self._layers[index](activations.hidden, *args, **kwargs)
-        return activations._replace(
-            hidden=out[0] if isinstance(out, (tuple, list)) else out, routed=tuple(routed)
-        )
+        hidden = out[0] if isinstance(out, (tuple, list)) else out
+        return activations._replace(hidden=hidden, routed=None if routed is None else tuple(routed))
 
     def _arguments(self, index: int, activations: Activations) -> LayerCall:
         return activations.calls.layer(index)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
-        if self.loss_chunk is not None:
+        if self.loss_chunk is not None and activations.routed is None and not self.is_loss_replaced:
             return self.heads([batch], activations)[0]
         text = {
             name: value
@@ -504,13 +533,27 @@ class HFBlockModel:
         self._recorder.final = final.hidden
         self._recorder.at_end = partial(self.routers.replay, final.routed)
         set_batch_shape(self._low_rank, self.by_token(final.hidden))
-        router_losses = {name: bool(final.routed) for name in self.routers.off}
         try:
             with self._casting():
-                return self._called(**{**router_losses, **inputs})
+                return self._called(**{**self.routers.arguments(final.routed), **inputs})
         finally:
             # which hold the logits' graphs
             self._recorder.final, self._recorder.at_end = None, None
+
+    def with_wanted_routers(self, final: Activations, arguments: dict[str, Any]) -> Activations:
+        """The last layer's output, with the logits of routers if a call of the model with these
+        arguments asks for their loss; the argument that does is removed.
+        """
+        are_wanted = self.routers.wanted_by(arguments)
+        given = arguments.pop(ROUTERS, None)
+        if are_wanted and final.routed is None:
+            raise UnsupportedModelError(
+                f"the model's argument {ROUTERS}",
+                f"{given} in a second call of the model within one loss",
+                "the value of the first call",
+                "pass it in each call",
+            )
+        return final if are_wanted else final._replace(routed=None)
 
     def _epilogue(
         self, final: Activations, output_name: str, **inputs: torch.Tensor
@@ -529,9 +572,9 @@ class HFBlockModel:
         """Estimate the bytes by formula, those of the vision tower included. See the contract."""
         images = batch.get("pixel_values")
         tower = 0 if images is None else vision_bytes(self.config, images)
-        return max(
-            forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk), tower
-        )
+        needs_whole = self.routers.are_asked_for or self.is_loss_replaced
+        chunk = None if needs_whole else self.loss_chunk
+        return max(forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=chunk), tower)
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula; images need masks and positions. See the contract."""
@@ -554,6 +597,26 @@ class HFBlockModel:
             if positions is None
             else len(positions),
         )
+
+
+class PredictionLoss:
+    """A model's forward to the loss of its predictions alone, by which it is evaluated.
+
+    It is without the loss of routers, which a model adds for training: that does not depend on what
+    is predicted, and of several batches together it is not the mean of theirs.
+    """
+
+    def __init__(self, model: HFBlockModel) -> None:
+        self._model = model
+        self.prepared = model.prepared
+        self.block = model.block
+        self.head = model.head
+        self.forward_bytes = model.forward_bytes
+        self.held_bytes = model.held_bytes
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run the embedding. No logits of routers are kept. See the contract."""
+        return self._model.embed(batch)._replace(routed=None)
 
 
 class HFHeadModel(HFBlockModel):
@@ -663,11 +726,14 @@ class CalledModel:
 
 
 class CalledBatch(dict[str, Any]):
-    """The function's batch, and the inputs that the function passes to the model."""
+    """The function's batch, the inputs that the function passes to the model, and whether it asks
+    for the loss of routers.
+    """
 
-    def __init__(self, batch: Batch, inputs: Batch) -> None:
+    def __init__(self, batch: Batch, inputs: Batch, *, wants_routers: bool) -> None:
         super().__init__(batch)
         self.inputs = inputs
+        self.wants_routers = wants_routers
 
 
 class CalledForward:
@@ -704,9 +770,14 @@ class CalledForward:
         try:
             self._call(CalledModel(self._model, leave), dict(batch))
         except _LeaveError:
-            self._model.routers.require_asked(passed)
+            routers = self._model.routers
+            if wants_routers := routers.wanted_by(passed):
+                argument = f"the model's argument {ROUTERS}"
+                routers.require_recorded(argument, "true", "leave it out")
+            _require_none_by_config(self._model.config, passed)
             inputs = {key: value for key, value in passed.items() if _affects_layers(key, value)}
-            return CalledBatch(batch, self._model.prepared_inputs(inputs))
+            prepared = self._model.prepared_inputs(inputs)
+            return CalledBatch(batch, prepared, wants_routers=wants_routers)
         where, found = (
             "what is called with the model",
             "a function that returned without calling it",
@@ -717,30 +788,39 @@ class CalledForward:
 
     def embed(self, batch: Batch) -> Activations:
         """Run the embedding on the inputs that the function passes to the model."""
-        return self._model.embed(_inputs(batch))
+        called = _called(batch)
+        routed = self._model.routers.none_yet(are_wanted=called.wants_routers)
+        return self._model.embed(called.inputs)._replace(routed=routed)
 
     def head(self, batch: Batch, activations: Activations) -> Any:
         """Run the function; its call of the model continues from the last layer's output."""
-        inputs = _inputs(batch)
+        inputs = _called(batch).inputs
 
         def resume(**arguments: Any) -> Any:
             _require_same(inputs, arguments)
+            final = self._model.with_wanted_routers(activations, arguments)
             with branches_of(inputs):
-                output = self._model.epilogue(activations, **arguments)
+                output = self._model.epilogue(final, **arguments)
             return _in_float32(output) if self._model.autocast is not None else output
 
         return self._call(CalledModel(self._model, resume), dict(batch))
 
     def forward_bytes(self, batch: Batch) -> int:
         """Return the expected bytes, with all logits. See the contract."""
-        if self._model.loss_chunk is None:
-            return self._model.forward_bytes(_inputs(batch))
-        rows, tokens = _inputs(batch)["input_ids"].shape
-        return forward_bytes(self._model.config, rows, tokens)
+        model, called = self._model, _called(batch)
+        rows, tokens = called.inputs["input_ids"].shape
+        nbytes = (
+            model.forward_bytes(called.inputs)
+            if model.loss_chunk is None
+            else forward_bytes(model.config, rows, tokens)
+        )
+        if called.wants_routers and not model.routers.are_asked_for:  # by the caller alone
+            nbytes += router_bytes(model.config, rows * tokens)
+        return nbytes
 
     def held_bytes(self, batch: Batch) -> int:
         """Return the expected bytes, with the logits that are kept. See the contract."""
-        inputs = _inputs(batch)
+        inputs = _called(batch).inputs
         kept = (
             inputs["input_ids"].numel() * self._model.config.get_text_config().vocab_size * 4
             if self._keeps_logits
@@ -749,9 +829,9 @@ class CalledForward:
         return self._model.held_bytes(inputs) + kept
 
 
-def _inputs(batch: Batch) -> Batch:
+def _called(batch: Batch) -> CalledBatch:
     assert isinstance(batch, CalledBatch), "a batch is prepared before it runs"
-    return batch.inputs
+    return batch
 
 
 def _affects_layers(key: str, value: Any) -> bool:
@@ -767,6 +847,18 @@ def _affects_layers(key: str, value: Any) -> bool:
     raise UnsupportedModelError(
         where, repr(value)[:80], "tensors, which go through the layers one after the other", remedy
     )
+
+
+def _require_none_by_config(config: PretrainedConfig, arguments: Mapping[str, Any]) -> None:
+    """Refuse a config that asks for outputs of layers where the call of the model does not say."""
+    for name in ("output_attentions", "output_hidden_states"):
+        if arguments.get(name) is None and getattr(config, name, False):
+            raise UnsupportedModelError(
+                f"{name} of the config",
+                "true",
+                "false: attentions and hidden states are not kept",
+                f"set model.config.{name} = False",
+            )
 
 
 def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:

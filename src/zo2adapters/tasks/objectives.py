@@ -21,7 +21,7 @@ import torch
 
 from zo2adapters.models.batches import predictions
 from zo2adapters.models.footprint import forward_bytes
-from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2adapters.models.hf import Activations, HFBlockModel, PredictionLoss
 from zo2adapters.tasks.rows import (
     ANSWER,
     PROMPT,
@@ -107,7 +107,7 @@ class LogLikelihood:
 
     def __init__(self, model: HFBlockModel) -> None:
         self._model = model
-        self.embed = model.embed
+        self.embed = PredictionLoss(model).embed  # without the logits of routers
         self.block = model.block
         self.held_bytes = model.held_bytes
 
