@@ -264,7 +264,9 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the
     parts of the plan.
     """
-    model, device, journal = start.model, start.device, start.journal
+    model = start.model
+    device = start.device
+    journal = start.journal
     machine = Machine.of(device, start.workers.neighbours)
     request = start.request
     spec = plan(request, machine, MeasuredSpeeds(model.weights))
@@ -323,7 +325,9 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
 
 def _given_segments(start: _Start, source: BlockSource) -> Segments:
     """Use a source that the caller passed."""
-    model, device, options = start.model, start.device, start.options
+    model = start.model
+    device = start.device
+    options = start.options
     expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
     actual = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
     if actual != expected:
@@ -584,7 +588,9 @@ def _require_changing(model: BlockModel, directions: Directions, options: RunOpt
 
 def _begin(start: _Start) -> None:
     """Begin or continue the journal of a run that was planned."""
-    model, journal, factors = start.model, start.journal, start.directions.factors
+    model = start.model
+    journal = start.journal
+    factors = start.directions.factors
     journal.begin(_header(start))
     require_agreement(
         journal,
@@ -622,7 +628,9 @@ def _header(start: _Start) -> Mapping[str, Any]:
 
 def _header_of_steps(start: _Start) -> Mapping[str, Any]:
     """The part of the header that says how steps are made."""
-    method, noise, estimator = start.method, start.directions.noise, start.directions.estimator
+    method = start.method
+    noise = start.directions.noise
+    estimator = start.directions.estimator
     if isinstance(method, FirstOrder):
         return {"method": json_object("method", method.journal_options)}
     drawn = None
@@ -701,7 +709,8 @@ def _require_effect(method: Method, options: RunOptions, *, trains_all: bool) ->
     """Refuse options that would have no effect beside others."""
     with_method = f"none with {type(method).__name__}"
     beside_source = "none beside a source, which has a scratch file of its own"
-    has_source, at_snapshot = options.source is not None, isinstance(method, AtSnapshot)
+    has_source = options.source is not None
+    at_snapshot = isinstance(method, AtSnapshot)
     for option, is_refused, expected in (
         ("write_back", not isinstance(method, ZerothOrder), with_method),
         ("write_back", has_source, beside_source),

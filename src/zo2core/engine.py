@@ -493,14 +493,13 @@ class Engine:
             OutputError: if the directory is in use or cannot be written.
         """
         self._run.use.require_open()
-        directory, model, files = (
-            Path(directory),
-            self._run.model,
-            {} if files is None else files,
-        )
+        directory = Path(directory)
+        model = self._run.model
+        files = {} if files is None else files
         require_unused(directory)
         if isinstance(model, CustomExport):
-            exported, layouts = model.exported_parameters, enumerate(model.layouts)
+            exported = model.exported_parameters
+            layouts = enumerate(model.layouts)
             segments = [
                 i
                 for i, layout in layouts
@@ -509,10 +508,8 @@ class Engine:
             with closing(self._present(segments, progress)) as tensors:
                 model.write(directory, tensors, files)
             return
-        specs, form = (
-            [spec.decoded for layout in model.layouts for spec in layout.parameters],
-            saved_form(model),
-        )
+        specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
+        form = saved_form(model)
         with closing(self._present(range(len(model.layouts)), progress)) as tensors:
             companions = {**model.companions, **files}
             write_checkpoint(

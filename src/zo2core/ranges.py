@@ -41,7 +41,8 @@ def require_whole(
 ) -> None:
     """Refuse what is not a whole number in a range."""
     if type(value) is not int:
-        expected, remedy = f"a whole number of at least {least}{otherwise}", "pass such a number"
+        expected = f"a whole number of at least {least}{otherwise}"
+        remedy = "pass such a number"
         raise OptionError(option, repr(value)[:40], expected, remedy)
     if value < least:
         raise OptionError(option, shown(value), f"at least {least}{otherwise}", f"raise `{option}`")

@@ -223,7 +223,8 @@ class _Opened:
             self.scheduler = open_scheduler(
                 source, device, self.timeline, overlap=overlap, kept=spec.kept
             )
-            self._layouts, self._memory = model.layouts, device.empty(decoded_bytes(model.layouts))
+            self._layouts = model.layouts
+            self._memory = device.empty(decoded_bytes(model.layouts))
             self._helper: ThreadPoolExecutor | None = None
             if device.torch_device.type == "cpu":
                 self._helper = opened.enter_context(
@@ -234,7 +235,8 @@ class _Opened:
     @torch.no_grad()
     def decoded(self, index: int, store: Store) -> Store:
         """Return a segment's parameters; a block's encoded ones are decoded, once for all runs."""
-        layout, decoded = self._layouts[index], list(store)
+        layout = self._layouts[index]
+        decoded = list(store)
         if layout.kind is not SegmentKind.BLOCK:
             # embedding and head are decoded by each run, if at all
             return store
@@ -279,7 +281,9 @@ class SharedBase:
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         overlap: bool = True,
     ) -> None:
-        self._model, self._memory, self._overlap = model, memory, overlap
+        self._model = model
+        self._memory = memory
+        self._overlap = overlap
         self._runs: dict[SharedRun, RunRequest] = {}
         self._opened: _Opened | None = None
         with ExitStack() as opened:
@@ -479,7 +483,9 @@ class _RunSweep:
     """What one run does in a shared sweep."""
 
     def __init__(self, run: SharedRun, visit: VisitSegment, order: Sequence[int]) -> None:
-        self.run, self.visit, self.order = run, visit, tuple(order)
+        self.run = run
+        self.visit = visit
+        self.order = tuple(order)
         self.error: Exception | None = None  # which ended it
 
 
@@ -491,7 +497,9 @@ class _SharedVisitor:
     """Visits segments for several runs, whose orders begin alike. A run that fails ends alone."""
 
     def __init__(self, sweeps: Sequence[_RunSweep], model: BlockModel, opened: _Opened) -> None:
-        self._sweeps, self._layouts, self._opened = sweeps, model.layouts, opened
+        self._sweeps = sweeps
+        self._layouts = model.layouts
+        self._opened = opened
         self._position = 0
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
@@ -534,7 +542,10 @@ class SharedRun:
         *,
         changes_base: bool,
     ) -> None:
-        self._base, self._model, self.timeline, self._digests = base, model, timeline, digests
+        self._base = base
+        self._model = model
+        self.timeline = timeline
+        self._digests = digests
         self.activation_bytes = 0  # for its activations
         self._checked: set[int] = set()
         if [layout.kind for layout in model.layouts] != [layout.kind for layout in shared.layouts]:
@@ -626,7 +637,8 @@ class SharedRun:
 
         The version is unknown until the visitor has said it.
         """
-        views, version = self.views(index, shared), self._versions[index]
+        views = self.views(index, shared)
+        version = self._versions[index]
         if version is None:
             for spec, source in zip(
                 self._model.layouts[index].parameters, self._sources[index], strict=True
@@ -644,7 +656,8 @@ def _require_shareable(request: RunRequest) -> None:
     """Refuse options that belong to the shared base, and runs whose weights change where they are
     stored.
     """
-    memory, every = request.memory, "an interval" if request.has_to_write else "auto"
+    memory = request.memory
+    every = "an interval" if request.has_to_write else "auto"
     given = {
         "memory.host": memory.host,
         "memory.device": memory.device,
@@ -666,9 +679,11 @@ def _positions(
     An adapter may give a parameter another name, but it neither moves it nor puts parameters of its
     own into blocks.
     """
-    layout, shared = model.layouts[index], base.layouts[index]
+    layout = model.layouts[index]
+    shared = base.layouts[index]
     by_name = {spec.name: position for position, spec in enumerate(shared.parameters)}
-    same_name, renamed = [], []
+    same_name = []
+    renamed = []
     files = {_file(base, spec) for spec in shared.parameters}
     for spec in layout.parameters:
         if spec.name in by_name:

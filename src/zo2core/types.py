@@ -29,9 +29,16 @@ def shown_bytes(nbytes: float) -> str:
     units = iter(_UNITS)
     unit = next(units)
     while nbytes >= _LARGEST and unit != _UNITS[-1]:
-        nbytes, unit = nbytes / 1000, next(units)
-    digits = 2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0
-    return f"{nbytes:.3g} bytes" if unit == "bytes" else f"{nbytes:.{digits}f} {unit}"
+        nbytes = nbytes / 1000
+        unit = next(units)
+    if unit == "bytes":
+        return f"{nbytes:.3g} bytes"
+    digits = 0
+    if nbytes < 99.95:
+        digits = 1
+    if nbytes < 9.995:
+        digits = 2
+    return f"{nbytes:.{digits}f} {unit}"
 
 
 # Note: Alignment. Parameters start at multiples of a cache line in a bucket and in the work buffer,

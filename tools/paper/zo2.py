@@ -63,17 +63,17 @@ class AllocatingScheduler(OverlappedScheduler):
     emptied, so that the memory returns to the driver.
     """
 
-    def _bring(self, index: int) -> Any:
-        if not self._device.in_place and index not in self._own:
-            slot, nothing = self._free[0], torch.empty(0, dtype=torch.uint8)
+    def _upload(self, index: int) -> Any:
+        if not self._device.in_place and index not in self._permanent_slots:
+            slot, nothing = self._free_slots[0], torch.empty(0, dtype=torch.uint8)
             for why, event in slot.last_uses.items():
                 self._device.streams.wait(event, why)
-            self._release_arrived()
+            self._release_copied()
             nbytes, slot.memory, slot.last_uses = len(slot.memory), nothing, {}
             if self._device.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
             slot.memory = self._device.empty(nbytes)
-        return super()._bring(index)
+        return super()._upload(index)
 
 
 class Traffic(Trace):

@@ -97,7 +97,8 @@ def write_checkpoint(
         missing = set(written)
         for name, tensor in tensors:
             missing.remove(name)
-            spec, done = written[name], 0
+            spec = written[name]
+            done = 0
             assert sum(part.numel for part in runs[name]) == tensor.numel() == spec.numel
             for part in runs[name]:
                 elements = tensor.view(-1)[done : done + part.numel]

@@ -119,7 +119,8 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     start = 8 + header_bytes
     for name, tensor in found:
-        dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+        dtype = tensor.get_dtype()
+        shape = tuple(tensor.get_shape())
         if dtype not in DTYPES:
             raise malformed(f"{path}: {name}", f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
         entries[name] = TensorEntry(
@@ -329,7 +330,9 @@ class SafetensorsReader:
         Raises:
             CheckpointError: if the file cannot be read or ends early.
         """
-        pieces, ends, done = self._pieces[parameter], self._ends[parameter], 0
+        pieces = self._pieces[parameter]
+        ends = self._ends[parameter]
+        done = 0
         for index in range(bisect_right(ends, start), len(pieces)):
             if done == out.numel():
                 break
@@ -358,7 +361,8 @@ class SafetensorsReader:
     def close(self) -> None:
         """Close the shards. A later read opens them again."""
         with self._lock:
-            files, self._files = self._files, {}
+            files = self._files
+            self._files = {}
         for file in files.values():
             file.close()
 
@@ -372,7 +376,8 @@ class SafetensorsReader:
 
     def read_bytes(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
         """Fill memory from a byte of a tensor on. See ``read_into``."""
-        where, expected = f"{entry.path}: {entry.name}", f"{entry.nbytes} bytes at {entry.start}"
+        where = f"{entry.path}: {entry.name}"
+        expected = f"{entry.nbytes} bytes at {entry.start}"
         remedy = "check the disk, and download the shard again"
         with system_errors_as(CheckpointError, where, expected=expected, remedy=remedy):
             file = self._file(entry)

@@ -57,7 +57,8 @@ class EvolutionStrategies(MultiQueryRGE):
 
 
 def _scaled(losses: Sequence[float]) -> list[float]:
-    mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
+    mean = statistics.fmean(losses)
+    deviation = statistics.pstdev(losses)
     return [(loss - mean) / deviation if deviation else 0.0 for loss in losses]
 
 

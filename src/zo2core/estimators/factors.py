@@ -357,10 +357,8 @@ class FactorStore:
 
         Called before the first use.
         """
-        elements, period = (
-            sum_elements(trained(layouts), self._settings.rank),
-            self._settings.period,
-        )
+        elements = sum_elements(trained(layouts), self._settings.rank)
+        period = self._settings.period
         writes = kept_bytes_a_step(self._settings, layouts, bytes_a_step) > 0
         self._file = FactorFile(directory, elements, period=period, journal=journal, writes=writes)
         return self._file
@@ -454,7 +452,8 @@ class FactorStore:
         perturb_each(sums.now, perturbations, self._distribution, spec.index, streams)
         if len(spec.shape) == 1:
             return streams
-        left, right = streams.view(count, spec.shape[0], -1), self._right_of(spec, sums.version)
+        left = streams.view(count, spec.shape[0], -1)
+        right = self._right_of(spec, sums.version)
         if sums.past is not None and not self.forms(spec):
             past = Factors(sums.past.left.to(spec.dtype).expand(count, -1, -1), sums.past.right)
             return past.joined(Factors(left, right))
@@ -510,15 +509,15 @@ class FactorStore:
 
     def _matrix_sums(self, spec: ParameterSpec) -> _Sums:
         """A matrix's factors of the periods on disk, and zeros for the next one."""
-        rows, rank, period = spec.shape[0], self._settings.rank, self._settings.period
+        rows = spec.shape[0]
+        rank = self._settings.rank
+        period = self._settings.period
         columns: list[Factors] = []
         while self._file is not None and len(columns) < self._file.periods:
             if (kept := self._file.read(spec, len(columns))) is None:
                 break
-            left, right = (
-                kept.to(self._device).view(rows, rank),
-                self._drawn_right(spec, len(columns) * period),
-            )
+            left = kept.to(self._device).view(rows, rank)
+            right = self._drawn_right(spec, len(columns) * period)
             columns.append(Factors(left, right))
         past = (
             Factors(*(torch.cat(side, dim=-1) for side in zip(*columns, strict=True)))
@@ -538,7 +537,8 @@ class FactorStore:
         return self._right[spec.name][1]
 
     def _drawn_right(self, spec: ParameterSpec, step: int) -> torch.Tensor:
-        rank, seed = self._settings.rank, self._settings.period_seed(self._run_seed, step)
+        rank = self._settings.rank
+        seed = self._settings.period_seed(self._run_seed, step)
         drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)
         fill(drawn, self._distribution, seed, spec.index)
         return drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
@@ -557,7 +557,8 @@ def factor_bytes(
     """Bytes of a run's factors in memory, of ended periods and of the present one."""
     if isinstance(perturbation, DensePerturbation):
         return 0
-    periods, specs = updates // perturbation.period + 1, trained(layouts)
+    periods = updates // perturbation.period + 1
+    specs = trained(layouts)
     matrices = [spec for spec in specs if len(spec.shape) == 2]
     columns = sum(4 * spec.shape[0] + spec.dtype.itemsize * spec.shape[1] for spec in matrices)
     vectors = sum(4 * spec.numel for spec in specs if len(spec.shape) == 1)

@@ -69,11 +69,14 @@ def outlier(update: Update, past: Sequence[Update], *, window: int, factor: floa
         *past[-4 * window : -RECENT],
         *(earlier for earlier in past[-RECENT:] if not is_refused(earlier)),
     ]
-    now, contrast, last = level(update), _contrast(update), counted[-LEAST:]
+    now = level(update)
+    contrast = _contrast(update)
+    last = counted[-LEAST:]
     if now <= max(map(level, last)) and contrast <= max(map(_contrast, last)):
         return None  # a step within the range of the last steps, as most are, is within that of all
     levels = [level(earlier) for earlier in counted]
-    middle, extreme = median(levels[-window:]), max(levels)
+    middle = median(levels[-window:])
+    extreme = max(levels)
     if now > middle + factor * max(extreme - middle, 0.1 * abs(middle)):
         return (
             f"loss {now:.4g}, where the last {len(levels)} steps had {min(levels):.4g} to "
@@ -111,7 +114,8 @@ class RunHealth(NamedTuple):
         health = self if continues else RunHealth()
         for end in range(health.version + BLOCK, len(past) + 1, BLOCK):
             block = past[end - BLOCK : end]
-            now, squares = median(map(level, block)), sum(map(squared_move, block), health.squares)
+            now = median(map(level, block))
+            squares = sum(map(squared_move, block), health.squares)
             best, best_end = (now, end) if now < health.best else (health.best, health.best_end)
             health = RunHealth(end, block[-1], squares, best, best_end)
         return health
@@ -135,7 +139,8 @@ def drift(health: RunHealth, past: Sequence[Update], *, window: int) -> tuple[st
     now = median(map(level, past[-BLOCK:]))
     found = f"a median loss of {now:.4g} in the last {BLOCK} steps"
     first_levels = _levels_while(past[:window], 10 * past[0].zo_eps)
-    start, worst = median(first_levels), max(first_levels)
+    start = median(first_levels)
+    worst = max(first_levels)
     limit = worst + max(0.5, 0.5 * abs(worst), 2 * (worst - start))
     if now > limit:
         return found, f"at most {limit:.4g}, since the run began with {start:.4g}"

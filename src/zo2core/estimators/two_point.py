@@ -112,11 +112,14 @@ class EstimatorBase(ABC):
 
         A schedule is described by its ``repr`` if it is a dataclass, else as "a function".
         """
-        lr = self.lr
-        described = (repr(lr) if is_dataclass(lr) else "a function") if callable(lr) else float(lr)
+        lr: float | str
+        if not callable(self.lr):
+            lr = float(self.lr)
+        else:
+            lr = repr(self.lr) if is_dataclass(self.lr) else "a function"
         return {
             "name": self.name,
-            "lr": described,
+            "lr": lr,
             "zo_eps": self.zo_eps,
             "weight_decay": self.weight_decay,
         }

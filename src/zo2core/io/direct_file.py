@@ -84,7 +84,9 @@ class RangedFile:
         """Fill memory from a byte offset on."""
         done = self._try_direct(lambda descriptor: _read_direct(descriptor, offset, out))
         if done < len(out):
-            buffered, offset, out = self._open_buffered(), offset + done, out[done:]
+            buffered = self._open_buffered()
+            offset = offset + done
+            out = out[done:]
             done = _read_up_to(buffered, offset, out, at_least=len(out), unit=1)
             if done < len(out):
                 self._require_unchanged()

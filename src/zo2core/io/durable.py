@@ -332,7 +332,10 @@ class RecordFile:
             if _identity(os.stat(self._path)) == self._identity:
                 self._path.unlink()
                 sync_path(self._path.parent)
-        self._end, self._size, self._identity, self._settled = 0, 0, None, False
+        self._end = 0
+        self._size = 0
+        self._identity = None
+        self._settled = False
         self.close()  # only now: the lock keeps others out until the name is gone
 
     def close(self) -> None:

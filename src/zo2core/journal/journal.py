@@ -199,10 +199,8 @@ class Journal:
             # refuses a record that could not be read back, before anything is written
             decoded = self._decoded(record)
         except ImpossibleRecordError as error:
-            where, remedy = (
-                f"{self.name}, step {step.step}",
-                "fix the estimator, or lower `lr`; the step was not taken",
-            )
+            where = f"{self.name}, step {step.step}"
+            remedy = "fix the estimator, or lower `lr`; the step was not taken"
             raise JournalError(where, error.found, error.expected, remedy) from error
         self._write(record, partial(self._count, decoded, record), lambda: self.version > step.step)
 
@@ -215,7 +213,9 @@ class Journal:
             OSError: if the file cannot be removed.
         """
         if self.header is not None and self._started_at == self.version:
-            self.header, self._chain, self._started_at = None, [0], None
+            self.header = None
+            self._chain = [0]
+            self._started_at = None
             for kept in (self._steps, self.base_digests, self.evaluations):
                 kept.clear()
             if self._file is not None:
@@ -271,7 +271,8 @@ class Journal:
             JournalError: if the file cannot be written.
         """
         assert 0 <= step <= self.version, "the evaluated step belongs to the run"
-        record, before = encode_evaluation(step, values), self.evaluations.get(step)
+        record = encode_evaluation(step, values)
+        before = self.evaluations.get(step)
         self._write(
             record, partial(self._add, record), lambda: self.evaluations.get(step) is not before
         )
@@ -310,7 +311,8 @@ class Journal:
                 remedy=f"pass a step from 0 to {self.version}",
             )
         copy = Journal()
-        copy.header, copy.base_digests = self.header, {**self.base_digests}
+        copy.header = self.header
+        copy.base_digests = {**self.base_digests}
         copy.evaluations = {
             version: values for version, values in self.evaluations.items() if version <= step
         }
@@ -344,7 +346,8 @@ class Journal:
         Raises:
             JournalError: if a line is damaged, or the file cannot be written.
         """
-        is_new, theirs = self.header is None, self.until(self.version)
+        is_new = self.header is None
+        theirs = self.until(self.version)
         theirs.base_digests.clear()
         try:
             header, *others = [durable.from_line(line) for line in lines.splitlines()]
@@ -555,7 +558,8 @@ def copy_journal(source: Journal, destination: Path | str) -> None:
         OutputError: if the file cannot be written.
     """
     source.require_run()
-    path, remedy = Path(destination), "free space or choose another path"
+    path = Path(destination)
+    remedy = "free space or choose another path"
     with system_errors_as(OutputError, path, expected="a path that can be written", remedy=remedy):
         durable.make_directory(path.absolute().parent)
         durable.replace_file(path, source.excerpt(0))

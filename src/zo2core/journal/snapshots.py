@@ -88,7 +88,8 @@ class Snapshots:
         """Write a snapshot durably, and remove older ones except the one before it, which serves as
         a fallback.
         """
-        step, chain = snapshot.step, self._chain(snapshot.step)
+        step = snapshot.step
+        chain = self._chain(snapshot.step)
         assert chain is not None, "the step was taken"
         tensors: dict[str, torch.Tensor] = {}
         self._replace(step, _to_parts(snapshot, chain, tensors))
@@ -133,10 +134,8 @@ class Snapshots:
             snapshot, chain = _from_file(path)
         except OSError as error:
             steps = ", ".join(map(str, self.steps))
-            found, expected = (
-                f"no snapshot of step {step} ({reason(error)})",
-                "one of the steps that have a snapshot",
-            )
+            found = f"no snapshot of step {step} ({reason(error)})"
+            expected = "one of the steps that have a snapshot"
             remedy = (
                 "pass one of these steps, with --at on the command line; a first-order run keeps "
                 "no others"

@@ -80,7 +80,9 @@ class Delayed(BlockUpdate):
 
         See the contract.
         """
-        segment, weights, states = inputs.segment, inputs.weights, inputs.states
+        segment = inputs.segment
+        weights = inputs.weights
+        states = inputs.states
         self._wait(segment)
         following = {name: states[f"{name}.next"] for name in weights}
         for name, weight in weights.items():

@@ -142,7 +142,8 @@ class AdaLOMO(LOMO):
                 kept.copy_(moments[side])
         if gradient.dim() < 2:
             return moments["squares"].rsqrt().mul_(gradient)
-        rows, columns = moments["rows"], moments["columns"]
+        rows = moments["rows"]
+        columns = moments["columns"]
         rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
         return torch.mul(rows, columns.unsqueeze(-2).rsqrt()).mul_(gradient)
 

@@ -91,7 +91,8 @@ class LossScale:
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Continue with what ``values`` returned."""
         values = values if isinstance(values, Mapping) else {"loss_scale": values}
-        scale, steps = values.get("loss_scale", 1.0), values.get("good_steps", 0)
+        scale = values.get("loss_scale", 1.0)
+        steps = values.get("good_steps", 0)
         if (
             not isinstance(scale, float)
             or not 1.0 <= scale <= LARGEST

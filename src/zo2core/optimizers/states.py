@@ -136,7 +136,8 @@ def require_optimizer_state(
         (own := factory(zeros)).step()
     expected = own.state_dict()
     try:
-        states, groups = dict(state["state"]), list(map(_kind_of_group, state["param_groups"]))
+        states = dict(state["state"])
+        groups = list(map(_kind_of_group, state["param_groups"]))
         has_same_groups = groups == list(map(_kind_of_group, expected["param_groups"]))
         if not has_same_groups or states.keys() - expected["state"].keys():
             raise unusable_state("the state of an optimizer with other options or parameters")

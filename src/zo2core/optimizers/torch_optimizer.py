@@ -114,7 +114,8 @@ class TorchOptimizer(BlockUpdate):
         specs: list[StateSpec] = []
         for parameter in layout.parameters:
             if not parameter.frozen:
-                name, form = parameter.name, self._form(parameter.shape, parameter.dtype)
+                name = parameter.name
+                form = self._form(parameter.shape, parameter.dtype)
                 self._states[name] = form
                 specs += [StateSpec(f"{name}.{_HAS_STATE}", (), torch.uint8)] if form else []
                 specs += [
@@ -164,7 +165,8 @@ class TorchOptimizer(BlockUpdate):
         for key, form in self._states[name].items():
             if key not in state:
                 continue
-            value, place = state[key], f"{name}.{key}"
+            value = state[key]
+            place = f"{name}.{key}"
             if form.number is not None:
                 kept[place].fill_(value)
             elif place not in kept:
@@ -276,7 +278,9 @@ class BAdam(BlockUpdate):
     ) -> None:
         require_whole("every", every, 1)
         require_whole("seed", seed, 0, MAX_SEED)
-        self._optimizer, self._every, self._seed = TorchOptimizer(factory), every, seed
+        self._optimizer = TorchOptimizer(factory)
+        self._every = every
+        self._seed = seed
         self._options = (
             {"name": "badam", "optimizer": self._optimizer.options["name"]}
             if options is None

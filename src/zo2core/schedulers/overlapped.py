@@ -5,7 +5,7 @@ the serial scheduler.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,11 +70,11 @@ class _Returned(NamedTuple):
     bucket: Bucket
 
 
-_Held: TypeAlias = _InBucket | _Uploaded | _InSlot | _Returned
+_Place: TypeAlias = _InBucket | _Uploaded | _InSlot | _Returned
 
 
 @dataclass
-class _Arrival:
+class _DeviceSegment:
     """A segment on the device, or being uploaded."""
 
     index: int
@@ -82,10 +82,10 @@ class _Arrival:
     version: int | None
     store: Store
     arrived: Event
-    held: _Held = field(repr=False)
+    place: _Place = field(repr=False)
 
 
-class _Leaving(NamedTuple):
+class _PendingRelease(NamedTuple):
     """A bucket that is released once a copy is done."""
 
     transfer: Transfer
@@ -144,70 +144,73 @@ class OverlappedScheduler:
         self._layouts = source.layouts
         blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
         require_whole("kept", kept, 0, len(blocks))
-        staying = {index for index, layout in enumerate(self._layouts) if layout.resident} | spread(
-            blocks, kept
-        )
-        self._free: deque[_Slot] = deque()  # free slots of blocks that do not stay
-        self._own: dict[int, _Slot] = {}  # slots of segments that stay
+        residents = {index for index, layout in enumerate(self._layouts) if layout.resident}
+        staying = residents | spread(blocks, kept)
+        self._free_slots: deque[_Slot] = deque()  # free slots of blocks that do not stay
+        self._permanent_slots: dict[int, _Slot] = {}  # slots of segments that stay
         if not device.in_place:
             moving = [
                 layout.nbytes for index, layout in enumerate(self._layouts) if index not in staying
             ]
-            self._free.extend(_Slot(device.empty(max(moving))) for _ in moving[:SLOTS])
-            self._own = {
+            self._free_slots.extend(_Slot(device.empty(max(moving))) for _ in moving[:SLOTS])
+            self._permanent_slots = {
                 index: _Slot(device.empty(self._layouts[index].nbytes)) for index in sorted(staying)
             }
-        self._on_device: dict[int, _Arrival] = {}  # segments that stay, with their bytes
-        self._ahead: dict[int, _Arrival] = {}  # uploaded early, for a later visit
-        self._leaving: deque[_Leaving] = deque()
-        self._out = 0  # blocks' buckets acquired and not released
+        self._on_device: dict[int, _DeviceSegment] = {}  # segments that stay, with their bytes
+        self._uploaded_early: dict[int, _DeviceSegment] = {}  # uploaded early, for a later visit
+        self._pending: deque[_PendingRelease] = deque()
+        self._acquired_blocks = 0  # blocks' buckets acquired and not released
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         # residents computed in their buckets: released at the end
-        residents: dict[int, _Arrival] = {}
-        arrival: _Arrival | None = None
+        residents: dict[int, _DeviceSegment] = {}
+        segment: _DeviceSegment | None = None
         try:
-            self._source.prefetch(self._missing(upcoming(order, 0)))
+            self._source.prefetch(self._not_on_device(upcoming(order, 0)))
             has_revisits = len(set(order)) < len(order)
             for position, index in enumerate(order):
-                arrival = residents.pop(index, None) or self._arrival(index)
+                segment = residents.pop(index, None) or self._take_segment(index)
                 coming: list[int] = []
-                ready = started = 0
                 if not self._device.in_place:
-                    later = (
-                        upcoming(order, position + 1)
-                        if self._across_sweeps
-                        else dict.fromkeys(order[position + 1 :])
-                    )
-                    coming = self._missing(list(later))
-                    ready = min(self._source.prefetch(coming), AHEAD)
-                    if index in coming:  # it cannot be uploaded before it is offloaded
-                        coming = coming[: coming.index(index)]
-                        ready = min(ready, len(coming))
+                    coming = self._upload_ready(order, position)
                 elif has_revisits:  # otherwise the order passed at the beginning still holds
                     self._source.prefetch(upcoming(order, position + 1))
-                while started < ready and self._bring_ahead(coming[started]):
-                    # in the order in which they are needed
-                    started += 1
-                self._visit(visit, arrival)
-                visited, arrival = arrival, None
-                if isinstance(visited.held, _InBucket) and self._layouts[index].resident:
+                self._visit(visit, segment)
+                visited, segment = segment, None
+                if isinstance(visited.place, _InBucket) and self._layouts[index].resident:
                     residents[index] = visited
                 else:
-                    self._let_go(visited)
-                self._release_arrived()
-                if started < min(len(coming), AHEAD):
-                    # the host may wait for the disk, while the device computes
-                    self._bring_ahead(coming[started])
+                    self._release_segment(visited)
+                self._release_copied()
+                if coming:  # the host may wait for the disk, while the device computes
+                    self._upload_early(coming[0])
             if self._across_sweeps:
                 self._prefetch_next_sweep(order)
         finally:
-            if arrival is not None:
-                residents[arrival.index] = arrival
+            if segment is not None:
+                residents[segment.index] = segment
             for resident in residents.values():
-                self._let_go(resident)
+                self._release_segment(resident)
             self._release_all()
+
+    def _upload_ready(self, order: Sequence[int], position: int) -> list[int]:
+        """Start the uploads of the next segments whose bytes are in their buckets, in the order in
+        which they are needed; returns those of the next ones that were not started.
+        """
+        later: Iterable[int] = dict.fromkeys(order[position + 1 :])
+        if self._across_sweeps:
+            later = upcoming(order, position + 1)
+        coming = self._not_on_device(later)
+        ready = self._source.prefetch(coming)
+        index = order[position]
+        if index in coming:  # it cannot be uploaded before it is offloaded
+            coming = coming[: coming.index(index)]
+        coming = coming[:AHEAD]
+        for started, next_index in enumerate(coming[:ready]):
+            if not self._upload_early(next_index):
+                return coming[started:]
+        return coming[ready:]
 
     @contextmanager
     def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
@@ -216,159 +219,173 @@ class OverlappedScheduler:
         See the contract.
         """
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
-        arrival = self._arrival(index)
+        segment = self._take_segment(index)
         try:
-            before = self._begin(arrival)
-            arrival.version = replay(index, arrival.store, before)
-            yield (
-                arrival.held
-                if isinstance(arrival.held, _InBucket)
-                else self._return(arrival, arrival.held)
-            ).bucket
+            before = self._order_after_upload(segment)
+            segment.version = replay(index, segment.store, before)
+            place = segment.place
+            if not isinstance(place, _InBucket):
+                place = self._return(segment, place)
+            yield place.bucket
         finally:
-            self._let_go(arrival)
+            self._release_segment(segment)
             self._release_all()
 
     def release_all(self) -> None:
         """Release segments uploaded early, and offload segments that stay. See the contract."""
-        for arrival in self._ahead.values():
-            self._let_go(arrival)
-        self._ahead.clear()
+        for segment in self._uploaded_early.values():
+            self._release_segment(segment)
+        self._uploaded_early.clear()
         self._release_all()
-        self._source.prefetch([*self._on_device, *self._missing(range(len(self._layouts)))])
-        for index, arrival in self._on_device.items():
-            assert arrival.version is not None
+        self._source.prefetch([*self._on_device, *self._not_on_device(range(len(self._layouts)))])
+        for index, segment in self._on_device.items():
+            assert segment.version is not None
             bucket = self._acquire(index)
-            if bucket.version < arrival.version:
-                self._send_back(self._own[index], bucket, arrival.version)
+            if bucket.version < segment.version:
+                self._offload_and_release(self._permanent_slots[index], bucket, segment.version)
                 self._release_all()
             else:
                 self._release(bucket, bucket.version)
 
-    def _arrival(self, index: int) -> _Arrival:
+    def _take_segment(self, index: int) -> _DeviceSegment:
         """A segment on the device; starts its upload if it is not there."""
-        return self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
+        return (
+            self._uploaded_early.pop(index, None)
+            or self._on_device.get(index)
+            or self._upload(index)
+        )
 
-    def _begin(self, arrival: _Arrival) -> int:
+    def _order_after_upload(self, segment: _DeviceSegment) -> int:
         """Order a segment's compute after its upload.
 
         Returns its version, which is unknown until the compute is issued.
         """
-        before, arrival.version = arrival.version, None
-        assert before is not None
-        self._device.streams.order(arrival.arrived, Wait.UPLOADED)
+        before = segment.version
+        assert before is not None, "bytes of a failed replay are not visited"
+        segment.version = None
+        self._device.streams.order(segment.arrived, Wait.UPLOADED)
         return before
 
-    def _visit(self, visit: VisitSegment, arrival: _Arrival) -> None:
-        before = self._begin(arrival)
-        visit(arrival.index, arrival.store, before, partial(self._commit, arrival, before))
-        if arrival.version is None:
-            arrival.version = before  # nothing was committed, so nothing was changed
+    def _visit(self, visit: VisitSegment, segment: _DeviceSegment) -> None:
+        before = self._order_after_upload(segment)
+        visit(segment.index, segment.store, before, partial(self._commit, segment, before))
+        if segment.version is None:
+            segment.version = before  # nothing was committed, so nothing was changed
 
-    def _commit(self, arrival: _Arrival, before: int, version: int) -> None:
+    def _commit(self, segment: _DeviceSegment, before: int, version: int) -> None:
         """Start the offload of a segment whose bytes are final for this sweep, if they changed."""
-        arrival.version, held = version, arrival.held
-        if isinstance(held, _Uploaded) and version != before:
-            self._send_back(held.slot, held.bucket, version)
-            arrival.held = _InSlot(held.slot)
+        segment.version = version
+        place = segment.place
+        if isinstance(place, _Uploaded) and version != before:
+            self._offload_and_release(place.slot, place.bucket, version)
+            segment.place = _InSlot(place.slot)
 
-    def _return(self, arrival: _Arrival, held: _Uploaded | _InSlot | _Returned) -> _Returned:
+    def _return(self, segment: _DeviceSegment, place: _Uploaded | _InSlot | _Returned) -> _Returned:
         """Copy a slot's bytes to the segment's bucket, and wait for the copy."""
         replayed = self._device.streams.mark()
         self._release_all()  # its own bucket may still be in a copy
-        bucket = self._acquire(arrival.index) if isinstance(held, _InSlot) else held.bucket
-        version, arrival.version = arrival.version, None  # until the bucket has the slot's bytes
-        arrival.held = returned = _Returned(held.slot, bucket)
-        transfer = self._offload(held.slot, bucket, replayed)
+        bucket = self._acquire(segment.index) if isinstance(place, _InSlot) else place.bucket
+        version = segment.version
+        segment.version = None  # until the bucket has the slot's bytes
+        segment.place = returned = _Returned(place.slot, bucket)
+        transfer = self._offload(place.slot, bucket, replayed)
         self._device.streams.wait(transfer.done, Wait.RETURNED)
-        arrival.version = version
+        segment.version = version
         return returned
 
-    def _missing(self, order: Sequence[int]) -> list[int]:
+    def _not_on_device(self, order: Iterable[int]) -> list[int]:
         """The segments of an order that must be uploaded."""
         return [
-            index for index in order if index not in self._on_device and index not in self._ahead
+            index
+            for index in order
+            if index not in self._on_device and index not in self._uploaded_early
         ]
 
     def _prefetch_next_sweep(self, order: Sequence[int]) -> None:
         """Upload the first blocks of the next sweep; the host waits until their offloads are
         done.
         """
-        coming = self._missing(upcoming(order, 0))
-        for position in range(min(len(coming), AHEAD)) if self._free else ():
+        coming = self._not_on_device(upcoming(order, 0))
+        for position in range(min(len(coming), AHEAD)) if self._free_slots else ():
             index = coming[position]
-            while any(leaving.bucket.segment == index for leaving in self._leaving):
+            while self._is_in_copy(index):
                 self._release_one()
-            if not (self._source.prefetch(coming[position:]) and self._bring_ahead(index)):
+            if not (self._source.prefetch(coming[position:]) and self._upload_early(index)):
                 return
 
-    def _bring_ahead(self, index: int) -> bool:
+    def _upload_early(self, index: int) -> bool:
         """Start a segment's upload, if a slot and a bucket are free and its bucket is not in a
         copy.
         """
-        if self._device.in_place or any(
-            leaving.bucket.segment == index for leaving in self._leaving
-        ):
+        if self._device.in_place or self._is_in_copy(index):
             return False
-        if not self._layouts[index].resident and self._out >= self._source.capacity:
+        if not self._layouts[index].resident and self._acquired_blocks >= self._source.capacity:
             return False
-        stays = index in self._own
-        if not (stays or self._free):
+        stays = index in self._permanent_slots
+        if not (stays or self._free_slots):
             return False
-        arrival = self._bring(index)
+        segment = self._upload(index)
         if not stays:
-            self._ahead[index] = arrival
+            self._uploaded_early[index] = segment
         return True
+
+    def _is_in_copy(self, index: int) -> bool:
+        """Whether a segment's bucket waits for a copy to be released."""
+        return any(leaving.bucket.segment == index for leaving in self._pending)
 
     def _acquire(self, index: int) -> Bucket:
         """Acquire a segment's bucket, and before that release others if need be."""
         block = not self._layouts[index].resident
-        while any(leaving.bucket.segment == index for leaving in self._leaving):
+        while self._is_in_copy(index):
             self._release_one()
-        while block and self._out >= self._source.capacity and (self._leaving or self._ahead):
-            if not self._leaving:
-                self._let_go(self._ahead.popitem()[1])
+        while (
+            block
+            and self._acquired_blocks >= self._source.capacity
+            and (self._pending or self._uploaded_early)
+        ):
+            if not self._pending:
+                self._release_segment(self._uploaded_early.popitem()[1])
             self._release_one()
         bucket = self._source.acquire(index)
-        self._out += block
+        self._acquired_blocks += block
         return bucket
 
-    def _bring(self, index: int) -> _Arrival:
+    def _upload(self, index: int) -> _DeviceSegment:
         """Acquire a segment and start its upload."""
         bucket = self._acquire(index)
         if self._device.in_place:
-            return _Arrival(index, bucket.version, bucket.views, now(), _InBucket(bucket))
-        stays = index in self._own
-        if not (stays or self._free):
-            self._let_go(self._ahead.popitem()[1])  # it was for another sweep
-        slot = self._own[index] if stays else self._free.popleft()
+            return _DeviceSegment(index, bucket.version, bucket.views, now(), _InBucket(bucket))
+        stays = index in self._permanent_slots
+        if not (stays or self._free_slots):
+            self._release_segment(self._uploaded_early.popitem()[1])  # it was for another sweep
+        slot = self._permanent_slots[index] if stays else self._free_slots.popleft()
         memory = slot.memory[: len(bucket.data)]
         try:
             transfer = self._copy(Lane.UPLOAD, index, memory, bucket.data, slot.last_uses)
         except BaseException:
             if not stays:
-                self._free.append(slot)
+                self._free_slots.append(slot)
             self._release(bucket, bucket.version)
             raise
         slot.last_uses = {}
         store = self._layouts[index].views(memory)
         if not stays:
-            return _Arrival(
+            return _DeviceSegment(
                 index, bucket.version, store, transfer.done, _Uploaded(slot, bucket, transfer)
             )
-        self._leaving.append(_Leaving(transfer, Wait.SENT, bucket, bucket.version))
-        arrival = self._on_device[index] = _Arrival(
+        self._pending.append(_PendingRelease(transfer, Wait.SENT, bucket, bucket.version))
+        segment = self._on_device[index] = _DeviceSegment(
             index, bucket.version, store, transfer.done, _InSlot(slot)
         )
-        return arrival
+        return segment
 
-    def _send_back(self, slot: _Slot, bucket: Bucket, version: int) -> None:
+    def _offload_and_release(self, slot: _Slot, bucket: Bucket, version: int) -> None:
         """Start the offload of a slot's bytes, which are final; the bucket is released when it is
         done.
         """
         transfer = self._offload(slot, bucket, self._device.streams.mark())
         slot.last_uses[Wait.OFFLOADED] = transfer.done
-        self._leaving.append(_Leaving(transfer, Wait.RETURNED, bucket, version))
+        self._pending.append(_PendingRelease(transfer, Wait.RETURNED, bucket, version))
 
     def _offload(self, slot: _Slot, bucket: Bucket, replayed: Event) -> Transfer:
         memory = slot.memory[: len(bucket.data)]
@@ -390,38 +407,38 @@ class OverlappedScheduler:
         )
         return transfer
 
-    def _let_go(self, arrival: _Arrival) -> None:
+    def _release_segment(self, segment: _DeviceSegment) -> None:
         """Free a segment's slot, and its bucket if it still has one."""
-        held = arrival.held
-        if isinstance(held, _InBucket):
-            self._release(held.bucket, arrival.version)
+        place = segment.place
+        if isinstance(place, _InBucket):
+            self._release(place.bucket, segment.version)
             return
-        arrival.held = _InSlot(held.slot)
-        held.slot.last_uses[Wait.EVALUATED] = self._device.streams.mark()
-        if arrival.index not in self._own:
-            self._free.append(held.slot)
-        elif arrival.version is None:
+        segment.place = _InSlot(place.slot)
+        place.slot.last_uses[Wait.EVALUATED] = self._device.streams.mark()
+        if segment.index not in self._permanent_slots:
+            self._free_slots.append(place.slot)
+        elif segment.version is None:
             # a failed replay: the bucket's bytes are older, but sound
-            del self._on_device[arrival.index]
-        if isinstance(held, _Uploaded):
-            self._leaving.append(
-                _Leaving(held.transfer, Wait.SENT, held.bucket, held.bucket.version)
+            del self._on_device[segment.index]
+        if isinstance(place, _Uploaded):
+            self._pending.append(
+                _PendingRelease(place.transfer, Wait.SENT, place.bucket, place.bucket.version)
             )
-        elif isinstance(held, _Returned):
-            self._release(held.bucket, arrival.version)
+        elif isinstance(place, _Returned):
+            self._release(place.bucket, segment.version)
 
-    def _release_arrived(self) -> None:
-        while self._leaving and self._leaving[0].transfer.done.passed:
+    def _release_copied(self) -> None:
+        while self._pending and self._pending[0].transfer.done.passed:
             self._release_one()
 
     def _release_all(self) -> None:
         with ExitStack() as releases:  # each is released even if others fail
-            for _ in self._leaving:
+            for _ in self._pending:
                 releases.callback(self._release_one)
 
     def _release_one(self) -> None:
         """Wait for the oldest copy and release its bucket."""
-        transfer, why, bucket, version = self._leaving.popleft()
+        transfer, why, bucket, version = self._pending.popleft()
         arrived: int | None = None if why is Wait.RETURNED else version
         try:
             self._device.streams.wait(transfer.done, why)
@@ -430,7 +447,7 @@ class OverlappedScheduler:
             self._release(bucket, arrived)
 
     def _release(self, bucket: Bucket, version: int | None) -> None:
-        self._out -= not self._layouts[bucket.segment].resident
+        self._acquired_blocks -= not self._layouts[bucket.segment].resident
         self._source.release(bucket, version)
 
 

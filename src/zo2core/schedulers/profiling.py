@@ -86,7 +86,8 @@ class Timeline:
     def take(self) -> list[Span]:
         """Return the spans that are done, and remove them."""
         with self._lock:
-            spans, self._spans = self._spans, []
+            spans = self._spans
+            self._spans = []
             taken: list[Span] = []
             for span in spans:  # read once, since an event may pass at any time
                 (taken if span.done.passed else self._spans).append(span)
@@ -225,7 +226,9 @@ class Trace:
         Raises:
             OutputError: if that fails; what was written can be read.
         """
-        file, self._file, self._closed = self._file, None, True
+        file = self._file
+        self._file = None
+        self._closed = True
         if file is None:
             return
         with self._writing(), file:
@@ -296,7 +299,8 @@ class TraceRecorder:
 
 
 def _complete(category: str, name: str, thread: int, started: float, done: float) -> dict[str, Any]:
-    start, end = _microseconds(started), _microseconds(done)
+    start = _microseconds(started)
+    end = _microseconds(done)
     times = {"ts": start, "dur": round(end - start, _DIGITS)}
     return {"ph": "X", "pid": 0, "cat": category, "name": name, "tid": thread, **times}
 

@@ -89,7 +89,8 @@ class SerialScheduler:
         See the contract.
         """
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
-        bucket, version = self._source.acquire(index), None
+        bucket = self._source.acquire(index)
+        version = None
         try:
             replayed = replay(index, self._upload(bucket), bucket.version)
             if replayed != bucket.version:
@@ -114,7 +115,8 @@ class SerialScheduler:
     def _copy(self, lane: Lane, bucket: Bucket, why: Wait) -> None:
         if self._device.in_place:
             return
-        on_host, on_device = bucket.data, self._memory(bucket)
+        on_host = bucket.data
+        on_device = self._memory(bucket)
         target, origin = (on_device, on_host) if lane is Lane.UPLOAD else (on_host, on_device)
         streams = self._device.streams
         transfer = streams.copy(lane, target, origin, {Wait.REPLAYED: streams.mark()})

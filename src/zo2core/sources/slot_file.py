@@ -295,7 +295,8 @@ def _slots(layouts: Sequence[BlockLayout], spare: int) -> tuple[list[int], list[
     """
     blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
     lengths = [max(blocks, default=0)] * (len(blocks) + spare)
-    shared, slots = frozenset(range(len(lengths))), list[frozenset[int]]()
+    shared = frozenset(range(len(lengths)))
+    slots = list[frozenset[int]]()
     for layout in layouts:
         slots.append(frozenset((len(lengths), len(lengths) + 1)) if layout.resident else shared)
         lengths += [whole_pages(layout.nbytes)] * 2 if layout.resident else []
@@ -406,7 +407,8 @@ class Generations(SlotFile):
             self._data.sync()
             self._manifest.append(record)
         self.step, self.values = step, values
-        self._committed, self._pending = dict(self._written), {}
+        self._committed = dict(self._written)
+        self._pending = {}
 
     def _record(
         self, step: int, values: Mapping[str, Any], written: Mapping[int, Written]
@@ -443,16 +445,20 @@ class Generations(SlotFile):
 
     def _load(self, records: Sequence[Record], where: str) -> None:
         """Load the last record that is plausible."""
-        self.step, self.values = 0, {}
-        self._committed, self._pending = {}, {}
+        self.step = 0
+        self.values = {}
+        self._committed = {}
+        self._pending = {}
         for record in reversed(records):
-            step, values = record.get("step"), record.get("values")
+            step = record.get("step")
+            values = record.get("values")
             if type(step) is not int or step < 1 or not isinstance(values, dict):
                 continue
             is_of_run = self._is_of_run(step, record.get("chain"), where)
             written = self._written_at(step, record.get("segments"))
             if is_of_run and written is not None and self._are_in_file(written):
-                self._written, self._committed = written, dict(written)
+                self._written = written
+                self._committed = dict(written)
                 self.step, self.values = step, values
                 return
 

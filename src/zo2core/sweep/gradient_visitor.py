@@ -426,7 +426,8 @@ class GradientVisitor(Visitor):
 
     def _run(self, index: int) -> None:
         """Run a segment's forwards, or compute its gradients in the backward pass."""
-        visits, layout = self._visits, self._visits.layouts[index]
+        visits = self._visits
+        layout = self._visits.layouts[index]
         started = visits.streams.mark()
         with torch.no_grad():
             self._trained.load_frozen(index, self._stores)
@@ -524,7 +525,8 @@ class GradientVisitor(Visitor):
         the latter.
         """
         _, values, inputs = stream.passes.pop(index)
-        outputs, gradients = [values[i] for i in stream.gradients], list(stream.gradients.values())
+        outputs = [values[i] for i in stream.gradients]
+        gradients = list(stream.gradients.values())
         leaves = self._visits.leaves[index]
         sources = [*inputs.values(), *leaves.values()]
         if not sources:

@@ -68,7 +68,8 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
 
 def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
     """Select the rows of a group; all groups keep the batch's columns."""
-    labels, groups = batch.get("labels"), group.groups
+    labels = batch.get("labels")
+    groups = group.groups
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         raise BatchError(
             "batch",
@@ -141,7 +142,8 @@ def rows_of(
 
 
 def _without_padding(micro_batch: Batch) -> Batch:
-    labels, mask = micro_batch["labels"], micro_batch.get("attention_mask")
+    labels = micro_batch["labels"]
+    mask = micro_batch.get("attention_mask")
     if mask is None or mask.shape != labels.shape:
         return micro_batch
     width = labels.shape[1]
@@ -286,12 +288,16 @@ def grouped(
     group: list[Batch] = []
     held = largest = 0
     for batch in batches:
-        nbytes, running = forward.held_bytes(batch), forward.forward_bytes(batch)
+        nbytes = forward.held_bytes(batch)
+        running = forward.forward_bytes(batch)
         if group and not fits(held + nbytes, max(largest, running)):
             yield group, held, largest
-            group, held, largest = [], 0, 0
+            group = []
+            held = 0
+            largest = 0
         group.append(batch)
-        held, largest = held + nbytes, max(largest, running)
+        held = held + nbytes
+        largest = max(largest, running)
     if group:
         yield group, held, largest
 

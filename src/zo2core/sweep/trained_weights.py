@@ -218,7 +218,9 @@ class StoredWeights(TrainedWeights):
         """Set what the next sweep does with the gradients of these segments, and the version of a
         segment that it changes; None: the next number.
         """
-        self.updated, self._step, self._next = updated, step, version
+        self.updated = updated
+        self._step = step
+        self._next = version
 
     def begin_sweep(self) -> None:
         """Forget the gradients of a sweep that failed."""

@@ -71,7 +71,8 @@ class UpdateLoss:
 
     def begin(self, step: int) -> None:
         """Prepare for a step's sweep."""
-        self._is_sampling, self._samples = step >= self._next, {}
+        self._is_sampling = step >= self._next
+        self._samples = {}
 
     def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec]) -> None:
         """Copy a few elements of a segment, if the present step is measured.
@@ -94,10 +95,12 @@ class UpdateLoss:
     @torch.inference_mode()
     def share_applied(self, update: Update) -> float | None:
         """Return the share of sampled weights that the step's update changes."""
-        samples, self._samples = self._samples, {}
+        samples = self._samples
+        self._samples = {}
         if not samples or not update.lr or not any(update.projected_grads):
             return None
-        self._next, self._is_sampling = update.step + EVERY, False
+        self._next = update.step + EVERY
+        self._is_sampling = False
         copies = [copy.cpu() for of_segment in samples.values() for copy in of_segment]
         by_dtype = [
             [copy for copy in copies if copy.dtype is dtype]
@@ -108,7 +111,8 @@ class UpdateLoss:
 
     def _changed(self, before: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
-        after, grads = before.clone(), update.projected_grads
+        after = before.clone()
+        grads = update.projected_grads
         steps = tuple(
             Descend(direction, grad, update.lr, 0.0) for direction, grad in enumerate(grads)
         )

@@ -139,7 +139,8 @@ def _mean(parts: Sequence[tuple[float, int]]) -> float:
     """The mean of (loss, labelled tokens) over tokens, in double precision and in this order."""
     total, tokens = 0.0, 0
     for loss, weight in parts:
-        total, tokens = total + loss * weight, tokens + weight
+        total = total + loss * weight
+        tokens = tokens + weight
     return total / tokens if tokens else math.nan
 
 
@@ -213,10 +214,8 @@ class Workers:
                 expected="the variables that torchrun sets",
                 remedy="start with torchrun --nproc-per-node N -m zo2adapters ...",
             )
-        size, neighbours = (
-            int(os.environ["WORLD_SIZE"]),
-            int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        )
+        size = int(os.environ["WORLD_SIZE"])
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if size == 1:
             return cls(split=split)
         if neighbours == size:
