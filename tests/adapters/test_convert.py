@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.limited_process import LimitedProcess
-from zo2adapters.models import conversion, unpickling
-from zo2adapters.models.conversion import INDEX_FILE, SINGLE_FILE, new_reader
+from zo2adapters.models import pickled, unpickling
+from zo2adapters.models.conversion import INDEX_FILE, SINGLE_FILE
 from zo2adapters.models.conversion import convert as plain_convert
+from zo2adapters.models.pickled import new_reader
 from zo2core.checkpoint.shards import find_tensors
 from zo2core.errors import CheckpointError, OutputError, UnsupportedModelError
 
@@ -357,8 +358,8 @@ def test_a_file_system_that_refuses_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _tight_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "SECONDS", 2.0)
-    monkeypatch.setattr(conversion, "MEMORY", 1 << 28)
+    monkeypatch.setattr(pickled, "SECONDS", 2.0)
+    monkeypatch.setattr(pickled, "MEMORY", 1 << 28)
 
 
 def archive(

@@ -175,8 +175,8 @@ class Merge(WritesDirectory):
     first_options: ClassVar = "run_directory model adapter output at memory"
 
     def _write(self, at: AtStep) -> None:
+        from zo2adapters.models.adapter_files import weights_of
         from zo2adapters.models.export import export_merged, merging_bytes
-        from zo2adapters.models.peft_adapter import WEIGHTS_FILE
         from zo2adapters.models.peft_model import PeftBlockModel
         from zo2adapters.tasks.row_source import file_sha256
         from zo2adapters.trainers.model_card import CARD, merged_card
@@ -189,7 +189,7 @@ class Merge(WritesDirectory):
         with at.engine(model, activation_bytes=merging_bytes(model)) as engine:
             if at.journal is None:
                 assert adapter is not None, "one of the two was required"
-                digest = file_sha256(adapter / WEIGHTS_FILE)
+                digest = file_sha256(weights_of(adapter))
                 files = {
                     CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)
                 }
@@ -198,7 +198,7 @@ class Merge(WritesDirectory):
             if isinstance(model, PeftBlockModel):
                 specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
                 total = sum(
-                    spec.nbytes for spec in specs if spec.name not in model.exported_parameters
+                    spec.nbytes for spec in specs if spec.name not in model.adapter.parameters
                 )
                 with progress_bar(total=total, unit="B", desc="merge") as bar:
                     export_merged(engine, model, self.output, files=files, progress=bar.update)

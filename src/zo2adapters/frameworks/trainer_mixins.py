@@ -27,9 +27,10 @@ from transformers import AutoConfig, Trainer, TrainerState
 from zo2adapters.frameworks import arguments
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_files, write_token_ids
+from zo2adapters.models.adapter_files import WEIGHTS_FILE, read_values
 from zo2adapters.models.hf import CalledForward, HFBlockModel
 from zo2adapters.models.library_names import names_of, require_attributes
-from zo2adapters.models.peft_adapter import WEIGHTS_FILE, Adapter, read_values
+from zo2adapters.models.peft_adapter import Adapter
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import Generation, Sampling
 from zo2core import (

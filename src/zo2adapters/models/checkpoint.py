@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from zo2adapters.models import stored_tensors
+from zo2adapters.models.adapter_files import CONFIG_FILE
 from zo2adapters.models.architecture import (
     Architecture,
     ParameterFormats,
@@ -44,7 +45,6 @@ from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, w
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.peft_adapter import (
-    CONFIG_FILE,
     Adapter,
     ChosenConfig,
     by_wrapped_names,
@@ -224,6 +224,9 @@ def open_checkpoint(
             kept = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
             # frozen weights keep the checkpoint's dtype
             formats = replace(formats, frozen_dtypes=kept)
+    if opened is not None:
+        pieces |= {name: (Piece.whole(entry),) for name, entry in opened.beside.items()}
+        encodings = {name: one for name, one in encodings.items() if name not in opened.beside}
     reader: TensorReader = files.reader(pieces)
     if opened is not None:
         dtypes = {name: tensor.dtype for name, tensor in opened.tensors.items()}

@@ -1,10 +1,6 @@
 """Convert checkpoints: from pickles to safetensors, and from 16 or 32 bits to 8 or 4 bits.
 
-``torch.load(weights_only=True, mmap=True)`` runs no code of a pickle, but a small file can still
-make it take any memory, run for ever or crash. So it runs in a child process whose limits follow
-from the file's size (see ``limited_process``).
-
-The formats of 8 and 4 bits are those of ``stored_tensors.py``. Transformers loads them, too: int8
+The formats of 8 and 4 bits are those of ``quantization.py``. Transformers loads them, too: int8
 and nf4 with bitsandbytes.
 """
 
@@ -13,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
+from zo2adapters.limited_process import LimitedProcess
 from zo2adapters.models.checkpoint import (
     json_object,
     open_checkpoint,
@@ -30,6 +25,7 @@ from zo2adapters.models.checkpoint import (
     require_no_adapter,
 )
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.pickled import new_reader, write_as_safetensors
 from zo2adapters.models.quantization import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
 from zo2core.checkpoint.export import (
@@ -45,19 +41,11 @@ from zo2core.checkpoint.export import (
 from zo2core.checkpoint.shards import choose_weights, malformed, parse_index, require_own_file
 from zo2core.encodings.decoding import encode
 from zo2core.encodings.forms import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
-from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, system_errors_as
-from zo2core.io.durable import open_regular
+from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
 from zo2core.types import EncodedPart, SavedForm, SavedPart
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
-
-_READER_SCRIPT = Path(__file__).with_name("unpickling.py")
-# Limits of the child: each gigabyte of weights takes about a second and two gigabytes of memory.
-SECONDS = 30.0  # CPU seconds for any file
-SECONDS_PER_BYTE = 60e-9
-MEMORY = 1 << 29  # bytes for any file, beyond the memory of the started child
-MEMORY_PER_BYTE = 4
 
 
 def convert(
@@ -85,7 +73,7 @@ def convert(
             report(remote_code_note(changed))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
             report(f"{shard} ({number} of {len(expected)})")
-            sizes = _convert_shard(child, source / shard, partial / target)
+            sizes = write_as_safetensors(child, source / shard, partial / target)
             # Of a tensor in several shards the last one counts, as in transformers.
             weight_map |= dict.fromkeys(sizes, target)
             for name in expected[shard]:
@@ -98,14 +86,6 @@ def convert(
             raise malformed(source, "no tensors", "a model's weights")
         write_index(partial, weight_map, total_size=total_size)
     return destination
-
-
-def new_reader() -> LimitedProcess:
-    """Make a child process that reads pickled files.
-
-    It starts, and imports torch, with the first file.
-    """
-    return LimitedProcess(_READER_SCRIPT)
 
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
@@ -137,33 +117,6 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
     for shard in names:
         require_own_file(directory / shard, directory)
     return dict(sorted(names.items()))
-
-
-def _convert_shard(reader: LimitedProcess, source: Path, target: Path) -> dict[str, int]:
-    """Convert one file in the child process. Returns the bytes of each tensor written."""
-    typed = system_errors_as(
-        CheckpointError, source, expected="a readable file", remedy="get the file again"
-    )
-    with typed, open_regular(source) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-    request = {"source": str(source), "target": str(target)}
-    try:
-        seconds, memory = SECONDS + SECONDS_PER_BYTE * nbytes, MEMORY + MEMORY_PER_BYTE * nbytes
-        result = reader.ask(request, seconds=seconds, memory=memory)
-    except LimitedProcessError as error:
-        raise CheckpointError(
-            source,
-            f"a file that cannot be read within limits ({error})",
-            "tensors by name",
-            "get the file again in case it is damaged; else ask its author for safetensors, and "
-            "do not load it",
-        ) from error
-    if "refused" in result:
-        raise CheckpointError(result["refused"].pop("where"), **result["refused"])
-    if "unwritable" in result:
-        # the new directory reports it, as it does every write that fails
-        raise OSError(result["unwritable"])
-    return dict(result["sizes"])
 
 
 METHODS = ("int8", "nf4", "fp8")

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models import gguf_model, peft_adapter
+from zo2adapters.models.adapter_files import ADAPTER_NAME, FILE_PREFIX, SAVED
 from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.gguf_model import LlamaCppLayout
 from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
@@ -83,7 +84,7 @@ def export_adapter(
     with closing(replayer.learned()) as learned:
         for name, value in learned:
             for path, module, leaf in model.places_of(name):
-                forward, prefix = type(module).forward, f"{peft_adapter.FILE_PREFIX}{path}"
+                forward, prefix = type(module).forward, f"{FILE_PREFIX}{path}"
                 if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
                     saved[path], tensors[f"{prefix}.{leaf}"] = None, value.present().clone()
                 elif value.factors is None:
@@ -175,14 +176,14 @@ def _whole_model(
     of_base = [
         replace(spec, name=peft_adapter.base_form(spec.name))
         for spec in specs
-        if spec.name not in model.exported_parameters
+        if spec.name not in model.adapter.parameters
     ]
     return of_base, merged_parameters(runner, model, progress)
 
 
 def adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Tensor]:
     """The adapter's parameters, which are all in memory."""
-    names, values = model.exported_parameters, dict[str, torch.Tensor]()
+    names, values = model.adapter.parameters, dict[str, torch.Tensor]()
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:
             if name in names:
@@ -229,9 +230,7 @@ def merged_parameters(
     """Yield the parameters of the base by their names in it, with the adapter merged into them."""
     values = adapter_values(runner, model)
     copies = {
-        peft_adapter.base_form(name): value
-        for name, value in values.items()
-        if peft_adapter.SAVED in name
+        peft_adapter.base_form(name): value for name, value in values.items() if SAVED in name
     }
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:
@@ -276,7 +275,7 @@ def merged_parameter(
             tensor.clone() if other == leaf else torch.zeros(parameter.shape, dtype=tensor.dtype),
         )
     with torch.no_grad():
-        layer.merge(safe_merge=False, adapter_names=[peft_adapter.ADAPTER_NAME])
+        layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
     merged: torch.Tensor = getattr(base, leaf).detach()
     return merged.contiguous()
 
@@ -449,6 +448,8 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
     unknown = None
     if config.peft_type != "LORA":
         unknown = f"an adapter of type {model.adapter.kind.title}"
+    elif model.adapter.beside:
+        unknown = f"{next(iter(model.adapter.beside))}, a weight of the base beside the adapter's"
     elif config.use_dora or config.modules_to_save:
         unknown = "DoRA" if config.use_dora else "whole modules beside LoRA's matrices"
     loras = {}
@@ -461,7 +462,7 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
         wrapped: Any = model.modules[path]
         loras[tensor] = (
             up,
-            wrapped.scaling[peft_adapter.ADAPTER_NAME] * wrapped.r[peft_adapter.ADAPTER_NAME],
+            wrapped.scaling[ADAPTER_NAME] * wrapped.r[ADAPTER_NAME],
         )
     if unknown is not None:
         expected = "LoRA of linear layers, for llama.cpp"

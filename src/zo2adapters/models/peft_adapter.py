@@ -31,13 +31,22 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from zo2adapters.models.adapter_files import (
+    ADAPTER_NAME,
+    CONFIG_FILE,
+    FILE_PREFIX,
+    SAVED,
+    mapped_by_peft,
+    read_adapter,
+    weights_of,
+    without_adapter_name,
+)
 from zo2adapters.models.batches import longest_row
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.library_names import Conv1D, names_of
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, HostPlan, MemoryPolicy, ParameterSpec
-from zo2core.checkpoint.export import is_finite, not_finite
-from zo2core.checkpoint.shards import SafetensorsReader, parse_header, require_own_file
+from zo2core.checkpoint.shards import TensorEntry, require_own_file
 from zo2core.encodings.decoding import decoded
 from zo2core.errors import (
     CheckpointError,
@@ -51,11 +60,6 @@ from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader
 from zo2core.ranges import LARGEST, require_number, require_whole
 
-ADAPTER_NAME = "default"  # the adapter's name in the model, peft's default
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-FILE_PREFIX = "base_model.model."  # prefix of the names of layers' parameters
-# part of the names of parameters in a module's trained copy
-SAVED = f".modules_to_save.{ADAPTER_NAME}."
 # part of the names of a wrapped module's parameters
 _WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")
 # returns initial values by parameter, in its dtype
@@ -80,6 +84,12 @@ _NEUTRAL = {  # options of every config that do not change a run
         "peft_version",
         "auto_mapping",
     )
+}
+_TASK_TYPE = "adapter.task_type"
+# modules that peft trains whole, by task, where the model has them
+_OF_TASK: Mapping[str | None, tuple[str, ...]] = {
+    **dict.fromkeys(("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")),
+    "QUESTION_ANS": ("qa_outputs",),
 }
 _DROPOUT = {"lora_dropout", "rank_dropout", "module_dropout"}  # options that change training only
 # float32 matrices of a layer's shape that exist at a time in a forward: products, their sum, the
@@ -160,7 +170,13 @@ class AdapterKind:
         """The name of a parameter in peft's files."""
         # without its module's name
         name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
-        return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name.replace(SAVED, "."))
+        return FILE_PREFIX + without_adapter_name(name)
+
+    def mapped(
+        self, skeleton: PreTrainedModel, state: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """The tensors of a file by the parameters to which peft loads them."""
+        return mapped_by_peft(skeleton, state)
 
     def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
         """Put peft's modules into a skeleton.
@@ -198,6 +214,8 @@ class OpenedAdapter:
     tensors: Mapping[str, torch.Tensor]  # its parameters by name, on the meta device
     trained: frozenset[str]  # names of the trained parameters
     values: FirstValues
+    # parameters of the base that are saved beside the adapter's, with values of their own, by name
+    beside: Mapping[str, TensorEntry]
     where: str  # name of the adapter in messages
     forward_bytes: int  # memory that a layer's forward needs in addition to the base's
     # peft's model around the skeleton, if the adapter only works through it; else None
@@ -315,11 +333,20 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
     )
     whole: Any = skeleton
     ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
-    wrong = [
+    unmatched = [
         name
         for name in config.modules_to_save or ()
         if not any(path.endswith(name) for path in paths)
     ]
+    of_task = _OF_TASK.get(config.task_type, ())
+    if of_task and {*of_task} <= {*unmatched}:
+        raise OptionError(
+            _TASK_TYPE,
+            f"{config.task_type}, whose {' or '.join(of_task)} this model does not have",
+            "the task of the model's head",
+            "open the base with the head of this task (--head, or head=...)",
+        )
+    wrong = [name for name in unmatched if name not in of_task]
     for path in paths:
         has_parts = any(True for _ in skeleton.get_submodule(path + SAVED.rstrip(".")).children())
         wrong += [path] if has_parts or skeleton.get_submodule(path) in ends else []
@@ -545,6 +572,12 @@ class PrefixKind(AdapterKind):
         """See the base class."""
         return "prompt_embeddings"
 
+    def mapped(
+        self, skeleton: PreTrainedModel, state: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See the base class."""
+        return {_TABLE if key == self.file_name(key) else key: state[key] for key in state}
+
     def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
         """See the base class. Sizes that the config does not set are filled in, as in peft."""
         # so that rows fit in the model's positions
@@ -709,7 +742,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     if isinstance(config, (str, Path)):
         path = Path(config)
         if path.is_dir():
-            weights, path = path / WEIGHTS_FILE, path / CONFIG_FILE
+            weights, path = weights_of(path), path / CONFIG_FILE
             for file in (weights, path):
                 require_own_file(file, path.parent)
         config = _read_config(peft, path)
@@ -728,6 +761,9 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     if unused_options:
         option = unused_options[0]
         raise without_effect(f"adapter.{option}", plain[option], f"{kind.title} of {kind.accepted}")
+    of_task = _OF_TASK.get(config.task_type, ())
+    if of_task:
+        config.modules_to_save = [*dict.fromkeys([*(config.modules_to_save or ()), *of_task])]
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = adapter.base
     return ChosenConfig(adapter, kind, config, weights)
@@ -754,10 +790,10 @@ def inject(
     except OptionError as error:
         if weights is None:
             raise
-        found, remedy = (
-            f"{error.where}: {error.found}",
-            "use the base that the adapter was made for",
-        )
+        found = f"{error.where}: {error.found}"
+        remedy = "use the base that the adapter was made for; if this is it, merge the adapter "
+        remedy += "with peft's merge_and_unload, and use the merged model"
+        remedy = error.remedy if error.where == _TASK_TYPE else remedy
         raise CheckpointError(
             weights.with_name(CONFIG_FILE), found, error.expected, remedy
         ) from error
@@ -783,12 +819,15 @@ def inject(
     if not_mixed is not None:
         remedy = "leave it out, or use LoRA of linear layers"
         raise OptionError("precision", f"mixed with {not_mixed}", "exact precision", remedy)
+    beside = dict[str, TensorEntry]()
     if weights is None:
         drawn = kind.first_values(skeleton, config, adapter.seed, base)
         rounded = partial(_rounded, drawn, _dtypes_beside(skeleton, encoded))
         values = partial(_with_copies, rounded, copies, base)
     else:
-        values = partial(dict, read_values(weights, names, tensors))
+        mapped = partial(kind.mapped, skeleton)
+        saved, beside = read_adapter(weights, skeleton, tensors, names, mapped)
+        values = partial(dict, saved)
     for name, tensor in tensors.items():
         put_value(skeleton, name, tensor)
     return OpenedAdapter(
@@ -798,6 +837,7 @@ def inject(
         tensors=tensors,
         trained=trained,
         values=values,
+        beside=beside,
         where=str(weights or "the new adapter"),
         forward_bytes=kind.forward_bytes(skeleton, config),
         wrapper=wrapper,
@@ -837,34 +877,6 @@ def _with_copies(
     read = _base_values(base(), map(base_form, copies))
     started = {name: value.to(copies[name]) for name, (_, value) in zip(copies, read, strict=True)}
     return {**values(), **started}
-
-
-def read_values(
-    path: Path, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Read an adapter's values from a file of peft, given the names there and the shapes and
-    dtypes.
-    """
-    entries, values = (
-        parse_header(path),
-        {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()},
-    )
-    found = {name: f"shape {list(entry.shape)}" for name, entry in entries.items()}
-    expected = {names[name]: f"shape {list(value.shape)}" for name, value in values.items()}
-    wrong = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-    if wrong:
-        raise CheckpointError(
-            f"{path}: {wrong[0]}",
-            found.get(wrong[0], "no such tensor"),
-            f"{expected.get(wrong[0], 'no such tensor')}, for this base and the adapter's config",
-            "use the base that the adapter was made for",
-        )
-    with closing(SafetensorsReader(entries)) as reader:
-        for name, value in values.items():
-            reader.read_into(names[name], value.view(-1))
-            if not is_finite(value):
-                raise not_finite(f"{path}: {names[name]}", value, value)
-    return values
 
 
 def by_wrapped_names(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:

@@ -16,11 +16,12 @@ from safetensors.torch import save
 from transformers import Cache, DynamicCache
 
 from zo2adapters.models import fused_lora
+from zo2adapters.models.adapter_files import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE
 from zo2adapters.models.batches import is_packed
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
 from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import DynamicLayer
-from zo2adapters.models.peft_adapter import CONFIG_FILE, WEIGHTS_FILE, OpenedAdapter
+from zo2adapters.models.peft_adapter import OpenedAdapter
 from zo2adapters.models.skeleton import LayerCall, LayerCalls
 from zo2core import Batch
 from zo2core.checkpoint.export import is_finite, new_directory, not_finite, write_companions
@@ -73,8 +74,8 @@ class PeftBlockModel(HFBlockModel):
 
     @property
     def exported_parameters(self) -> frozenset[str]:
-        """The adapter's parameters."""
-        return frozenset(self.adapter.parameters)
+        """The adapter's parameters, and those of the base that were saved beside them."""
+        return frozenset([*self.adapter.parameters, *self.adapter.beside])
 
     def write(
         self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Files
@@ -82,7 +83,8 @@ class PeftBlockModel(HFBlockModel):
         """Write the adapter's config and its tensors among these as peft does, the base's
         tokenizer, and further files.
         """
-        names = self.adapter.parameters
+        names = {name: f"{FILE_PREFIX}{name}" for name in self.adapter.beside}
+        names |= self.adapter.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
         write_adapter(
             directory, plain_config(self.adapter.config), saved, {**self.tokenizer_files, **files}
