@@ -187,6 +187,19 @@ def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) 
     assert said[2:] == ["next: zo2 train other.yaml"]
 
 
+@pytest.mark.filterwarnings("default:not all of the plan is known")
+def test_a_recipe_is_written_where_the_time_of_a_step_is_not_known(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(run: object) -> None:
+        raise RuntimeError("no probe")
+
+    monkeypatch.setattr("zo2adapters.trainers.probes._fastest", fails)
+    recipe = written("labels.csv")
+    assert recipe["steps"] >= 1
+    assert "at about ? s a step" in reasons()
+
+
 def test_labels_are_words_rather_than_numbers(here: Path) -> None:
     labels = {
         "review,verdict,stars": "verdict",

@@ -28,7 +28,7 @@ from zo2adapters.models.hf import CalledForward
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
-from zo2adapters.trainers.probes import evenly_routed, measured_forward_seconds
+from zo2adapters.trainers.probes import evenly_routed, measured_backward, measured_forward_seconds
 from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -506,6 +506,26 @@ def test_an_expert_that_is_not_finite_or_ends_early_is_named(tmp_path: Path) -> 
         shard.write_bytes(shard.read_bytes()[:-20_000])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
             list(generate(engine, model, [[5, 6, 7]], max_new_tokens=2))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
+def test_a_planned_run_learns_experts_in_the_first_block_by_gradients(
+    family: str, tmp_path: Path
+) -> None:
+    save_tokenizer(save(family, tmp_path / "base"))
+    write_rows(tmp_path / "rows.jsonl", [{"text": "the cat sat"}, {"text": "the dog ran is"}])
+    done(
+        *("train", "--model", tmp_path / "base", "--data", tmp_path / "rows.jsonl"),
+        *("--output", tmp_path / "run", "--method", "sgd", "--lr", 1, "--steps", 2),
+        *("--lora-rank", 2, "--lora-targets", "auto", "experts", "--batch-size", 2),
+    )
+    learned = load_file(tmp_path / "run/model/adapter_model.safetensors")
+    experts = {name: value for name, value in learned.items() if "experts" in name}
+    assert {int(name.split(".layers.")[1][0]) for name in experts} >= {0}
+    assert [name for name, value in experts.items() if "lora_B" in name and not value.any()] == []
+    model = opened(tmp_path / "base", "auto experts")
+    assert measured_backward(model, BatchShape(2, 4, 8), running=None) > 0
 
 
 def test_probes_route_tokens_to_all_experts(tmp_path: Path) -> None:

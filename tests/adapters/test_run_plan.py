@@ -3,6 +3,7 @@ options ask for.
 """
 
 import json
+import math
 import re
 import statistics
 from array import array
@@ -34,7 +35,7 @@ from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
 from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, duration, plan_of, plan_run
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan
-from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.errors import MemoryBudgetError, OptionError, ZO2Warning
 from zo2core.planning.memory import MemoryPart
 from zo2core.ranges import LARGEST, EstimatorName, OptimizerName, parse_size
 from zo2core.types import shown_bytes
@@ -312,6 +313,50 @@ def planned_with(options: TrainOptions, optimization: Optimization, output: Path
     )
     model = open_checkpoint(options.model, precision="exact")
     return run_plan.plan_run(options, model, RowShapes.of_length(batching, 7))
+
+
+@pytest.mark.parametrize("method", [None, "adamw"])
+def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
+    method: OptimizerName | None,
+    here: Path,
+    process_memory: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no\nprobe")
+
+    options = TrainOptions(
+        **NAMED,
+        steps=2,
+        optimization=Optimization(lr=1e-3, rank=None if method else 2),
+        batching=Batching(batch_size=2),
+        first_order=FirstOrder(method=method),
+        evaluation=here / "rows.jsonl",
+    )
+    inputs = RunInputs.read(options)
+    whole = plan_of(inputs)
+    monkeypatch.setattr("zo2adapters.trainers.probes._embed", fails)
+    with pytest.warns(ZO2Warning, match=r"measurement failed \(RuntimeError: no probe\)$"):
+        plan = plan_of(inputs)
+    known = json.loads(plan.to_json())
+    assert (known["seconds"], known["run_seconds"], known["forward_seconds"]) == (None,) * 3
+    assert known["update_seconds"] > 0
+    assert known["written_bytes"] >= 0
+    assert known["nbytes"] <= whole.host_plan.nbytes
+    assert (known["read_bytes"], known["snapshot_bytes"]) == (
+        whole.read_bytes,
+        whole.snapshot_bytes,
+    )
+    assert "Time: about ? s in all, ? s a step." in plan.summary()
+    assert "expected in total          ? s" in plan.table()
+    if method is None:
+        with pytest.warns(ZO2Warning, match="failed"):
+            shared = plan_run(inputs.options, inputs.model, inputs.shapes(), runs=2)
+        assert json.loads(shared.to_json())["seconds_a_run"] is None
+        assert "limited by" not in shared.table()
+    with pytest.warns(ZO2Warning, match="failed"), Trainer(options, plans=True) as trainer:
+        trainer.run()
+    assert (options.output / "model").exists()
 
 
 def test_only_labelled_tokens_cost_logits_made_in_chunks(
@@ -605,6 +650,13 @@ LEFT = "about 60 s left; peak memory"
             f"20 s a step (planned: 20 s), {LEFT} 120 bytes (planned: 100 bytes)",
         ),
         (6, None, 100, False, f"20 s a step, {LEFT} 100 bytes"),
+        (
+            6,
+            math.nan,  # a measurement failed
+            100,
+            False,
+            f"20 s a step (planned: ? s), {LEFT} 100 bytes (planned: 100 bytes)",
+        ),
     ],
 )
 def test_measured_steps_correct_the_plan_of_a_long_run(

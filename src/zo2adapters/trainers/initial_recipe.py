@@ -362,7 +362,7 @@ def _with_steps(options: TrainOptions, rows: int, plan: RunPlan) -> TrainOptions
     if not options.evaluates:
         return options
     affordable = _EVALUATING * steps * plan.seconds / max(plan.evaluation_seconds, 1e-9)
-    count = min(_MOST_EVALUATIONS, int(affordable))
+    count = 1 if math.isnan(affordable) else min(_MOST_EVALUATIONS, int(affordable))
     return replace(
         options, evaluate_every=math.ceil(steps / count) if count > 1 else None, keep_best=True
     )

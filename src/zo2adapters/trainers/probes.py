@@ -7,13 +7,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import sys
 import time
 import timeit
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from zo2adapters.models.routed_experts import routed_stacks
 from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
 from zo2core.encodings.decoding import decode
+from zo2core.errors import ZO2Error, ZO2Warning
 from zo2core.optimizers.states import StateMemory
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.activations import flattened
@@ -40,7 +43,39 @@ _UPDATE_ROUNDS = 4
 _GRAPH_TOKENS = 64
 _HASHED = 1 << 25  # bytes
 
+P, R = ParamSpec("P"), TypeVar("R")
 
+
+def unless_it_fails(unknown: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator of probes: where one fails, a plan lacks its number, and says so.
+
+    A run is not refused for that. Its steps are computed otherwise than a probe is.
+
+    Args:
+        unknown: What stands for the number.
+    """
+
+    def decorate(probe: Callable[P, R]) -> Callable[P, R]:
+        @wraps(probe)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return probe(*args, **kwargs)
+            except ZO2Error:
+                raise
+            except Exception as error:  # any: it runs the code of models and adapters
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                note = f"not all of the plan is known, since a measurement failed ({text})"
+                warnings.warn(note, ZO2Warning, stacklevel=2)
+                return unknown
+
+        return guarded
+
+    return decorate
+
+
+@unless_it_fails(math.nan)
 def measured_forward_seconds(
     model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
 ) -> float:
@@ -61,6 +96,7 @@ def measured_forward_seconds(
     return seconds / probed * (blocks * positions + heads * in_head) / numel
 
 
+@unless_it_fails(math.nan)
 def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
     """Measure a block's forward with its backward, as a multiple of its forward alone."""
     trained = {
@@ -69,24 +105,28 @@ def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | Non
     with torch.no_grad(), evenly_routed(model):
         activations, _ = _embedded(model, shape, running)
         forward = _fastest(lambda: model.block(0, activations))
-    hidden = activations.hidden.detach().requires_grad_()
+    hidden, leaves = activations.hidden.detach().requires_grad_(), dict(model.leaves(1))
     wanted = [
         hidden,
-        *(leaf.requires_grad_() for name, leaf in model.leaves(1).items() if name in trained),
+        *(leaf.requires_grad_() for name, leaf in leaves.items() if name in trained),
     ]
 
     def both() -> None:
-        with torch.enable_grad():
+        # As in a step. Without it, autograd compares versions of the weights, which are one for
+        # all views of their memory: any write to one of them would count as a change of all.
+        graph = BlockGraph(leaves, [hidden])
+        with torch.enable_grad(), graph.recorded(keep=True):
             output = model.block(0, activations._replace(hidden=hidden)).hidden
-            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
 
     with evenly_routed(model):
         return _fastest(both) / forward
 
 
+@unless_it_fails((sys.maxsize, 0))
 def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> tuple[int, int]:
     """Measure what a block's graph keeps for a batch of this shape, at most and as expected, on a
-    row of a few tokens.
+    row of a few tokens. Where that fails, no graph is expected to fit.
     """
     _bind(model)
     tokens = min(math.ceil(shape.tokens), _GRAPH_TOKENS)
@@ -100,6 +140,7 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> tuple[int, i
     return graph.memory(times), graph.memory(times, HEAP_EXPECTED)
 
 
+@unless_it_fails(math.nan)
 def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
     """Measure what an optimizer takes for a step of all segments, on one matrix in the dtype of the
     weights.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
@@ -151,9 +151,8 @@ class RunPlan:
         values |= {"seconds": self.seconds, "run_seconds": self.run_seconds}
         if self.transfers is not None:
             values |= {name: None for name in values if name.endswith("seconds")}
-        return json.dumps(
-            {**values, **(values.pop("transfers") or {}), **(values.pop("together") or {})}
-        )
+        merged = {**values, **(values.pop("transfers") or {}), **(values.pop("together") or {})}
+        return json.dumps(_with_null(merged))
 
     def written(self, steps: int) -> float:
         """Bytes that so many steps write.
@@ -264,7 +263,7 @@ class RunPlan:
                 rows += [
                     ("one run more takes", more),
                     ("runs that fit", runs.most_runs),
-                    ("limited by", limit),
+                    ("limited by", None if math.isnan(runs.seconds_a_run) else limit),
                 ]
                 rows.append(
                     ("one run after the other", f"{duration(runs.seconds_apart)} a step of all")
@@ -284,8 +283,17 @@ class RunPlan:
         return "\n".join(["host memory", self.host_plan.table(), *device, "", *lines])
 
 
+def _with_null(value: Any) -> Any:
+    """A JSON value with null for what is not known."""
+    if isinstance(value, dict):
+        return {key: _with_null(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def duration(seconds: float) -> str:
-    """Seconds as text with a suitable unit, to about one percent."""
+    """Seconds as text with a suitable unit, to about one percent; ? where they are not known."""
+    if math.isnan(seconds):
+        return "? s"
     if 0 < seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 100:
@@ -440,7 +448,8 @@ class _Forecast(NamedTuple):
             written = method.written(model, host_plan.buckets)
         else:
             snapshot, limit = method.snapshot_size(model), options.storage.write_limit_tb
-            seconds = max(forward + arithmetic, self._read_seconds(read))
+            # the reads' where compute is not known
+            seconds = max(self._read_seconds(read), forward + arithmetic)
             written = (
                 snapshot
                 * seconds
@@ -537,7 +546,11 @@ class _Forecast(NamedTuple):
             read / speeds.reading(layouts) if read else 0.0,
             passes * probes.decoding_seconds(base.layouts),
         )
-        own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
+        own, free_runs = max(run.forward_seconds + run.update_seconds - decoding, 0.0), 0
+        if own == 0.0:
+            free_runs = MOST_RUNS
+        elif not math.isnan(own):
+            free_runs = min(MOST_RUNS, int(max(disk - decoding, 0.0) / own))
         together = Together(
             runs=runs,
             most_runs=most,
@@ -547,9 +560,7 @@ class _Forecast(NamedTuple):
             seconds_a_run=own,
             decoding_seconds=decoding,
             seconds_apart=runs * run.seconds,
-            free_runs=MOST_RUNS
-            if own == 0.0
-            else min(MOST_RUNS, int(max(disk - decoding, 0.0) / own)),
+            free_runs=free_runs,
         )
         return replace(
             run, host_plan=host_plan, read_bytes=read, disk_seconds=disk, together=together

@@ -4,6 +4,7 @@ train``.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -260,7 +261,8 @@ class Trainer:
             # Later steps then replay more updates at a time than the first ones. Memory may still
             # rise, with longer rows.
             grows = is_streamed and (self.engine.write_back_every or 1) > len(seconds)
-            is_right = grows or max(step, told) <= _WRONG_TIME * min(step, told)
+            is_known = not math.isnan(told)
+            is_right = grows or (is_known and max(step, told) <= _WRONG_TIME * min(step, told))
             if is_right and used <= _WRONG_MEMORY * planned:
                 return None
             measured, memory = (
