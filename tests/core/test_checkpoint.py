@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import signal
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -18,9 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from zo2core import HostDevice, ParameterSpec
-from zo2core.checkpoint.export import new_directory, write_checkpoint
+from zo2core.checkpoint.export import new_directory, require_unused, write_checkpoint
 from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
-from zo2core.errors import CheckpointError, OutputError
+from zo2core.errors import CheckpointError, OutputError, ZO2Warning
 from zo2core.io import direct_file as ranged
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.types import SavedForm
@@ -302,12 +304,54 @@ def test_what_stands_beside_an_output_is_neither_used_nor_removed(tmp_path: Path
     planted = tmp_path / f".out.partial-{os.getpid()}"
     planted.mkdir()
     (planted / "config.json").symlink_to(tmp_path / "victim")
+    linked = tmp_path / ".out.partial-link"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "out.lock").touch()
+    linked.symlink_to(tmp_path / "elsewhere")
     write_checkpoint(tmp_path / "out", SPECS, values(), {"config.json": b"{}"})
     assert not (tmp_path / "victim").exists()
     assert (planted / "config.json").is_symlink()
+    assert (linked / "out.lock").exists()
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE(
         planted.stat().st_mode
     ), "the usual rights"
+
+
+def killed_while_it_writes(out: Path) -> Path:
+    """What a process leaves that is killed while it writes a directory."""
+    child = os.fork()
+    if not child:
+        with new_directory(out) as partial:
+            (partial / "model.safetensors").write_bytes(bytes(5000))
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = out.parent.glob(".out.partial-*")
+    return left
+
+
+def test_what_a_killed_process_has_left_is_removed_by_name_and_what_another_one_writes_is_not(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    left = killed_while_it_writes(out)
+    with pytest.warns(ZO2Warning, match=re.escape(f"{left} is removed")) as warned:
+        require_unused(out)
+    assert "5.00 kB" in str(warned[0].message)
+    assert not list(tmp_path.iterdir())
+    with new_directory(tmp_path / "other") as writing:  # a name that begins alike is another one
+        killed_while_it_writes(out)
+        with pytest.warns(ZO2Warning, match="is removed"):
+            write_checkpoint(out, SPECS, values(), {})
+        assert writing.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "other"}
+    with new_directory(tmp_path / "third") as writing:
+        require_unused(tmp_path / "third")
+        assert writing.exists()
+    killed_after_its_end = tmp_path / ".out.partial-abcd"
+    killed_after_its_end.mkdir()
+    with pytest.raises(OutputError, match="something at this path"):
+        require_unused(out)
+    assert not killed_after_its_end.exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])

@@ -118,8 +118,9 @@ class RunDirectory:
 
     def has_model(self) -> bool:
         """Whether the model was exported. Directories of exports that were killed are removed."""
-        for leftover in self.path.glob(f".{MODEL}.partial-*"):
-            shutil.rmtree(leftover)
+        from zo2core.checkpoint.export import remove_leftovers
+
+        remove_leftovers(self.model)
         return holds_model(self.model)
 
     def write_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -2,17 +2,21 @@
 
 Headers are known beforehand, and tensors are written one at a time. A directory appears whole or
 not at all: everything is written to a private directory beside it, which is renamed at the end.
-Only new files are opened for writing: a planted link is not followed.
+Only new files are opened for writing: a planted link is not followed. A private directory is locked
+as long as its process runs. What a process left that was killed is removed by the next one that
+writes the same directory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +32,20 @@ from zo2core.checkpoint.shards import (
     SINGLE_FILE,
     header_bytes,
 )
-from zo2core.errors import CheckpointError, OutputError, system_errors_as
+from zo2core.errors import CheckpointError, OutputError, ZO2Warning, system_errors_as
 from zo2core.io.direct_file import byte_view
-from zo2core.io.durable import create_file, open_regular, sync_path
-from zo2core.types import ParameterSpec, SavedForm
+from zo2core.io.durable import (
+    DisturbedFileError,
+    LockedFileError,
+    close_locked,
+    create_file,
+    open_locked,
+    open_regular,
+    sync_path,
+)
+from zo2core.types import ParameterSpec, SavedForm, shown_bytes
+
+_WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # of file systems
 
 
 @runtime_checkable
@@ -54,7 +68,10 @@ class CustomExport(Protocol):
 
 
 def require_unused(directory: Path) -> None:
-    """Refuse an output path that exists, unless it is an empty directory."""
+    """Refuse an output path that exists, unless it is an empty directory; remove what killed
+    processes have left of it.
+    """
+    remove_leftovers(directory)
     if directory.is_dir() and not any(directory.iterdir()):
         return
     if directory.exists() or directory.is_symlink():
@@ -188,12 +205,9 @@ def new_directory(directory: Path) -> Iterator[Path]:
         OutputError, directory, expected="a directory that can be written", remedy=remedy
     ):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # Private and with a random name, so that other users can plant nothing in it. The directory
-        # inside it gets the permissions of any new one.
-        enclosure = Path(
-            tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent)
-        )
+        enclosure, lock = _make_enclosure(directory)
         try:
+            # It gets the permissions of any new directory.
             partial = enclosure / directory.name
             partial.mkdir()
             yield partial
@@ -213,6 +227,73 @@ def new_directory(directory: Path) -> Iterator[Path]:
             sync_path(directory.parent)
         finally:
             shutil.rmtree(enclosure, ignore_errors=True)
+            if lock is not None:
+                close_locked(lock)
+
+
+def _make_enclosure(directory: Path) -> tuple[Path, int | None]:
+    """Make a private directory beside an output directory, and lock it.
+
+    It has a random name, so that other users can plant nothing in it.
+
+    Returns:
+        The path, and the lock's descriptor; None where the file system has no locks, so that nobody
+        takes the directory for a leftover.
+    """
+    while True:
+        enclosure = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
+        try:
+            return enclosure, open_locked(_lock_in(enclosure, directory), os.O_CREAT | os.O_EXCL)
+        except (FileNotFoundError, LockedFileError, DisturbedFileError):
+            continue  # another process takes it for a leftover, since it was not locked yet
+        except OSError as error:
+            if error.errno in _WITHOUT_LOCKS:
+                return enclosure, None
+            shutil.rmtree(enclosure, ignore_errors=True)
+            raise
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the private directories that killed processes have left beside an output directory.
+
+    A process that still writes holds the lock of its own. Directories of other users or without a
+    lock are left alone, and links, which neither ``rmdir`` nor ``rmtree`` follows.
+    """
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.parent.iterdir()):
+            if path.name.startswith(_prefix(directory)):
+                with contextlib.suppress(OSError):
+                    _remove_leftover(path, directory)
+
+
+def _remove_leftover(enclosure: Path, directory: Path) -> None:
+    if enclosure.lstat().st_uid != os.geteuid():
+        return
+    if not any(enclosure.iterdir()):
+        enclosure.rmdir()  # killed before it was locked
+        return
+    lock = open_locked(_lock_in(enclosure, directory))  # raises if a process holds it
+    try:
+        files = [path for path in (enclosure / directory.name).rglob("*") if path.is_file()]
+        nbytes = sum(path.stat().st_size for path in files)
+        shutil.rmtree(enclosure)
+    finally:
+        close_locked(lock)
+    if files:
+        warnings.warn(
+            f"{enclosure} is removed: a process that was killed while it wrote {directory} had "
+            f"left {shown_bytes(nbytes)} in it",
+            ZO2Warning,
+            stacklevel=4,
+        )
+
+
+def _prefix(directory: Path) -> str:
+    return f".{directory.name}.partial-"
+
+
+def _lock_in(enclosure: Path, directory: Path) -> Path:
+    return enclosure / f"{directory.name}.lock"
 
 
 def shard_names(count: int) -> list[str]:
