@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from command_lines import done, make_place, refusal, run_here, write_rows
@@ -18,11 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import WORDS, save_classifier, save_model, save_tokenizer, small_config
 from runs import finish, small_run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from zo2adapters.commands.report import page, read_run
 from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.task import f1_of_words, normalized, standard_error
+from zo2adapters.tasks.task import _losses_and_right, f1_of_words, normalized, standard_error
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import Journal
 
@@ -157,17 +162,86 @@ def test_rows_stand_below_the_table_and_a_model_alone_has_no_base_beside_it(here
     assert "--data: found none; expected a file of rows" in refusal("evaluate", "--model", "base")
 
 
-def test_the_standard_error_of_a_loss_is_that_of_its_batches(here: Path) -> None:
-    """Rows of one labelled token: each batch of one row is one value."""
-    told = done("evaluate", "--model", "base", "--data", "texts.jsonl", "--batch-size", 1).out
+def test_the_standard_error_of_a_loss_is_that_of_its_rows(here: Path) -> None:
+    told = done("evaluate", "--model", "base", "--data", "texts.jsonl", "--batch-size", 4).out
     losses = []
-    for row in TEXTS:
+    for row in TEXTS:  # each has one labelled token
         write_rows(Path("one.jsonl"), [row])
         line = done("evaluate", "--model", "base", "--data", "one.jsonl").out
-        assert "standard error" not in line, "of one batch there is none"
+        assert "standard error" not in line, "of one row there is none"
         losses.append(float(line.split()[1].strip(",")))
     expected = statistics.stdev(losses) / math.sqrt(len(losses))
     assert float(told.split("standard error ")[1]) == pytest.approx(expected, abs=2e-6)
+
+
+UNEVEN: dict[str, list[dict[str, Any]]] = {
+    "texts": [{"text": " ".join(WORDS[2 : 4 + count])} for count in (1, 6, 2, 4, 3)],
+    "pairs": [
+        {"prompt": "the cat", "completion": " ".join(WORDS[2 : 3 + count])} for count in (1, 5, 2)
+    ],
+    "classes": [{"text": " ".join(WORDS[2:count]), "label": count % 2} for count in (4, 7, 9)],
+    "regression": [{"text": " ".join(WORDS[2:count]), "label": count / 7} for count in (4, 7, 9)],
+    "several": [
+        {"text": " ".join(WORDS[2:count]), "label": [float(count > 4), 1.0]} for count in (4, 7, 9)
+    ],
+}
+MEASURED = {  # a file of rows, a model, and further options
+    **{name: (name, "base", ()) for name in ("choices", "answers", "pairs", "texts")},
+    "packed": ("texts", "base", ("--pack",)),
+    "micro-batches": ("texts", "base", ("--micro-batch-size", 1)),
+    "routers": ("texts", "mixture", ()),
+    **{
+        name: (name, name, ("--head", "sequence-classification"))
+        for name in ("classes", "regression", "several")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_place(tmp_path_factory.mktemp("measured"))
+    for name, rows in {**UNEVEN, "choices": CHOICES, "answers": ANSWERS}.items():
+        write_rows(folder / f"{name}.jsonl", rows)
+    save_classifier(folder / "classes")
+    save_classifier(folder / "regression", labels=1)
+    save_classifier(folder / "several", problem_type="multi_label_classification")
+    config: Any = families.small_config("qwen3_moe")
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    families.small_model(config).save_pretrained(folder / "mixture")
+    save_tokenizer(folder / "mixture")
+    return folder
+
+
+@pytest.mark.parametrize(("rows", "model", "more"), MEASURED.values(), ids=MEASURED)
+def test_no_number_depends_on_the_batch_size(
+    rows: str, model: str, more: tuple[object, ...], measured: Path
+) -> None:
+    lines = [
+        done(
+            *("evaluate", "--model", measured / model, "--data", measured / f"{rows}.jsonl"),
+            *("--batch-size", size, "--max-new-tokens", 3, *more),
+        ).out
+        for size in (1, 2, 5)
+    ]
+    numbers = [
+        [float(number) for number in re.findall(r"[\d.]+", re.sub(r"\d+ sweeps?", "", line))]
+        for line in lines
+    ]
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-5)
+    assert numbers[2] == pytest.approx(numbers[0], rel=1e-5)
+    assert "standard error" in lines[0]
+
+
+def test_the_loss_of_classes_is_the_mean_of_its_rows(measured: Path) -> None:
+    """As the standard error takes it, which is tried with the loss of transformers' forward."""
+    for name in ("classes", "regression", "several"):
+        loss = AutoModelForSequenceClassification.from_pretrained(measured / name)
+        batch = {
+            "input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]]),
+            "labels": torch.tensor([row["label"] for row in UNEVEN[name][:2]]),
+        }
+        whole, _, *rows = _losses_and_right(loss, batch).tolist()
+        assert sum(rows) == pytest.approx(whole, rel=1e-5)
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 9)), min_size=2, max_size=8))

@@ -369,6 +369,23 @@ def test_a_called_model_has_the_routers_loss_that_the_call_or_else_the_config_as
         assert model._recorder.at_end is None, "the logits would stay in memory"
 
 
+def test_a_function_is_evaluated_without_the_routers_loss_that_it_does_not_ask_for(
+    tmp_path: Path,
+) -> None:
+    base, given = save("qwen3_moe", tmp_path / "base", routers=True), padded_batch()
+    for asked in ({}, WITH):
+
+        def loss(called: Any, inputs: dict[str, torch.Tensor], asked: Any = asked) -> torch.Tensor:
+            value: torch.Tensor = called(**inputs, **asked).loss
+            return value
+
+        model = open_checkpoint(base)
+        with Engine(model) as engine:
+            [[value]] = engine.forwards([given], CalledForward(model, loss, evaluates=True))
+        expected = whole_loss(base, given, **(asked or WITHOUT))
+        assert value.item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_call_for_a_routers_loss_that_a_model_has_not_or_not_in_each_call_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -23,6 +23,7 @@ from models import (
     small_config,
 )
 from parity import assert_same_bits, assert_same_weights
+from profiles import short_first
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import (
@@ -319,6 +320,22 @@ def test_a_task_is_monolithic_mezo_on_its_number_also_where_it_is_gone_on_with(
     assert claim.recorded.items() <= journal.header["provenance"].items()
     # steps 0, 4 and 6
     assert [results.keys() for results in journal.evaluations.values()] == [claim.evaluated] * 3
+
+
+@pytest.mark.parametrize(
+    "claim", short_first(["text", "function"], sorted({*CLAIMS} - {"text", "function"}))
+)
+def test_an_evaluation_of_a_task_does_not_depend_on_the_batch_size(here: Path, claim: str) -> None:
+    data, objective = CLAIMS[claim].data, CLAIMS[claim].objective
+    results = [
+        train(
+            *(data, objective, "--evaluation", f"{data}.jsonl"),
+            *("--steps", "1", "--batch-size", str(size)),
+            output=f"run-{size}",
+        ).evaluations[0]
+        for size in (1, 5)
+    ]
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 
 def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path) -> None:

@@ -150,7 +150,9 @@ class Evaluate(AtStep):
             "micro_batch_size": micro_rows,
             "pack": self.batching.pack,
         }
-        options = TaskOptions(tokenizer=tokenizer, pad=pad_token_id(tokenizer), **given)
+        options = TaskOptions(
+            tokenizer=tokenizer, pad=pad_token_id(tokenizer), has_errors=True, **given
+        )
 
         def evaluated(
             one: AtStep, its_model: HFBlockModel, shared: SharedBase | None

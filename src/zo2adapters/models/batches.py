@@ -240,10 +240,21 @@ def is_packed(batch: Batch) -> bool:
     """Whether a row of a batch has several sequences: its positions restart, and there is no
     mask.
     """
+    if isinstance(batch, PreparedBatch):
+        return batch.is_packed
     positions = batch.get("position_ids")
     if positions is None or positions.dim() != 2 or "attention_mask" in batch:
         return False
     return bool((positions[:, 1:] - positions[:, :-1] != 1).any())
+
+
+def sequence_numbers(batch: Batch) -> torch.Tensor:
+    """The number of the sequence that each token of packed rows belongs to, from 0: (rows, tokens),
+    int64.
+    """
+    positions = batch["position_ids"]
+    starts = torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1
+    return starts.flatten().cumsum(0).view(positions.shape) - 1
 
 
 @torch.inference_mode()
@@ -251,9 +262,8 @@ def require_separating_masks(
     batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any], Mapping[str, Any]]]]
 ) -> None:
     """Refuse a model in which a layer would attend across the sequences of a packed row."""
-    positions = batch["position_ids"]
-    sequence_ids = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
-    separates = cache(partial(_separates, sequence_ids))  # most layers share a mask
+    numbers = sequence_numbers(batch)
+    separates = cache(partial(_separates, numbers))  # most layers share a mask
     for layer, (arguments, keywords) in enumerate(calls()):
         tensors = [
             value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)
@@ -261,7 +271,7 @@ def require_separating_masks(
         masks = [
             value
             for value in tensors
-            if value.dim() == 4 and value.shape[-2:] == (sequence_ids.shape[1],) * 2
+            if value.dim() == 4 and value.shape[-2:] == (numbers.shape[1],) * 2
         ]
         if not any(separates(mask) for mask in masks):
             raise UnsupportedModelError(

@@ -745,11 +745,21 @@ class CalledForward:
             times, but always with the same tokens; its result is the head's result.
         keeps_logits: Whether the function's result holds all logits, which then stay in memory
             until the sweep ends.
+        evaluates: Whether losses of the model are without that of routers, where the function does
+            not ask for it: as in evaluations.
     """
 
-    def __init__(self, model: HFBlockModel, call: Call, *, keeps_logits: bool = False) -> None:
+    def __init__(
+        self,
+        model: HFBlockModel,
+        call: Call,
+        *,
+        keeps_logits: bool = False,
+        evaluates: bool = False,
+    ) -> None:
         self._model = model
         self._keeps_logits = keeps_logits
+        self._evaluates = evaluates
         self._call = call
         self.block = model.block
 
@@ -764,7 +774,7 @@ class CalledForward:
         passed: dict[str, Any] = {}
 
         def leave(**inputs: Any) -> None:
-            passed.update(inputs)
+            passed.update(self._completed(inputs))
             raise _LeaveError
 
         try:
@@ -798,12 +808,18 @@ class CalledForward:
 
         def resume(**arguments: Any) -> Any:
             _require_same(inputs, arguments)
+            arguments = self._completed(arguments)
             final = self._model.with_wanted_routers(activations, arguments)
             with branches_of(inputs):
                 output = self._model.epilogue(final, **arguments)
             return _in_float32(output) if self._model.autocast is not None else output
 
         return self._call(CalledModel(self._model, resume), dict(batch))
+
+    def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of the model, with what they say about routers."""
+        is_left_out = self._evaluates and arguments.get(ROUTERS) is None
+        return {**arguments, ROUTERS: False} if is_left_out else arguments
 
     def forward_bytes(self, batch: Batch) -> int:
         """Return the expected bytes, with all logits. See the contract."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from zo2adapters.models.batches import predictions
+from zo2adapters.models.batches import is_packed, predictions, sequence_numbers
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel, PredictionLoss
 from zo2adapters.tasks.rows import (
@@ -102,7 +102,7 @@ class Scored(NamedTuple):
 
 class LogLikelihood:
     """The model's forward, which returns each row's log-likelihood of its labelled tokens instead
-    of a loss.
+    of a loss; of a packed row that of each of its sequences.
     """
 
     def __init__(self, model: HFBlockModel) -> None:
@@ -116,17 +116,21 @@ class LogLikelihood:
         return self._model.prepared(batch)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
+        """Sum the log-probabilities of each sequence's labelled tokens: (sequences,), float64."""
         targets = batch["labels"][:, 1:]
         rows, columns = predictions(batch)
         chunk = self._model.loss_chunk or len(rows)
         hidden = self._model.by_token(activations.hidden)
-        sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
+        sequences, count = rows, len(targets)
+        if is_packed(batch):
+            numbers = sequence_numbers(batch)
+            sequences, count = numbers[rows, columns], int(numbers.max()) + 1
+        sums = torch.zeros(count, dtype=torch.float64, device=targets.device)
         for start in range(0, len(rows), chunk):
             index = rows[start : start + chunk], columns[start : start + chunk]
             logits = self._model.logits(hidden[index]).float()
             log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[index][:, None])[:, 0]
-            sums.index_add_(0, index[0], log_probabilities.double())
+            sums.index_add_(0, sequences[start : start + chunk], log_probabilities.double())
         return sums
 
     def forward_bytes(self, batch: Batch) -> int:

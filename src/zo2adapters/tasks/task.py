@@ -15,10 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.batches import pack
@@ -53,6 +55,7 @@ from zo2core import Batch, Engine, Evaluation, Forward, StepResult
 from zo2core.errors import DivergenceError, OptionError
 from zo2core.io.durable import open_regular
 from zo2core.ranges import counted, parse_size, require_whole
+from zo2core.sweep.microbatch import labelled_tokens
 
 # opens the model that training began with
 OpenBase: TypeAlias = Callable[[], AbstractContextManager[Engine]]
@@ -78,6 +81,7 @@ class TaskOptions:
     rewards: RewardOptions | None = None  # rewards of what the model writes; None: there are none
     tokenizer: Any = None  # the model's, for rewards of texts and rows with answers
     seed: int = 0  # of the run
+    has_errors: bool = False  # whether the standard error of a loss is estimated
     # of evaluations, with numbers of the units of ``units_of``
     progress: Callable[[int], object] = lambda rows: None
 
@@ -174,27 +178,43 @@ def _mean(name: str, values: Sequence[float]) -> Measure:
 
 def _texts(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
     """The model's own loss over labelled tokens."""
+    if options.has_errors:
+        return _texts_by_row(engine, model, rows, options)
 
     def batches() -> Iterator[Batch]:
         for group in file_batches(rows, options.batch_size):
             options.progress(len(group))
-            batch = collate(group, pad_token_id=options.pad)
-            yield pack(batch) if options.pack else batch
+            yield _text_batch(group, options)
 
     result = engine.evaluate(batches())
-    sums = [
-        loss * tokens
-        for loss, tokens in zip(result.losses, result.tokens_of_batches, strict=True)
-        if tokens
-    ]
-    error = standard_error(sums, [tokens for tokens in result.tokens_of_batches if tokens])
-    perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
-    size = (
-        f"{counted(result.tokens, 'token')}, {counted(len(rows), 'row')}, "
-        f"{counted(result.sweeps, 'sweep')}"
-    )
-    measures = [Measure("loss", result.loss, error, digits=6), Measure("perplexity", perplexity)]
-    return Evaluated(measures, size, [result.loss])
+    return _of_texts(result.loss, None, result.tokens, len(rows), result.sweeps)
+
+
+def _texts_by_row(
+    engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions
+) -> Evaluated:
+    """The loss over labelled tokens, with a standard error over rows: one over batches would depend
+    on their size.
+    """
+    groups = file_batches(rows, options.micro_batch_size or options.batch_size)
+    made, forward = partial(_text_batch, options=options), objectives.LogLikelihood(model)
+    likelihoods, sweeps = sharded_forwards(engine, groups, made, forward, options.progress)
+    losses = [-value for values in likelihoods for value in values]
+    tokens = [labelled_tokens(_text_batch([row], options)) for row in rows]
+    loss = math.fsum(losses) / sum(tokens)
+    return _of_texts(loss, standard_error(losses, tokens), sum(tokens), len(rows), sweeps)
+
+
+def _text_batch(rows: Sequence[Any], options: TaskOptions) -> Batch:
+    batch = collate(rows, pad_token_id=options.pad)
+    return pack(batch) if options.pack else batch
+
+
+def _of_texts(loss: float, error: float | None, tokens: int, rows: int, sweeps: int) -> Evaluated:
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    size = f"{counted(tokens, 'token')}, {counted(rows, 'row')}, {counted(sweeps, 'sweep')}"
+    measures = [Measure("loss", loss, error, digits=6), Measure("perplexity", perplexity)]
+    return Evaluated(measures, size, [loss])
 
 
 def _labels(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
@@ -203,28 +223,36 @@ def _labels(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOption
         file_batches(rows, options.micro_batch_size or options.batch_size),
         padding_of(model.config),
     )
-    forward = CalledForward(model, _loss_and_right)
+    forward = CalledForward(model, _losses_and_right)
     values, _ = sharded_forwards(
         engine, groups, lambda group: collate(group, pad_token_id=pad), forward, options.progress
     )
-    losses, right = zip(*values, strict=True)
-    loss = math.fsum(losses) / len(rows)
-    measures = [Measure("loss", loss, standard_error(losses, list(map(len, groups))), digits=6)]
+    loss = math.fsum(of_batch for of_batch, *_ in values) / len(rows)
+    right = math.fsum(of_batch for _, of_batch, *_ in values)
+    losses = [of_row for _, _, *of_rows in values for of_row in of_rows]
+    measures = [Measure("loss", loss, standard_error(losses, [1.0] * len(rows)), digits=6)]
     if classifies(model.config):
-        number = round(math.fsum(right))
+        number = round(right)
         measures.append(_mean("accuracy", [1.0] * number + [0.0] * (len(rows) - number)))
     return Evaluated(measures, counted(len(rows), "row"), [loss])
 
 
-def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """A batch's loss times its number of rows, and its number of rows whose likeliest class is
-    right: (2,), float64.
+def _losses_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A batch's loss times its number of rows, its number of rows whose likeliest class is right,
+    and the loss of each row: (2 + rows,), float64.
     """
     output, labels = model(**batch), batch["labels"]
-    right = (
-        (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
-    )
-    return torch.stack([output.loss.double() * len(labels), right.double()])
+    logits, numbers = output.logits.double(), labels.reshape(len(labels), -1)
+    right = (logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
+    kind = model.config.problem_type  # which transformers' forward has set
+    if kind == "regression":
+        losses = (logits.reshape(numbers.shape) - numbers).square().mean(1)
+    elif kind == "single_label_classification":
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    else:
+        of_classes = nn.functional.binary_cross_entropy_with_logits
+        losses = of_classes(logits, numbers.double(), reduction="none").mean(1)
+    return torch.cat([torch.stack([output.loss.double() * len(labels), right.double()]), losses])
 
 
 def _choices(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
@@ -358,19 +386,20 @@ class FunctionTask(Task):
 
     def __init__(self, model: HFBlockModel, rows: Rows, options: TaskOptions) -> None:
         super().__init__(model, rows, options)
-        self._name = options.objective
-
-    def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
-        """Import the function. See ``Task``."""
-        self.forward = CalledForward(self._model, user_function(self._name))
+        function = user_function(options.objective)
+        self.forward = CalledForward(model, function)
+        self._measured = CalledForward(model, function, evaluates=True)
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
-        """Compute the mean of the function over batches, and the model's own loss."""
-        assert self.forward is not None
-        values, _ = sharded_forwards(
-            engine, file_batches(rows, self._options.batch_size), self.batch, self.forward
-        )
-        loss = math.fsum(value for [value] in values) / len(values)
+        """Compute the mean of the function over labelled tokens, and the model's own loss.
+
+        Each row is a batch of its own, so that the mean does not depend on how rows are batched.
+        """
+        groups = file_batches(rows, 1)
+        weights = [labelled_tokens(self.batch(group)) for group in groups]
+        values, _ = sharded_forwards(engine, groups, self.batch, self._measured)
+        sums = [value * weight for [value], weight in zip(values, weights, strict=True)]
+        loss = math.fsum(sums) / sum(weights)
         return {"loss": loss, "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
