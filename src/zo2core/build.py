@@ -63,7 +63,6 @@ from zo2core.sources.low_bit import LowBitScheduler, LowBitSource
 from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
-from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturbers import (
     CounterPerturber,
     DrawnPerturber,
@@ -177,7 +176,6 @@ def _take_over(model: BlockModel, options: RunOptions, opened: ExitStack) -> Non
 
 def _start(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> _Start:
     """Open trace, journal and device, and choose the directions."""
-    require_rows(options.micro_batch_size)
     recorder = _open_recorder(options, opened)
     workers = Workers() if options.workers is None else options.workers
     is_kept = _is_kept(method, options)

@@ -23,6 +23,7 @@ from zo2core.kernels.programs import Trajectory
 from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Scheduler, VisitSegment
+from zo2core.ranges import require_whole
 from zo2core.schedulers.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.shared import SharedBase
 from zo2core.sources.segment_store import BaseDigests, SegmentStore
@@ -73,6 +74,10 @@ class RunOptions:
     source: BlockSource | None = None
     scheduler: Scheduler | None = None
     timeline: Timeline | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size is not None:
+            require_whole("micro_batch_size", self.micro_batch_size, 1)
 
 
 class CommittedSegments(NamedTuple):

@@ -9,21 +9,18 @@ reads, the decoding of quantised blocks and the work buffer are shared.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 
 from zo2core.encodings.decoding import decode
-from zo2core.errors import BusyError, MemoryBudgetError, OptionError
+from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.estimators.perturbation import DensePerturbation
 from zo2core.planning.memory import (
     DevicePlan,
@@ -38,6 +35,7 @@ from zo2core.planning.memory import (
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.protocols import BlockModel, Device, ReplaySegment, Store, VisitSegment
 from zo2core.schedulers.devices import choose_device
+from zo2core.schedulers.lockstep import Lockstep, T
 from zo2core.schedulers.overlapped import open_scheduler
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sources import SegmentStore
@@ -53,141 +51,6 @@ from zo2core.types import (
     flat_views,
     packed_bytes,
 )
-
-_PAUSE_SOFT = 1  # omp_pause_soft of omp.h: threads end, and settings stay
-
-
-def end_openmp_team() -> None:
-    """End the OpenMP threads of the calling thread, which start again when it next computes.
-
-    Once a process has more OpenMP threads than processors, GNU's library puts them to sleep at the
-    end of each operation instead of letting them wait actively: a step of a small model then takes
-    a quarter longer. Threads that take turns call this before they wait. Other libraries than
-    OpenMP 5.0 are left alone.
-    """
-    try:
-        openmp = ctypes.CDLL(None)
-        openmp.omp_pause_resource(_PAUSE_SOFT, openmp.omp_get_initial_device())
-    except (OSError, AttributeError, TypeError):
-        return
-
-
-RequestT = TypeVar("RequestT")
-T = TypeVar("T")
-
-
-class _Turn(threading.Thread, Generic[RequestT]):
-    """A function, and a thread that runs it until it makes a request, and then only when it is told
-    to.
-    """
-
-    def __init__(self, function: Callable[[], Any], local: threading.local) -> None:
-        super().__init__(name="zo2-run", daemon=True)
-        self._function, self._local = function, local
-        # holds what the function's request raises, if any
-        self._resumed: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._paused: SimpleQueue[None] = SimpleQueue()
-        self.request: RequestT | None = None  # that waits to be served
-        self.result: Any = None  # what the function returned, or the exception that it raised
-        self.has_ended = False
-
-    def run(self) -> None:
-        """Run the function; its thread calls this."""
-        self._local.turn = self
-        try:
-            self._wait()
-            self.result = self._function()
-        except BaseException as error:
-            self.result = error
-        finally:
-            self.request, self.has_ended = None, True
-            self._paused.put(None)
-
-    def pause(self, request: RequestT | None) -> None:
-        """Let the other functions run, until the requests of all are served."""
-        self.request = request
-        end_openmp_team()
-        self._paused.put(None)
-        self._wait()
-
-    def resume(self, error: BaseException | None = None) -> None:
-        """Run the function until it makes its next request, or has ended; an error is raised in it
-        first.
-        """
-        self._resumed.put(error)
-        self._paused.get()
-
-    def _wait(self) -> None:
-        error = self._resumed.get()
-        if error is not None:
-            raise error
-
-
-class Lockstep(Generic[RequestT]):
-    """Runs functions one at a time, each until it makes a request, and serves the requests of all
-    together.
-
-    Each function has a thread of its own, but only one thread runs at a time: the functions need no
-    locks, and always run in the same order. Requests are served in the thread of the caller.
-    """
-
-    def __init__(self, serve: Callable[[Sequence[RequestT]], None]) -> None:
-        self._serve = serve
-        self._local = threading.local()  # the turn of the present thread
-        self._is_running = False
-
-    def request(self, request: RequestT | None) -> None:
-        """Wait until a request is served: with those of the other functions, or alone outside of
-        ``run``.
-
-        None waits until each other function has ended or made a request that is served.
-        """
-        turn: _Turn[RequestT] | None = getattr(self._local, "turn", None)
-        if turn is not None:
-            turn.pause(request)
-        elif request is not None:
-            self._serve([request])
-
-    def run(self, functions: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """Run functions to their ends."""
-        if self._is_running:
-            raise BusyError(
-                "shared base",
-                found="a call within a function that already runs together with others",
-                expected="one call at a time",
-                remedy="pass all functions in one call",
-            )
-        turns: list[_Turn[RequestT]] = [_Turn(function, self._local) for function in functions]
-        for turn in turns:
-            turn.start()
-        self._is_running = True
-        try:
-            self._run_rounds(turns)
-        except BaseException as error:
-            # whatever the functions wait for raises it, until all have ended
-            for turn in turns:
-                while not turn.has_ended:
-                    turn.resume(error)
-            raise
-        finally:
-            self._is_running = False
-            for turn in turns:
-                if turn.has_ended:
-                    turn.join()
-        return [turn.result for turn in turns]
-
-    def _run_rounds(self, turns: Sequence[_Turn[RequestT]]) -> None:
-        while running := [turn for turn in turns if not turn.has_ended]:
-            for turn in running:
-                turn.resume()
-                if isinstance(turn.result, BaseException) and not isinstance(
-                    turn.result, Exception
-                ):
-                    raise turn.result
-            requests = [turn.request for turn in running if turn.request is not None]
-            if requests:
-                self._serve(requests)
-
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -559,9 +422,9 @@ class SharedRun:
         self._versions: list[int | None] = [None] * len(shared.layouts)
         for index, layout in enumerate(model.layouts):
             positions = _positions(model, shared, index, changes_base=changes_base)
-            own = [spec for spec in layout.parameters if spec.name not in positions]
-            memory = base.device.empty(packed_bytes(own))
-            sources: dict[str, int | torch.Tensor] = {**positions, **named_views(own, memory)}
+            beside = [spec for spec in layout.parameters if spec.name not in positions]
+            memory = base.device.empty(packed_bytes(beside))
+            sources: dict[str, int | torch.Tensor] = {**positions, **named_views(beside, memory)}
             self._sources.append([sources[spec.name] for spec in layout.parameters])
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
@@ -625,10 +488,10 @@ class SharedRun:
             self._versions[index] = 0
             if any(view.device.type != "cpu" for view in views):
                 return  # a run alone computes the digest of this segment when it continues
-            own = SegmentDigest(views)
+            of_run = SegmentDigest(views)
             for number, view in enumerate(views):
-                own.add(number, 0, view.numel())
-            digest = own.value()
+                of_run.add(number, 0, view.numel())
+            digest = of_run.value()
         if digest:
             self._digests.check(layout, digest, self._model.weights)
 
@@ -658,13 +521,13 @@ def _require_shareable(request: RunRequest) -> None:
     """
     memory = request.memory
     every = "an interval" if request.has_to_write else "auto"
-    given = {
+    options = {
         "memory.host": memory.host,
         "memory.device": memory.device,
         "replay": request.replay,
         "write_back.every": every,
     }
-    for option, value in given.items():
+    for option, value in options.items():
         if value != "auto":
             expected = "none for a run of a shared base"
             raise OptionError(option, str(value), expected, "pass it to SharedBase")

@@ -43,7 +43,7 @@ from zo2core.errors import (
     NonFiniteLossError,
     OptionError,
 )
-from zo2core.shared import Lockstep
+from zo2core.schedulers.lockstep import Lockstep
 from zo2core.sources import SegmentStore
 from zo2core.sweep.gradient_visitor import GraphRoom
 from zo2core.types import Lane

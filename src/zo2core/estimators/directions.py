@@ -17,7 +17,7 @@ from zo2core.estimators.perturbation import (
     require_perturbation,
 )
 from zo2core.estimators.two_point import require_distribution
-from zo2core.estimators.wrappers import with_perturb_in_place
+from zo2core.estimators.wrappers import EstimatorWrapper
 from zo2core.journal.journal import Journal
 from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import BlockLayout, Distribution
@@ -80,7 +80,7 @@ def choose_directions(
     perturbation = choose_perturbation(perturbation, journal)
     is_dense = isinstance(perturbation, DensePerturbation)
     if estimator is not None:
-        estimator = with_perturb_in_place(estimator, default=is_dense)
+        estimator = _with_perturb_in_place(estimator, default=is_dense)
     if noise is None:
         noise = _default_noise(model, journal, device, estimator, perturbation)
     require_perturbation(perturbation, model, estimator, noise)
@@ -113,3 +113,21 @@ def _default_noise(
         if estimator.distribution is not None:
             return PhiloxNoise(estimator.distribution)
     return choose_noise(journal.noise, model.layouts, device)
+
+
+def _with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimator:
+    """Return an estimator whose ``perturb_in_place`` is not None.
+
+    Args:
+        estimator: The estimator. If its ``perturb_in_place`` is None, it is a dataclass with this
+            field, or wraps one.
+        default: Replaces None.
+    """
+    if estimator.perturb_in_place is not None:
+        return estimator
+    if isinstance(estimator, EstimatorWrapper):
+        return replace(
+            estimator, estimator=_with_perturb_in_place(estimator.estimator, default=default)
+        )
+    copy: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
+    return copy

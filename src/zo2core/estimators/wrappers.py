@@ -68,24 +68,6 @@ class EstimatorWrapper(ABC):
         return self.changed(self.estimator.update(step, evaluations, losses, lr, past), past[:step])
 
 
-def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimator:
-    """Return an estimator whose ``perturb_in_place`` is not None.
-
-    Args:
-        estimator: The estimator. If its ``perturb_in_place`` is None, it is a dataclass with this
-            field, or wraps one.
-        default: Replaces None.
-    """
-    if estimator.perturb_in_place is not None:
-        return estimator
-    if isinstance(estimator, EstimatorWrapper):
-        return replace(
-            estimator, estimator=with_perturb_in_place(estimator.estimator, default=default)
-        )
-    copy: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
-    return copy
-
-
 _MEDIAN_OF = 50  # steps of the running median
 _LEAST_MEDIAN = 10  # steps without a median at the start of a run
 

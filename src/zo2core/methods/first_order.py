@@ -182,13 +182,13 @@ def trained_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> tuple[
     """Memory for gradients and for the optimizer's states: of the segment that takes most, if
     states last for a turn.
     """
-    apart: Sequence[Sequence[BlockLayout]] = (
-        [layouts] if update.turn is None else [[layout] for layout in layouts]
-    )
-    return max(
-        ((segment_gradient_bytes(update, one), state_bytes(update, one)) for one in apart),
-        key=sum,
-    )
+    if update.turn is None:
+        return segment_gradient_bytes(update, layouts), state_bytes(update, layouts)
+    of_segments = [
+        (segment_gradient_bytes(update, [layout]), state_bytes(update, [layout]))
+        for layout in layouts
+    ]
+    return max(of_segments, key=sum)
 
 
 def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
@@ -202,8 +202,11 @@ def segment_gradient_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) 
     for layout in layouts:
         trained = [spec for spec in layout.parameters if not spec.frozen]
         in_float32 = [4 * spec.numel for spec in trained]
-        given = sum(spec.nbytes for spec in trained)
-        held = max(given, sum(in_float32)) if update.widens_gradients else given
+        computed = sum(spec.nbytes for spec in trained)
+        converted = computed
+        if update.widens_gradients:
+            converted = max(computed, sum(in_float32))
         largest = max((spec.nbytes for spec in trained), default=0)
-        most = max(most, 2 * given, held + max(largest, update.copies * max(in_float32, default=0)))
+        copies = update.copies * max(in_float32, default=0)
+        most = max(most, 2 * computed, converted + max(largest, copies))
     return most

@@ -21,7 +21,7 @@ import torch
 
 from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
-from zo2core.ranges import counted, require_whole
+from zo2core.ranges import counted
 from zo2core.types import Batch, EvaluationResult, RowGroup, require_tensors
 from zo2core.workers.workers import Workers
 
@@ -38,12 +38,6 @@ def labelled_tokens(batch: Batch) -> int:
     none.
     """
     return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
-
-
-def require_rows(rows: int | None) -> None:
-    """Refuse micro-batches of less than one row; None does not split batches."""
-    if rows is not None:
-        require_whole("micro_batch_size", rows, 1)
 
 
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:

@@ -42,7 +42,7 @@ def _parameters(layouts: Sequence[BlockLayout]) -> list[_Parameter]:
         for segment, layout in enumerate(layouts)
         for position, spec in enumerate(layout.parameters)
     ]
-    return sorted(owned, key=lambda one: one.spec.index)
+    return sorted(owned, key=lambda parameter: parameter.spec.index)
 
 
 class TrainedWeights(Perturber, ABC):
@@ -109,14 +109,17 @@ class AdapterWeights(TrainedWeights):
         device: torch.device,
     ) -> None:
         super().__init__(buffer, 0)  # the version of the segments' copies rises with each sweep
-        trained = [one for one in _parameters(layouts) if not one.spec.frozen]
-        in_blocks = [one.spec.name for one in trained if not layouts[one.segment].resident]
+        trained = [parameter for parameter in _parameters(layouts) if not parameter.spec.frozen]
+        in_blocks = [
+            parameter.spec.name for parameter in trained if not layouts[parameter.segment].resident
+        ]
         if in_blocks or not trained:
+            found = "no trained parameter"
+            if in_blocks:
+                found = f"{in_blocks[0]}, a trained parameter of a block"
             raise OptionError(
                 "model",
-                found=f"{in_blocks[0]}, a trained parameter of a block"
-                if in_blocks
-                else "no trained parameter",
+                found=found,
                 expected="trained parameters that stay in memory, such as an adapter's, and blocks "
                 "that are only read",
                 remedy="open the model with an adapter, or train all parameters",
@@ -178,9 +181,9 @@ class StoredWeights(TrainedWeights):
         # segments are always at their present version: there is none that all of them share
         super().__init__(buffer, 0)
         self._layouts = layouts
-        self._owned = {one.spec.name: one for one in _parameters(layouts)}
-        for one in self._owned.values():
-            _require_trainable(one.spec)
+        self._owned = {parameter.spec.name: parameter for parameter in _parameters(layouts)}
+        for parameter in self._owned.values():
+            _require_trainable(parameter.spec)
         # that segments have to have, as on disk; 0 if there is none
         self.versions: dict[int, int] = {}
         self._gradients: dict[str, torch.Tensor] = {}
@@ -194,7 +197,8 @@ class StoredWeights(TrainedWeights):
     def forms(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each trained parameter, by name, in registration order."""
         return {
-            name: (torch.Size(one.spec.shape), one.spec.dtype) for name, one in self._owned.items()
+            name: (torch.Size(parameter.spec.shape), parameter.spec.dtype)
+            for name, parameter in self._owned.items()
         }
 
     @property

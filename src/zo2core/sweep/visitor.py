@@ -83,13 +83,17 @@ class UpdateLoss:
             return
         pairs = zip(store, specs, strict=False)  # a store of 8-bit weights ends with their scales
         weights = [
-            (theta, spec.dtype, _kept_dtype(spec)) for theta, spec in pairs if not spec.frozen
+            (theta, spec.dtype, _dtype_between_steps(spec))
+            for theta, spec in pairs
+            if not spec.frozen
         ]
         if any(theta.dtype not in dtypes for theta, *dtypes in weights):
             return
         stride = max(1, sum(theta.numel() for theta, *_ in weights) // SAMPLED)
         self._samples[index] = [
-            theta[::stride].to(kept, copy=True) for theta, _, kept in weights if kept.itemsize > 1
+            theta[::stride].to(dtype, copy=True)
+            for theta, _, dtype in weights
+            if dtype.itemsize > 1
         ]
 
     @torch.inference_mode()
@@ -106,10 +110,10 @@ class UpdateLoss:
             [copy for copy in copies if copy.dtype is dtype]
             for dtype in {copy.dtype for copy in copies}
         ]
-        changed = sum(self._changed(torch.cat(of_dtype), update) for of_dtype in by_dtype)
-        return changed / sum(map(torch.numel, copies))
+        count = sum(self._count_changed(torch.cat(of_dtype), update) for of_dtype in by_dtype)
+        return count / sum(map(torch.numel, copies))
 
-    def _changed(self, before: torch.Tensor, update: Update) -> int:
+    def _count_changed(self, before: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
         after = before.clone()
         grads = update.projected_grads
@@ -120,13 +124,11 @@ class UpdateLoss:
         return int((after != before).sum())
 
 
-def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
+def _dtype_between_steps(spec: ParameterSpec) -> torch.dtype:
     """The dtype in which a parameter is kept from step to step."""
-    return (
-        spec.transfer_dtype
-        if spec.transfer_dtype is not None and spec.transfer_back
-        else spec.dtype
-    )
+    if spec.transfer_dtype is not None and spec.transfer_back:
+        return spec.transfer_dtype
+    return spec.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
