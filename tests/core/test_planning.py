@@ -508,7 +508,7 @@ PROGRAM = f"""
 import ctypes
 import os
 import torch
-from zo2core.devices import resident_memory
+from zo2core.io.process_memory import resident_memory
 from zo2core.sweep.gradient_visitor import make_room
 
 libc = ctypes.CDLL(None)
