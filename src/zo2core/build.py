@@ -51,6 +51,7 @@ from zo2core.protocols import (
     CounterNoise,
     Device,
     DifferentiableModel,
+    RoomTakingModel,
     Scheduler,
 )
 from zo2core.run import CommittedSegments, Run, RunOptions, Segments
@@ -118,6 +119,8 @@ def open_run(model: BlockModel, method: Method, options: RunOptions) -> OpenedRu
             opened=opened,
         )
         buffer.bind(model.bind)
+        if isinstance(model, RoomTakingModel):
+            model.make_room = run.visits.make_room
         opened.callback(start.recorder.flush)
         result = _with_state(run, method, options, trained)
         refused.pop_all()
@@ -465,6 +468,7 @@ def _visits(start: _Start, segments: Segments) -> Visits:
     return Visits(
         layouts=start.model.layouts,
         activations=segments.activations,
+        make_room=segments.room_maker(start.device),
         streams=start.device.streams,
         timeline=start.timeline,
         update_loss=start.update_loss if start.directions.factors is None else None,

@@ -539,6 +539,16 @@ class BlockModel(Forward, Protocol):
 
 
 @runtime_checkable
+class RoomTakingModel(BlockModel, Protocol):
+    """A model that takes memory again and again within a segment, as for chunks of logits."""
+
+    make_room: Callable[[int], object]
+    """Called before so many bytes are taken; freed memory returns to the system, if a limit
+    would be exceeded. The engine sets it.
+    """
+
+
+@runtime_checkable
 class DifferentiableModel(BlockModel, Protocol):
     """A model whose segments ``torch.autograd`` can differentiate."""
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ import torch
 
 from zo2core.errors import OptionError
 from zo2core.estimators.directions import Directions
+from zo2core.io.process_memory import make_room
 from zo2core.journal.journal import Journal
 from zo2core.kernels.programs import Trajectory
 from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
@@ -121,11 +123,13 @@ class Segments:
             return sys.maxsize
         return self.plan.waiting_bytes + max(self.plan.host_plan.spare, 0)
 
-    def host_limit(self, device: Device) -> int | None:
-        """Resident bytes that the process may have; None where the plan does not say."""
+    def room_maker(self, device: Device) -> Callable[[int], object]:
+        """A function that returns freed memory to the system, if so many bytes more would exceed
+        the limit of the process; it does nothing where the plan says no limit.
+        """
         if self.plan is None or not self.plan.host_plan.parts or not device.in_place:
-            return None
-        return self.plan.host_plan.budget
+            return lambda nbytes: None
+        return partial(make_room, self.plan.host_plan.budget)
 
 
 @dataclass

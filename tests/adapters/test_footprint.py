@@ -37,7 +37,8 @@ from zo2adapters.models.batches import BranchCache
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import STREAM, NextToken
-from zo2adapters.tasks.objectives import LogLikelihood
+from zo2adapters.tasks.objectives import ChoiceLoss, LogLikelihood
+from zo2adapters.tasks.rows import choice_batch
 from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import FirstOrder
@@ -51,7 +52,17 @@ from zo2adapters.trainers.process import (
 )
 from zo2adapters.trainers.run_inputs import BatchShape, RowShapes
 from zo2adapters.trainers.run_plan import plan_run
-from zo2core import Distribution, Engine, HostPlan, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZerothOrder
+from zo2core import (
+    LOMO,
+    Distribution,
+    Engine,
+    HostPlan,
+    MeZOSGD,
+    MultiQueryRGE,
+    PhiloxNoise,
+    ZerothOrder,
+)
+from zo2core import FirstOrder as FirstOrderSteps
 from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.planning.memory import MemoryPart, free_memory
 from zo2core.ranges import OptimizerName
@@ -220,6 +231,39 @@ def test_no_forward_sees_more_tokens_than_a_chunk(base: Path) -> None:
     with Engine(model, ZerothOrder(MEZO)) as engine:
         engine.evaluate([make_batch(40, [9, 3])])
     assert seen == [4, 4, 2]  # 8 + 2 labelled tokens; the others' logits are not computed at all
+
+
+CHOICES = choice_batch([[3, 4], [5]], [[[6, 9, 4], [7, 8]], [[9, 4, 6], [1, 2]]], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("batch", "objective"),
+    [(make_batch(40, [9, 3]), None), (CHOICES, ChoiceLoss)],
+    ids=["tokens", "candidates"],
+)
+def test_a_step_by_gradients_keeps_the_logits_of_no_chunk_unless_it_is_told_to(
+    batch: Any, objective: Any, base: Path
+) -> None:
+    """Kept ones are all logits of the batch: a head that is most of a model broke its limit."""
+    taken: dict[bool, Any] = {}
+    for keeps in (False, True):
+        model = open_checkpoint(base, loss_chunk=4)
+        model.keeps_logits = keeps
+        seen: list[int] = []
+
+        def see(module: object, inputs: object, out: torch.Tensor, seen: Any = seen) -> None:
+            seen.append(out[..., 0].numel())
+
+        model.skeleton.lm_head.register_forward_hook(see)
+        method = FirstOrderSteps(LOMO(), lr=1e-2)
+        with Engine(model, method) as engine:
+            result = engine.step(batch, None if objective is None else objective(model))
+            weights = {name: value.clone() for name, value in engine.parameters_now()}
+        taken[keeps] = (result.loss, result.grad_norm), weights
+        assert seen == [4, 4, 2] + ([] if keeps else [2, 4, 4])
+    (numbers, weights), (kept_numbers, kept_weights) = taken[False], taken[True]
+    assert numbers == kept_numbers
+    assert all(torch.equal(kept_weights[name], value) for name, value in weights.items())
 
 
 def test_a_chunked_step_is_the_plain_one_within_summation(tmp_path: Path) -> None:

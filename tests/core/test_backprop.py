@@ -762,6 +762,28 @@ def test_inputs_that_have_no_room_are_written_and_read_once_a_step(
     assert written[-1] == 0
 
 
+@pytest.mark.parametrize("is_first_order", [True, False])
+def test_room_is_made_before_each_pass_of_a_micro_batch(base: Path, is_first_order: bool) -> None:
+    """What a pass has freed lies with gaps, and the process would grow by what the next takes."""
+    options: Any = {"micro_batch_size": 1, "memory": "100GB"}
+    with patch("zo2core.run.make_room") as make_room:
+        if is_first_order:
+            engine = make(base, **options)
+        else:
+            estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2)
+            engine = Engine(
+                open_checkpoint(base, loss_chunk=None), ZerothOrder(estimator), **options
+            )
+        with engine:
+            engine.step(BATCH)
+    limits, sizes = zip(*(call.args for call in make_room.call_args_list), strict=True)
+    assert {*limits} == {100 * 10**9}
+    assert min(sizes) > 0
+    blocks, rows, evaluations, end_of_sweep = 6, 2, 2, 1
+    passes = (blocks + 2) + blocks if is_first_order else evaluations * (blocks + 2)
+    assert len(sizes) == rows * passes + end_of_sweep * is_first_order
+
+
 def test_micro_batches_pass_together_though_their_inputs_have_no_room(base: Path) -> None:
     for room, expected in ((room_for(base, 0), 1), (1, len(LENGTHS))):
         with (

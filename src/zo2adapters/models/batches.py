@@ -28,12 +28,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.library_names import OutputRecorder
@@ -510,15 +511,32 @@ def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Loss) -> 
     return list(kept.losses.unbind())
 
 
+def recomputed(
+    function: Callable[..., torch.Tensor], *arguments: torch.Tensor, keeps: bool = False
+) -> torch.Tensor:
+    """Call a function. Where gradients are taken, it runs again in the backward pass, and nothing
+    within it is kept until then, unless it ``keeps``. The bits are the same.
+    """
+    if keeps or not torch.is_grad_enabled():
+        return function(*arguments)
+    again: Any = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return cast("torch.Tensor", again)
+
+
 def chunked_losses(
     hidden: torch.Tensor,
     batches: Sequence[Batch],
     chunk: int,
     logits: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
+    *,
+    keeps: bool = False,
 ) -> list[torch.Tensor]:
     """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not
     computed.
+
+    Where gradients are taken, the logits of several chunks are computed again in the backward pass,
+    unless it ``keeps`` them.
     """
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
@@ -527,25 +545,40 @@ def chunked_losses(
     terms = [KeptLosses(-(-count // chunk)) for count in counts]
     for start in range(0, max(counts), chunk):
         length = min(chunk, max(counts) - start)
-        positions = []
-        for rows, columns in predicted:
+        selected, targets = [], []
+        for state, batch, (rows, columns) in zip(states, batches, predicted, strict=True):
             at = torch.arange(start, start + length, device=rows.device).clamp(max=len(rows) - 1)
-            positions.append((rows[at], columns[at]))
-        selected = torch.cat([state[at] for state, at in zip(states, positions, strict=True)])
-        for stream, chunk_logits in enumerate(torch.split(logits(selected), length)):
-            count = max(0, min(length, counts[stream] - start))
-            if count:  # a sum, divided by the labelled tokens of all chunks
-                rows, columns = (index[:count] for index in positions[stream])
-                targets = batches[stream]["labels"][:, 1:][rows, columns]
-                terms[stream].keep(
-                    loss(
-                        chunk_logits[:count],
-                        None,
-                        shift_labels=targets,
-                        num_items_in_batch=counts[stream],
-                    )
-                )
+            selected.append(state[rows[at], columns[at]])
+            own = slice(start, start + length)
+            targets.append(batch["labels"][:, 1:][rows[own], columns[own]])
+        sums = recomputed(
+            partial(_sums_of_chunk, logits, loss, targets, counts),
+            torch.cat(selected),
+            keeps=keeps or max(counts) <= chunk,
+        )
+        having = [kept for kept, own in zip(terms, targets, strict=True) if len(own)]
+        for kept, of_stream in zip(having, sums, strict=True):
+            kept.keep(of_stream)
     return [losses.losses.sum() for losses in terms]
+
+
+def _sums_of_chunk(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    loss: Loss,
+    targets: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """Sum the losses of a chunk's tokens, for each stream that has any, and divide by its labelled
+    tokens of all chunks.
+    """
+    sums = KeptLosses(sum(len(own) > 0 for own in targets))
+    of_streams = torch.split(logits(hidden), len(hidden) // len(targets))
+    for own, of_stream, count in zip(targets, of_streams, counts, strict=True):
+        if len(own):
+            given: Any = {"shift_labels": own, "num_items_in_batch": count}
+            sums.keep(loss(of_stream[: len(own)], None, **given))
+    return sums.losses
 
 
 def require_chunkable(model: PreTrainedModel) -> None:

@@ -80,6 +80,12 @@ def router_bytes(config: PretrainedConfig, tokens: int) -> int:
     return int(2 * tokens * experts * config.num_hidden_layers * _FLOAT_BYTES)
 
 
+def loss_bytes(config: PretrainedConfig, tokens: int) -> int:
+    """Expected peak of logits and loss of so many tokens, with their gradients."""
+    config = config.get_text_config()
+    return int(tokens * config.vocab_size * (2 * _itemsize(config) + 3 * _FLOAT_BYTES))
+
+
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
     """Expected peak of a vision tower's forward."""
     tower = config.vision_config

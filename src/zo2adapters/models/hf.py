@@ -62,6 +62,7 @@ from zo2adapters.models.batches import (
 from zo2adapters.models.footprint import (
     expected_held_bytes,
     forward_bytes,
+    loss_bytes,
     router_bytes,
     vision_bytes,
 )
@@ -174,6 +175,8 @@ class HFBlockModel:
         self.companions = companions
         self.saved_form = saved_form or SavedForm()
         self.loss_chunk = loss_chunk
+        self.keeps_logits = False  # of all chunks, until the backward pass
+        self.make_room: Callable[[int], object] = lambda nbytes: None  # set by an engine
         self.kind = head
         self.longest_row = longest_row(skeleton)
         self._axes = architecture.axes
@@ -410,7 +413,12 @@ class HFBlockModel:
         )
         if self.loss_chunk is not None:
             return chunked_losses(
-                self.by_token(activations.hidden), batches, self.loss_chunk, self.logits, loss
+                self.by_token(activations.hidden),
+                batches,
+                self.loss_chunk,
+                self.logits,
+                loss,
+                keeps=self.keeps_logits,
             )
         joined = stack_rows(batches)
         assert joined is not None, "stacked batches can be joined"
@@ -511,6 +519,7 @@ class HFBlockModel:
         """Run HF's norm and head on final hidden states (n, ...) of single tokens, from
         ``by_token``: (n, vocabulary).
         """
+        self.make_room(loss_bytes(self.config, len(hidden)))
         # Each token is a row, since there may be more tokens than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
         with self._unwrapped(), self._stand_in_branches:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from zo2adapters.models.batches import is_packed, predictions, sequence_numbers
+from zo2adapters.models.batches import is_packed, predictions, recomputed, sequence_numbers
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel, PredictionLoss
 from zo2adapters.tasks.rows import (
@@ -126,12 +126,19 @@ class LogLikelihood:
             numbers = sequence_numbers(batch)
             sequences, count = numbers[rows, columns], int(numbers.max()) + 1
         sums = torch.zeros(count, dtype=torch.float64, device=targets.device)
+        keeps = self._model.keeps_logits or len(rows) <= chunk
         for start in range(0, len(rows), chunk):
             index = rows[start : start + chunk], columns[start : start + chunk]
-            logits = self._model.logits(hidden[index]).float()
-            log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[index][:, None])[:, 0]
-            sums.index_add_(0, sequences[start : start + chunk], log_probabilities.double())
+            of_tokens = recomputed(
+                self._log_probabilities, hidden[index], targets[index], keeps=keeps
+            )
+            sums.index_add_(0, sequences[start : start + chunk], of_tokens.double())
         return sums
+
+    def _log_probabilities(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The log-probability of each target after its hidden state: (tokens,), float32."""
+        logits = self._model.logits(hidden).float()
+        return logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
 
     def forward_bytes(self, batch: Batch) -> int:
         """The model's bytes of activations, with logits of the labelled tokens only."""

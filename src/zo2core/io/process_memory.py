@@ -30,3 +30,15 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def make_room(limit: int, nbytes: int) -> None:
+    """Return freed memory to the system, if the process would exceed its limit with so many bytes
+    more.
+
+    An allocator keeps what is freed, since the next activations are as large. It keeps more than
+    was ever in use at a time: inputs that stay lie between activations that go, and blocks aligned
+    for vector instructions are seldom reused whole.
+    """
+    if resident_memory() + nbytes > limit:
+        return_freed_memory()

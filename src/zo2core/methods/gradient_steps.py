@@ -54,7 +54,7 @@ class GradientSweeps:
             trained=trained,
             leaves=self._leaves,
             inputs=_open_inputs(run),
-            limit=run.segments.host_limit(run.device),
+            make_room=run.visits.make_room,
             streams=run.device.streams,
             timeline=run.recorder.timeline,
         )

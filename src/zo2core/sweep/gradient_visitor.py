@@ -31,7 +31,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from zo2core.errors import OptionError
-from zo2core.io.process_memory import resident_memory, return_freed_memory
 from zo2core.protocols import Activations, Store, Streams
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
@@ -57,18 +56,6 @@ PASSING = 3  # what is in memory of a micro-batch at a block: its input, its out
 def gradient_bytes(held: int, running: int, kept: int) -> int:
     """Memory of a sweep forward and backward."""
     return (PASSING + kept) * held + math.ceil(GRAPH_FORWARDS * running)
-
-
-def make_room(limit: int | None, nbytes: int) -> None:
-    """Return freed memory to the system, if the process would exceed its limit with so many bytes
-    more.
-
-    An allocator keeps what is freed, since the next activations are as large. It keeps more than
-    was ever in use at a time: inputs that stay lie between activations that go, and blocks aligned
-    for vector instructions are seldom reused whole.
-    """
-    if limit is not None and resident_memory() + nbytes > limit:
-        return_freed_memory()
 
 
 class _Activation:
@@ -341,7 +328,8 @@ class GradientVisits:
     # for each segment, its modules' trained parameters by name
     leaves: Sequence[Mapping[str, torch.Tensor]]
     inputs: KeptActivations[torch.UntypedStorage]
-    limit: int | None  # resident bytes of the process; None: no limit
+    # returns freed memory to the system, if so many bytes more would exceed a limit
+    make_room: Callable[[int], object]
     streams: Streams
     timeline: Timeline
 
@@ -432,16 +420,16 @@ class GradientVisitor(Visitor):
         with torch.no_grad():
             self._trained.load_frozen(index, self._stores)
             self._trained.perturb(index, self._stores, 0)
-        # logits are the largest of all
-        make_room(visits.limit, self._running if index == self._head else 0)
         if index == self._head:
             self._run_head()
         elif not self._is_backward:
             for number, stream in enumerate(self._streams):
+                visits.make_room(self._running)
                 self._run_forward(index, number, stream)
         elif index >= self._first:
             for number, stream in enumerate(self._streams):
                 visits.inputs.take(Use(-index, number))
+                visits.make_room(self._running)
                 stream.passes[index].restore()
                 self._add_gradients(index, number, stream)
         visits.timeline.note(Lane.EVALUATE, layout.name, started, visits.streams.mark(), track=0)
@@ -459,7 +447,7 @@ class GradientVisitor(Visitor):
         self._visits.inputs.clear()
         self._streams.clear()
         self._tied_sums.clear()
-        make_room(self._visits.limit, self._running)
+        self._visits.make_room(self._running)
 
     def _run_forward(self, index: int, number: int, stream: _Stream) -> None:
         """Run a segment's forward for one micro-batch, and keep the next segment's input.
@@ -498,6 +486,7 @@ class GradientVisitor(Visitor):
         for number, stream in enumerate(self._streams):
             activations, inputs = stream.next_input.with_leaves()
             del stream.next_input
+            self._visits.make_room(self._running)
             with torch.enable_grad():
                 output = self._forward.head(stream.batch, activations)
             _require_gradient(output)

@@ -137,6 +137,8 @@ class Visits:
 
     layouts: Sequence[BlockLayout]  # in visiting order
     activations: StreamActivations  # between segments; one sweep uses it at a time
+    # returns freed memory to the system, if so many bytes more would exceed a limit
+    make_room: Callable[[int], object]
     streams: Streams
     timeline: Timeline
     # samples segments at the present version; None if their weights do not change
@@ -245,6 +247,7 @@ class ForwardVisitor(Visitor):
         memory = self._visits.activations
         forward = self._forward
         kind = self._visits.layouts[index].kind
+        self._visits.make_room(forward.forward_bytes(stream.batch))
         if kind is SegmentKind.EMBEDDING:
             memory.add(
                 number, forward.embed(stream.batch), partial(forward.forward_bytes, stream.batch)
