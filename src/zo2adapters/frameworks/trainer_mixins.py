@@ -78,12 +78,11 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         options: Mapping[str, Any],
         adapter: Any = None,
     ) -> None:
+        args = arguments.given_or_default(args, type(self), model)
         arguments.require_supported(
             type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies
         )
-        if getattr(args, "precompute_ref_log_probs", None) is False:
-            # DPO would load the whole reference model
-            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
+        args = arguments.with_precomputed_reference(args, options)
         self.block_model = arguments.open_model(model, args, type(self), adapter)
         arguments.require_router_loss(self.block_model, args)
         self._engine: Engine | None = None
@@ -159,6 +158,20 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     @abstractmethod
     def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
         """Take a step with all its batches, and return its loss."""
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        """Evaluate, by default on the rows that the trainer was made with.
+
+        For other rows DPO computes the reference's log-probabilities first. TRL refuses that once
+        training has begun, where it has no reference model; here the reference can be had.
+        """
+        if not getattr(self, "precompute_ref_logps", False) or self.ref_model is not None:
+            return super().evaluate(*arguments, **options)
+        self.ref_model: Any = self.model  # for which TRL looks; the log-probabilities are ours
+        try:
+            return super().evaluate(*arguments, **options)
+        finally:
+            self.ref_model = None
 
     def evaluation_loop(
         self,
@@ -574,7 +587,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
                 "ref_model",
                 found,
                 expected,
-                "pass precompute_ref_log_probs=True, or train an adapter",
+                "pass these rows as eval_dataset when the trainer is made, or train an adapter",
             )
         yield self.engine
 
@@ -631,8 +644,9 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
                 "adapter=...) alone"
             )
             raise OptionError("peft_config", found, expected, remedy)
+        args = arguments.given_or_default(args, type(self), model)
         if peft_config is not None and not isinstance(peft_config, Adapter):
-            peft_config = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
+            peft_config = Adapter(config=peft_config, seed=args.seed)
         self._memory = memory
         # the adapter's parameters when training began, by name
         self._initial: dict[str, torch.Tensor] = {}
