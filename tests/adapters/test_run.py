@@ -20,7 +20,7 @@ from runs import STEPS, data_sha256, finish, interrupt_after, outcome, resumable
 from safetensors.torch import load_file, save_file
 
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks import row_source
+from zo2adapters.tasks import row_options, row_source
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
@@ -375,6 +375,8 @@ def test_a_run_opens_its_data_once(
     ]
     data = options.data.with_name("labelled.jsonl")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # The command has looked at the first row before.
+    monkeypatch.setattr(row_options, "first_row", lambda path: None)
     monkeypatch.setattr(row_source, "open_regular", noted)
     given = (
         "--model",
@@ -520,14 +522,14 @@ def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Pa
 @pytest.fixture
 def told_options(tmp_path: Path) -> TrainOptions:
     place = make_place(tmp_path)
-    given = {
-        "data": place / "rows.jsonl",
-        "output": place / "run",
-        "batching": Batching(batch_size=3),
-    }
     return TrainOptions(
-        model=str(place / "base"), steps=2, optimization=Optimization(lr=1e-3), **given
-    )  # type: ignore[arg-type]
+        model=str(place / "base"),
+        data=place / "rows.jsonl",
+        output=place / "run",
+        steps=2,
+        batching=Batching(batch_size=3),
+        optimization=Optimization(lr=1e-3),
+    )
 
 
 def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:

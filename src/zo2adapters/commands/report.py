@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from zo2adapters.commands.journal import printable, read_journal
+from zo2adapters.commands.journal import HEAD, printable, read_journal
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import (
@@ -55,7 +55,6 @@ _UPRIGHT = 4  # learning rates that have room beside each other
 _LARGEST = 1e300  # largest number that is drawn
 _MARKED = {"marker": "o", "markersize": 4}  # style of a curve of few points
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
-HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which a page begins
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
        padding: 0 1rem; color: #222; }

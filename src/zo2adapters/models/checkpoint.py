@@ -44,6 +44,13 @@ from zo2adapters.models.architecture import (
 from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, without_router_losses
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.model_files import (
+    may_be_of_hub,
+    no_model,
+    refuse_adapter,
+    refuse_pickles,
+    require_config,
+)
 from zo2adapters.models.peft_adapter import (
     Adapter,
     ChosenConfig,
@@ -278,32 +285,15 @@ def resolve_directory(path: Path | str) -> Path:
     """Find a model directory or a GGUF file; download a model of the hub into the hub's cache."""
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
-        if (directory / "adapter_config.json").exists() and not (
-            directory / "config.json"
-        ).exists():
-            remedy = (
-                f"pass --adapter {directory}, or --run with the directory of the run that trained "
-                "it"
-            )
-            raise CheckpointError(directory, "an adapter", "the directory of a whole model", remedy)
+        refuse_adapter(directory)
         return directory
-    text, found = str(path), "no directory"
-    cause: Exception | None = None
-    if (
-        isinstance(path, str)
-        and not text.startswith((".", "/", "~"))
-        and text.count("/") <= 1
-        and not directory.exists()
-    ):
-        try:
-            return _download(text)
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            found, cause = (
-                f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})",
-                error,
-            )
-    expected = "a model directory in the Hugging Face layout, or a hub id"
-    raise CheckpointError(text, found, expected, "check the spelling and the network") from cause
+    if not may_be_of_hub(path):
+        raise no_model(path)
+    try:
+        return _download(str(path))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise no_model(path, f"neither a directory nor a model of the hub ({reason})") from error
 
 
 def _download(name: str) -> Path:
@@ -425,10 +415,7 @@ def _require_weights(directory: Path, config: PretrainedConfig) -> None:
         raise UnsupportedModelError(where, repr(named)[:80], f"{chosen.name}, or none", remedy)
     if chosen is not None:
         return
-    pickled = sorted(directory.glob("pytorch_model*.bin"))
-    if pickled:
-        remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
-        raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
+    refuse_pickles(directory)
     expected = f"{SINGLE_FILE} or {INDEX_FILE}, which transformers loads"
     for other in sorted(path for path in directory.iterdir() if path.suffix in _OTHER_WEIGHTS):
         remedy = "pass the path of this file" if is_gguf(other) else "rename it, if it is the model"
@@ -449,8 +436,7 @@ def require_no_adapter(directory: Path, adapter: Adapter | None) -> None:
 
 def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     """Read the config, and split off its quantization."""
-    if not path.exists():
-        raise _refused(path.parent, "no config.json", "a model directory, which holds config.json")
+    require_config(path.parent)
     companion_files(path.parent)  # refuses unsafe files before transformers reads them
     refuse_oversized(path)
     try:

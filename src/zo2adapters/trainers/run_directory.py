@@ -32,8 +32,14 @@ from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import torchrun_rank
+from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
-from zo2core.io.durable import make_directory, open_no_follow, partial_path, read_regular
+from zo2core.io.durable import (
+    make_directory,
+    open_no_follow,
+    partial_path,
+    read_regular,
+)
 from zo2core.io.durable import replace_file as replace_bytes
 from zo2core.ranges import require_whole
 
@@ -352,6 +358,13 @@ def read_trials(directory: Path) -> list[dict[str, Any]]:
         return []
 
 
+def require_free(path: Path) -> None:
+    """Refuse an output directory that is in use. Nothing is changed; see ``require_new``."""
+    _require_unstarted(path)
+    if not _ended_before_start(path):
+        refuse_used(path)
+
+
 def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed
     before its run started.
@@ -654,14 +667,12 @@ _TAKEN = (
 
 
 def require_resumable(options: TrainOptions, journal: Journal) -> None:
-    """Refuse files other than those that the run began with, before they are parsed or imported,
-    and fewer steps than it has taken.
-    """
-    _require_same_files(options, journal.header)
+    """Refuse fewer steps than a run has taken, and other files than those that it began with."""
+    require_same_files(options, journal.header)
     require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
 
 
-def _require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
+def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
     """Refuse files other than those that the run began with, before they are parsed or imported."""
     saved = {} if header is None else header.get("provenance", {})
     if not saved:

@@ -32,6 +32,7 @@ from zo2core.checkpoint.shards import (
     SINGLE_FILE,
     header_bytes,
 )
+from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import CheckpointError, OutputError, ZO2Warning, system_errors_as
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import (
@@ -72,12 +73,7 @@ def require_unused(directory: Path) -> None:
     processes have left of it.
     """
     remove_leftovers(directory)
-    if directory.is_dir() and not any(directory.iterdir()):
-        return
-    if directory.exists() or directory.is_symlink():
-        expected = "a path that does not exist yet, or an empty directory"
-        remedy = "choose another output directory, or remove this one"
-        raise OutputError(directory, "something at this path", expected, remedy)
+    refuse_used(directory)
 
 
 def write_checkpoint(
