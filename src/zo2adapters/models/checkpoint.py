@@ -191,7 +191,7 @@ def open_checkpoint(
     entries, encoded = files.tensors(skeleton)
     architecture = architecture_of(skeleton, kind, architecture)
     parameters, saved_form = stored_tensors.match_tensors(
-        directory, entries, skeleton, architecture
+        directory, entries, encoded, skeleton, architecture
     )
     if (
         dtype == "auto"

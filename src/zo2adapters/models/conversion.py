@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from zo2core.checkpoint.shards import choose_weights, malformed, parse_index, re
 from zo2core.encodings.decoding import encode
 from zo2core.encodings.forms import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.types import EncodedPart, SavedForm, SavedPart
+from zo2core.types import EncodedPart, SavedPart
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -162,7 +163,7 @@ def quantize(
             **opened.companions,
             "config.json": json.dumps(config, indent=2).encode() + b"\n",
         }
-        form = SavedForm(kept, opened.saved_form.constants)
+        form = replace(opened.saved_form, parts=kept)
         origins = {spec.name: opened.weights.origin(spec.name) for spec in parameters}
         write_checkpoint(
             directory,
