@@ -21,8 +21,8 @@ from zo2adapters.trainers.metrics import (
     Row,
     align_rows,
     criterion,
+    recorded_row,
     results_of_row,
-    row_of,
     shown_results,
 )
 from zo2adapters.trainers.option_table import used_options
@@ -33,7 +33,7 @@ from zo2adapters.trainers.run_directory import (
     read_samples,
     read_trials,
 )
-from zo2core import Update, ZO2Error
+from zo2core import Journal, Update, ZO2Error
 from zo2core.errors import JournalError
 from zo2core.estimators.guard import is_refused
 from zo2core.ranges import counted
@@ -136,7 +136,7 @@ def read_run(directory: Path) -> Run:
         name=printable(directory.name or str(directory)),
         options=options,
         taken=journal.steps,
-        steps=[_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row],
+        steps=[_step_row(row, journal) for row in rows if "loss" in row],
         evaluations=[_numbers(row) for row in rows if results_of_row(row)],
         samples=read_samples(directory),
         gradient_forwards=gradient_forwards,
@@ -144,7 +144,7 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
+def _step_row(row: Row, journal: Journal) -> dict[str, Any]:
     """A step's row or, where its speed and memory are incomplete or damaged, the row that the
     journal gives.
     """
@@ -156,7 +156,7 @@ def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
     return (
         dict(row)
         if is_whole and all(_is_number(row.get(name)) for name in _MEASURED)
-        else row_of(update)
+        else recorded_row(journal, row["step"])
     )
 
 

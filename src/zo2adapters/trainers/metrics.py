@@ -47,7 +47,8 @@ class MetricsRows(NamedTuple):
 def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
     """Keep the rows that agree with the journal, and restore lost or damaged rows from it."""
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
-    known, evaluations = [row_of(step) for step in journal.steps], journal.evaluations
+    known = [recorded_row(journal, step) for step in range(journal.version)]
+    evaluations = journal.evaluations
     at_steps: dict[int, list[Row]] = {}
     for row in rows:
         at_steps.setdefault(row["step"], []).append(row)
@@ -82,6 +83,11 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
         "projected_grads": list(update.projected_grads),
         "lr": update.lr,
     }
+
+
+def recorded_row(journal: Journal, step: int) -> dict[str, Any]:
+    """The row of a step, with what the step has measured, as far as the journal has it."""
+    return {**row_of(journal.steps[step]), **journal.measured.get(step, {})}
 
 
 def losses_of(journal: Journal) -> list[float]:
