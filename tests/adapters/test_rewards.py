@@ -432,8 +432,8 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Pa
                         [tokens] = continuations(member, [prompt], new, tokenizer.eos_token_id)
                         text = tokenizer.decode(tokens, skip_special_tokens=True)
                         total += (
-                            row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100
-                        )  # type: ignore[operator, arg-type, union-attr]
+                            row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[arg-type, operator, union-attr]
+                        )
                         total -= 0.5 * len(text) / 100
                     losses.append(-total / 4)
             assert result.losses == pytest.approx(losses, rel=1e-14), "sums of the same rewards"

@@ -78,7 +78,8 @@ class FusedForward:
         widened = self._workspace.widened(x)
         scale = layer.scaling[active[0]]
         helpers = self._workspace.helpers
-        output: Any = _AddedTerm.apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
+        apply: Any = _AddedTerm.apply  # autograd's is untyped
+        output = apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
         return cast("torch.Tensor", output)
 
     def _forward_of_peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -179,6 +180,7 @@ def fuse(skeleton: nn.Module) -> None:
     if not is_compiled():
         return
     workspace = Workspace()
+    layer: Any
     for layer in skeleton.modules():
         if type(layer) is lora.Linear and _is_plain(layer):
             layer.forward = FusedForward(layer, workspace)
