@@ -294,7 +294,7 @@ def with_precomputed_reference(args: Any, options: Mapping[str, Any]) -> Any:
     """
     if getattr(args, "precompute_ref_log_probs", None) is not False:
         return args
-    row = next(iter(options.get("train_dataset") or ()), {})
+    row: Any = next(iter(options.get("train_dataset") or ()), {})
     if isinstance(row, Mapping) and {"image", "images"} & row.keys():
         expected = "rows of text, whose reference log-probabilities are computed before training"
         raise OptionError("train_dataset", "rows with images", expected, "leave the images out")
