@@ -22,8 +22,11 @@ from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.checkpoint import companion_files
 from zo2adapters.models.gguf_model import gguf_tokenizer
 from zo2adapters.models.model_files import require_tokenizer, unusable_tokenizer
+from zo2adapters.tasks.limited_backend import limit
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.row_source import row_error
+from zo2adapters.tasks.tokenizer_files import require_loadable
+from zo2adapters.tasks.tokenizer_growth import Growth
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import DataError
@@ -37,13 +40,18 @@ _SYSTEM, _PROMPT, _RESPONSE, _NEXT = "\ue001", "\ue002", "\ue003", "\ue004"
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or of a GGUF file, without running remote code."""
+    """Load the tokenizer of a model directory or of a GGUF file, without running remote code.
+
+    It works under limits of time and memory. See ``limited_backend``.
+    """
+    growth: Growth | None = None
     if not is_gguf(directory):
         companion_files(directory)  # refuses links that lead out of the directory
         require_tokenizer(directory)  # transformers' own errors mislead
         for path in directory.iterdir():
             if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
                 raise unusable_tokenizer(directory, f"{path.name} is not a regular file")
+        growth = require_loadable(directory)
     try:
         tokenizer: Any = (
             gguf_tokenizer(directory)
@@ -60,6 +68,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise unusable_tokenizer(directory, f"a {type(tokenizer).__name__}")
+    limit(tokenizer, growth)
     return tokenizer
 
 
