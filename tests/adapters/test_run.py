@@ -461,6 +461,41 @@ def test_damaged_metrics_do_not_change_the_export(
     assert losses(run) == losses(finished)
 
 
+@pytest.mark.parametrize("dropped", [0, 2, EVALUATED_STEPS])
+def test_an_evaluation_that_a_journal_has_lost_is_refused_by_what_the_metrics_know(
+    dropped: int, finished: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    path, metrics = run / "journal.jsonl", run / "metrics.jsonl"
+    start = b'{"evaluation":{"step":%d,' % dropped
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(start)]
+    assert len(kept) == len(lines) - 1
+    path.write_bytes(b"".join(kept))
+    told = f"found no evaluation of step {dropped}; expected its result, since metrics.jsonl has it"
+    assert told in refusal("export", "--run", run, "--output", tmp_path / "out")
+    assert told in refusal("train", "--resume", run)
+    metrics.unlink()
+    done("export", "--run", run, "--output", tmp_path / "out")
+
+
+def test_a_damaged_step_number_of_an_evaluation_is_no_lost_one(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    path = run / "journal.jsonl"
+    last = b'{"evaluation":{"step":%d,' % EVALUATED_STEPS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if not line.startswith(last)))
+    metrics = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row or row["step"] != EVALUATED_STEPS]
+    evaluated = next(row for row in rows if "loss" not in row)
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, {**evaluated, "step": 4}])
+    metrics.write_text(text)
+    done("export", "--run", run, "--output", tmp_path / "out")
+
+
 def test_commands_take_the_best_step_unless_another_is_asked_for(
     finished: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
         raise _no_journal(path)
     steps = journal.version
     if step is None or step > steps:
-        journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
+        align_rows(raw, journal).require_whole(journal, METRICS)
         if journal.torn:
             ignored = "the last record is damaged or incomplete and is ignored"
             print(f"{path}: {ignored}; the run has {counted(steps, 'step')}", file=sys.stderr)

@@ -180,7 +180,7 @@ class RunDirectory:
         """Repair the metrics from the journal, and open them for further rows."""
         path, raw = self.path / METRICS, metrics_of(self.path)
         aligned = align_rows(raw, journal)
-        journal.require_version(aligned.steps_seen, METRICS)
+        aligned.require_whole(journal, METRICS)
         trials: list[Row] = [
             {f"trial_{name}": value for name, value in row.items()}
             for row in read_trials(self.path)
