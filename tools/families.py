@@ -177,8 +177,8 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {
         "num_hidden_layers": 4,
         # two hybrid layers share one transformer
-        "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],
-        "layer_types": ["hybrid", "mamba", "hybrid", "hybrid"],
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+        "layer_types": ["hybrid", "linear_attention", "hybrid", "hybrid"],
         "attention_hidden_size": 32,
         "attention_head_dim": 8,
         "num_key_value_heads": 4,
@@ -319,9 +319,9 @@ def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     whole.generation_config.eos_token_id = None
     given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
-    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[  # type: ignore[operator]
+    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[
         :, longest:
-    ].tolist()
+    ].tolist()  # type: ignore[operator]
     return tokens
 
 

@@ -168,8 +168,6 @@ def _end_child(process: subprocess.Popen[bytes]) -> None:
 def _cause_of(status: int) -> str:
     if status == -signal.SIGXCPU:
         return _TIME
-    if status == -signal.SIGABRT:  # a library in C++ or Rust that can have no more memory
-        return "it ends its process by SIGABRT, as for lack of memory"
     if status < 0:
         return f"it ends its process by {signal.Signals(-status).name}"
     return f"its process ended with status {status}"

@@ -339,11 +339,9 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
 
 
 def test_a_result_that_is_the_base_is_told_with_the_command_for_the_last_step(here: Path) -> None:
-    # What is learned makes the rows to evaluate on less likely.
-    for name, word in (("learned", " sat"), ("others", " ran")):
-        write_rows(Path(f"{name}.jsonl"), [{"prompt": "the cat", "completion": word}] * 3)
-    given = (*EVALUATED, "--evaluation", "others.jsonl", "--steps", 4, "--lr", 0.1)
-    ended = done(*train("run", *given, data="learned.jsonl"))
+    # What is learned is none of these completions.
+    write_rows(Path("others.jsonl"), [{"prompt": "the cat sat", "completion": " the"}])
+    ended = done(*train("run", *EVALUATED, "--evaluation", "others.jsonl", "--steps", 4))
     untrained = "the evaluation before the first step is the best of 3, so nothing that was trained"
     last = "zo2 export --run run --at 4 --output DIR"
     assert f"{untrained} is used: run/model has the base's weights." in ended.err

@@ -27,8 +27,7 @@ class Projections(nn.Module):
         self.last = nn.Linear(outputs, inputs, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.last(self.left(x) * self.right(x))
-        return result
+        return x + self.last(self.left(x) * self.right(x))
 
 
 def adapted(dtype: torch.dtype, *, bias: bool = False, **options: Any) -> nn.Module:

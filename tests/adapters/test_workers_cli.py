@@ -9,13 +9,11 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -230,7 +228,6 @@ def test_the_first_worker_alone_reports_to_a_tracker(
             opened.append((tracker, folder))
             super().__init__("none", folder, *arguments)
 
-    monkeypatch.setitem(sys.modules, "tensorboard", MagicMock())
     monkeypatch.setattr("zo2adapters.trainers.trainer.LiveMetrics", Noted)
 
     def run(workers: Workers) -> None:

@@ -26,7 +26,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.export import export_gguf
@@ -100,11 +99,11 @@ MERGES = [
 ]
 MERGES += [("1", "2"), ("Ġ", "12")]  # which bind where digits are not split
 TOKENS: list[str] = [
-    *bytes_to_unicode().values(),  # type: ignore[no-untyped-call]
+    *bytes_to_unicode().values(),
     *("".join(pair) for pair in MERGES),
     "<|bos|>",
     "<|endoftext|>",
-]
+]  # type: ignore[no-untyped-call]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 _KINDS: dict[str, type[PretrainedConfig]] = {
@@ -291,6 +290,11 @@ def save_gguf(
     return path.with_name(f"{path.stem}-00001-of-{files:05}.gguf")
 
 
+# in Llama 3's tokenizer.json
+LLAMA_3_SPLITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITTERS = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence(
@@ -301,7 +305,7 @@ SPLITTERS = {
     ),
     "llama-bpe": pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS["llama-bpe"]), "isolated"),
+            pre_tokenizers.Split(Regex(LLAMA_3_SPLITS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     ),

@@ -11,9 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from zo2adapters.commands.journal import read_journal, require_journal
+from zo2adapters.commands.journal import read_journal
 from zo2adapters.commands.options import Command, Written
-from zo2adapters.models.model_files import require_model
 from zo2adapters.trainers.metrics import best_step, untrained_line, verified_base
 from zo2adapters.trainers.options import (
     Resources,
@@ -24,7 +23,6 @@ from zo2adapters.trainers.options import (
 )
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
-from zo2adapters.trainers.run_files import require_device
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole, shown
 
@@ -42,7 +40,6 @@ class AtStep(Command):
     """A base model, or a run at any of its steps."""
 
     needs: ClassVar[tuple[str, ...]] = ("zo2adapters.models.checkpoint",)
-    takes_texts: ClassVar[bool] = False  # whether the model's tokenizer is needed
 
     model: str | None = None
     """The base model: a directory with safetensors weights, a GGUF file, or a hub id.
@@ -77,21 +74,11 @@ class AtStep(Command):
 
     def check(self) -> None:
         """See the contract."""
-        adapter = self.model_options.adapter
-        if self.model is not None or adapter is None:
+        if self.model is not None or self.model_options.adapter is None:
             self._require_one_model()  # else the adapter may name the model
-        if adapter is not None:
-            _require_adapter(adapter)
-        if self.saved is not None and self.run_directory is not None:
+        if self.saved is not None:
             precision = self.saved.precision_asked()
             self._require_as_in(replace(self.saved.model_options, precision=precision))
-            require_journal(self.run_directory / JOURNAL)
-        if self.journal is not None:
-            require_journal(self.journal)
-        model = self.model if self.saved is None else self.saved.model
-        if model is not None:
-            require_model(model, has_tokenizer=self.takes_texts)
-        require_device(self.resources.device)
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run."""
@@ -106,8 +93,9 @@ class AtStep(Command):
         saved = self.saved
         if saved is None or self.run_directory is None:
             model_options.require_valid()
-            if model_options.adapter is not None:
-                _require_adapter(model_options.adapter)
+            if model_options.adapter is not None and not model_options.adapter.is_dir():
+                expected = "a directory that save_pretrained wrote"
+                raise OptionError("adapter", str(model_options.adapter), expected, "check the path")
             if model_options.lora_rank is not None:
                 expected = "none: the adapter that a run has trained is in its directory"
                 raise OptionError(
@@ -362,13 +350,6 @@ class AtStep(Command):
                 f"a run on {own[:12]}, the base of this command",
             )
             raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
-
-
-def _require_adapter(path: Path) -> None:
-    """Refuse the path of no saved adapter."""
-    if not path.is_dir():
-        expected = "a directory that save_pretrained wrote"
-        raise OptionError("adapter", str(path), expected, "check the path")
 
 
 def _last_kept(journal: Journal, run: Path) -> int:

@@ -37,7 +37,6 @@ from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import DEFAULT_LENGTH, Batching, TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
-from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import DataError
 from zo2core.io.durable import open_no_follow
 from zo2core.ranges import counted
@@ -106,13 +105,12 @@ class Demo(Command):
     seed: int = 0
     """Seed of pre-training and fine-tuning."""
 
-    def check(self) -> None:
-        """See the contract."""
-        if self.keep is not None:
-            refuse_used(self.keep)
-
     def run(self) -> None:
         """Run the demo."""
+        from zo2core.checkpoint.export import require_unused
+
+        if self.keep is not None:
+            require_unused(self.keep)
         with (
             nullcontext(self.keep)
             if self.keep
@@ -216,7 +214,9 @@ def prepare(
     """Make a base model, and a task held out from its pre-training."""
     import torch
 
-    refuse_used(directory)
+    from zo2core.checkpoint.export import require_unused
+
+    require_unused(directory)
     files = source_texts(seed=seed)
     texts = pretraining_texts(files, recipe.characters)
     known = "\n".join(texts)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
-from zo2adapters.tasks.row_options import RowFormat, RowOptions, first_format
+from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.trainers.metrics import SharedSweeps, progress_bar, sweep_bars
 from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.options import (
@@ -29,8 +29,6 @@ from zo2adapters.trainers.options import (
 )
 from zo2adapters.trainers.process import WorkerOptions, is_first, torchrun_rank
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
-from zo2adapters.trainers.run_files import require_free_file, require_there
-from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import NonFiniteLossError, OptionError, without_effect
 from zo2core.io.durable import read_regular
 from zo2core.ranges import LARGEST, counted, parse_size, require_whole
@@ -54,7 +52,6 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
     needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.objectives")
-    takes_texts: ClassVar = True
     first_options: ClassVar = (
         "run_directory model adapter data at beside_base others batch_size max_new_tokens memory"
     )
@@ -87,20 +84,6 @@ class Evaluate(AtStep):
     """
     trace: Path | None = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
-
-    def check(self) -> None:
-        """See the contract."""
-        super().check()
-        require_valid(self.batching)
-        require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
-        takes_labels = self.model_options.head != "causal-lm"
-        if self.saved is not None:
-            takes_labels = self.saved.takes_labels
-        elif self.data is None:
-            raise OptionError("data", "none", "a file of rows", "pass --data FILE")
-        if self.data is not None:
-            first_format(self.data, self._with_options_of_run().rows, takes_labels=takes_labels)
-        require_free_file(self.trace)
 
     def run(self) -> None:
         """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for
@@ -337,17 +320,11 @@ class WriteRows(Command):
     seed: int = 0
     """Seed with which rows are sampled."""
 
-    def check(self) -> None:
-        """See the contract."""
-        refuse_used(self.output)
-        if self.data is not None:
-            require_there(self.data)
-
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
-        from zo2core.checkpoint.export import new_directory
+        from zo2core.checkpoint.export import new_directory, require_unused
 
-        refuse_used(self.output)
+        require_unused(self.output)
         files = self.files()  # before anything is made at the path
         with new_directory(self.output) as partial:
             for name, content in files.items():

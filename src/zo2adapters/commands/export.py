@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
-from zo2adapters.models.model_files import require_model
-from zo2adapters.optional_package import require_package
 from zo2adapters.trainers.metrics import export_bar, progress_bar
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
-from zo2core.checkpoint.unused import refuse_used
-from zo2core.errors import CheckpointError, OptionError, OutputError
+from zo2core.errors import OptionError, OutputError
 from zo2core.ranges import counted
 
 if TYPE_CHECKING:
@@ -37,10 +34,11 @@ class WritesDirectory(AtStep):
     output: Path
     """Directory to write; it must not exist, or be empty."""
 
-    def check(self) -> None:
-        """See the contract."""
-        super().check()
-        refuse_used(self.output)
+    def run(self) -> None:
+        """Replay the run and write the model."""
+        from zo2core.checkpoint.export import require_unused
+
+        require_unused(self.output)
         if self.output.suffix.lower() in _FILES:
             name = self.output.with_suffix("")
             remedy = f"pass --output {name}; for a GGUF file in it, zo2 export with --format gguf"
@@ -50,10 +48,6 @@ class WritesDirectory(AtStep):
                 "a directory, which gets the model's files",
                 remedy,
             )
-
-    def run(self) -> None:
-        """Replay the run and write the model."""
-        self.check()  # also where the library is called
         self._write(self.resolved())
 
     def _write(self, at: AtStep) -> None:
@@ -122,6 +116,7 @@ class Export(WritesDirectory):
 
     def check(self) -> None:
         """Refuse options of the other format. See the contract."""
+        super().check()
         if self.format == "huggingface" and self.gguf_type != "auto":
             remedy = "pass --format gguf as well, or leave it out"
             raise OptionError("gguf_type", self.gguf_type, "auto without --format gguf", remedy)
@@ -130,9 +125,11 @@ class Export(WritesDirectory):
             if self.format == "gguf":
                 expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
             raise OptionError("output_dtype", self.output_dtype, expected, remedy)
-        super().check()
-        if self.format == "gguf":
-            require_package("gguf", install="zo2core[gguf]")
+
+    def run(self) -> None:
+        """Replay the run and write the model, also where the library is called."""
+        self.check()
+        super().run()
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_adapter, export_gguf, merging_bytes
@@ -227,15 +224,6 @@ class Convert(Command):
 
     Such a model is trained with --rank or an adapter; its own weights do not change.
     """
-
-    def check(self) -> None:
-        """See the contract."""
-        refuse_used(self.output)
-        if self.quantize is not None:
-            require_model(self.model, has_tokenizer=False)
-        elif not self.model.is_dir():
-            expected, remedy = "the directory of a model", "check the path"
-            raise CheckpointError(self.model, "no directory", expected, remedy)
 
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""

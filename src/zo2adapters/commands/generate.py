@@ -69,8 +69,6 @@ class Generate(AtStep):
         "run_directory model adapter prompt at others max_new_tokens temperature top_p memory"
     )
 
-    takes_texts: ClassVar = True
-
     prompt: tuple[str, ...]
     r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over
     the blocks.
@@ -165,12 +163,6 @@ def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
     return cache_bytes(config, rows, tokens) + activation_bytes(config, rows, tokens, streams=1)
 
 
-class _Variant(AtStep):
-    """A model at a step that answers."""
-
-    takes_texts: ClassVar = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chat(Command):
     """Chat with a model, its adapters, or a run, in the terminal.
@@ -218,17 +210,11 @@ class Chat(Command):
     model_options: ModelOptions = field(default_factory=ModelOptions)
     resources: Resources = field(default_factory=Resources)
 
-    def check(self) -> None:
-        """See the contract."""
-        require_whole("max_new_tokens", self.max_new_tokens, 1)
-        for name, variant in self._variants().items():
-            if name != _BASE or not self.adapters:  # else an adapter may name the base
-                variant.check()
-
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
-        self.check()  # also where the library is called
-        session = _Session(self, self._resolved(), self._rows())
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
+        variants, rows = self._variants(), self._rows()
+        session = _Session(self, variants, rows)
         session.open()
         with closing(session):
             print(session.introduction, file=sys.stderr)
@@ -253,16 +239,6 @@ class Chat(Command):
         )
         return rows if is_prompt else None
 
-    def _resolved(self) -> dict[str, AtStep]:
-        """What answers, by name, with base, dtype and journal of each. See ``_variants``."""
-        resolved = dict[str, AtStep]()
-        for name, variant in self._variants().items():
-            first = next(iter(resolved.values()), None)
-            if variant.model is None and variant.run_directory is None and first is not None:
-                variant = replace(variant, model=first.model)  # an adapter has named the base
-            resolved[name] = variant.resolved()
-        return resolved
-
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first."""
         if self.model is not None and (Path(self.model) / JOURNAL).is_file():
@@ -275,7 +251,7 @@ class Chat(Command):
         opening = RunModelOptions(**vars(self.model_options))
         if self.run_directory is None and (self.model is not None or self.adapters):
             return self._adapted(
-                _Variant(model=self.model, model_options=opening, resources=self.resources)
+                AtStep(model=self.model, model_options=opening, resources=self.resources)
             )
         if self.run_directory is None or self.model is not None:
             found = (
@@ -292,13 +268,13 @@ class Chat(Command):
                 f"{self.adapters[0]} with a run",
                 "--model with --adapter, or a run alone",
             )
-        run = _Variant(
+        run = AtStep(
             run_directory=self.run_directory,
             at=self.at,
             model_options=opening,
             resources=self.resources,
         )
-        return {name_of(self.run_directory): run, _BASE: replace(run, at=0)}
+        return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
 
     def _adapted(self, base: AtStep) -> dict[str, AtStep]:
         """A base with each of its adapters, and alone."""
@@ -314,8 +290,12 @@ class Chat(Command):
                 remedy,
             )
         adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
-        variants = [replace(base, model_options=model_options) for model_options in adapted]
-        return {**dict(zip(names, variants, strict=True)), _BASE: base}
+        variants = [
+            replace(base, model_options=model_options).resolved() for model_options in adapted
+        ]
+        if variants:  # an adapter may have named the base
+            base = replace(base, model=variants[0].model)
+        return {**dict(zip(names, variants, strict=True)), _BASE: base.resolved()}
 
 
 def _lines() -> Iterator[str]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from zo2adapters.commands.options import Command, Written
-from zo2adapters.models.model_files import require_model
 from zo2adapters.tasks.registry import AUTO, function_file
-from zo2adapters.tasks.rewards import function_source
-from zo2adapters.tasks.row_options import RowOptions, require_columns
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.options import HeadName, RunModelOptions, Storage, TrainOptions
 from zo2core.errors import OutputError, system_errors_as
 from zo2core.io.durable import replace_file
@@ -55,11 +54,8 @@ class Init(Command):
         """See the contract."""
         self._require_free()
         self._options().require_valid()
-        require_model(self.model)
-        if (file := function_file(self.objective)) is not None:
-            function_source(file, self.objective.rpartition(":")[2], option="objective")
         for path in filter(None, (self.data, self.evaluation)):
-            require_columns(path, self.rows)
+            require_there(path)
 
     def run(self) -> None:
         """Write the recipe, and print what its run would take and the command that starts it."""

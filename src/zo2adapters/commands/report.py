@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from zo2adapters.commands.journal import HEAD, printable, read_journal
+from zo2adapters.commands.journal import printable, read_journal
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import (
     Row,
     align_rows,
     criterion,
-    recorded_row,
     results_of_row,
+    row_of,
     shown_results,
 )
 from zo2adapters.trainers.option_table import used_options
@@ -33,7 +33,7 @@ from zo2adapters.trainers.run_directory import (
     read_samples,
     read_trials,
 )
-from zo2core import Journal, Update, ZO2Error
+from zo2core import Update, ZO2Error
 from zo2core.errors import JournalError
 from zo2core.estimators.guard import is_refused
 from zo2core.ranges import counted
@@ -55,6 +55,7 @@ _UPRIGHT = 4  # learning rates that have room beside each other
 _LARGEST = 1e300  # largest number that is drawn
 _MARKED = {"marker": "o", "markersize": 4}  # style of a curve of few points
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
+HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which a page begins
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
        padding: 0 1rem; color: #222; }
@@ -136,7 +137,7 @@ def read_run(directory: Path) -> Run:
         name=printable(directory.name or str(directory)),
         options=options,
         taken=journal.steps,
-        steps=[_step_row(row, journal) for row in rows if "loss" in row],
+        steps=[_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row],
         evaluations=[_numbers(row) for row in rows if results_of_row(row)],
         samples=read_samples(directory),
         gradient_forwards=gradient_forwards,
@@ -144,7 +145,7 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def _step_row(row: Row, journal: Journal) -> dict[str, Any]:
+def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
     """A step's row or, where its speed and memory are incomplete or damaged, the row that the
     journal gives.
     """
@@ -156,7 +157,7 @@ def _step_row(row: Row, journal: Journal) -> dict[str, Any]:
     return (
         dict(row)
         if is_whole and all(_is_number(row.get(name)) for name in _MEASURED)
-        else recorded_row(journal, row["step"])
+        else row_of(update)
     )
 
 

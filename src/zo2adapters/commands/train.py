@@ -30,6 +30,7 @@ from zo2adapters.commands.options import (
     with_given,
 )
 from zo2adapters.tasks.registry import function_file
+from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import OPTIONS as OPTION_ROWS
@@ -50,7 +51,6 @@ from zo2adapters.trainers.process import (
     torchrun_rank,
 )
 from zo2adapters.trainers.run_directory import (
-    CHOICE,
     JOURNAL,
     METRICS,
     OPTIONS,
@@ -61,10 +61,8 @@ from zo2adapters.trainers.run_directory import (
     holds_run,
     metrics_of,
     replace_file,
-    require_free,
     worker_directory,
 )
-from zo2adapters.trainers.run_files import require_device, require_files, require_free_file
 from zo2core.errors import OptionError, ZO2Error
 from zo2core.ranges import MOST_RUNS, counted, require_whole
 
@@ -299,10 +297,8 @@ class Train(RunOptions, Command):
                 with naming(name):
                     require_shareable(command.options)
                     command._check(command.options)
-                    command._require_place(command.options)
         elif self.task is None:
             self._check(self.options)
-            self._require_place(self.options)
 
     def _require_consistent(self) -> None:
         """Refuse options of the command that contradict each other, or miss another one."""
@@ -320,9 +316,6 @@ class Train(RunOptions, Command):
             )
             require_consistent(self.task, self)
             self._require("model", "output")
-            assert self.output is not None
-            require_free(self.output)
-            require_device(self.storage.device)
         else:
             self._require_none("shots", beside="without --task", expected="")
 
@@ -343,15 +336,8 @@ class Train(RunOptions, Command):
         options.require_packages()
         if options.optimization.lr != "auto":
             options.optimization.require_sane()
-        require_files(options, has_rows=self.data is not None or self.resume is not None)
-
-    def _require_place(self, options: TrainOptions) -> None:
-        """Refuse a directory in use, or a missing GPU. Workers come to a run that others began."""
-        require_device(options.storage.device)
-        require_free_file(self.execution.trace)
-        is_new = self.resume is None or self.from_step is not None
-        if is_new and torchrun_rank() is None:
-            require_free(options.output)
+        for path in filter(None, (self.data, self.evaluation)):
+            require_there(path)
 
     def run(self) -> None:
         """Train, and print where the result is."""
@@ -837,10 +823,8 @@ class Tune(RunOptions, Command):
         options.require_valid(given=self.given)
         options.require_packages()
         require_tunable(options, self.zo_eps_to_try)
-        require_files(options)
-        require_device(options.storage.device)
-        if torchrun_rank() is None and not (self.output / CHOICE).exists():
-            require_free(self.output)
+        for path in filter(None, (self.data, self.evaluation)):
+            require_there(path)
 
     def run(self) -> None:
         """Print the cost, run the trials, print a table after each round, and print how to continue

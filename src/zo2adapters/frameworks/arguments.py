@@ -6,11 +6,8 @@ Opens the model of a trainer in the precision that the trainer's arguments ask f
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -161,11 +158,11 @@ _REMEDIES: Mapping[str, str] = {
     "bf16_full_eval": "pass bf16=True, or open the model with precision='mixed'",
     "disable_dropout": "leave it out: forwards run without dropout, as in MeZO",
     "predict_with_generate": "save the model, then use zo2adapters.generate or zo2 generate",
+    "model_init_kwargs": "pass a model from open_checkpoint, with its options",
     **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("ZOArguments(memory=...)")),
     "sync_ref_model": "leave it out: the reference is always the base checkpoint",
     "chat_template_path": (
-        "pass a file that ends in .jinja or .j2: a template of another tokenizer, which adds "
-        "tokens, needs other weights"
+        "set the tokenizer's template instead: templates that add tokens need other weights"
     ),
     "model_init": "pass model",
     "optimizers": f"{_ESTIMATOR}; lr_scheduler_type names the schedule",
@@ -205,6 +202,9 @@ ADAPTER: Mapping[str, str | None] = {
     ),
     "sync_ref_model": (
         "leave it out: the reference is always the model with the adapter that training starts from"
+    ),
+    "model_init_kwargs": (
+        "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config"
     ),
 }
 _IN_MEMORY = "leave it out: it needs the whole model in memory"
@@ -261,48 +261,6 @@ def _trl_trainers(kind: type) -> list[str]:
     return [base.__name__ for base in classes if not base.__name__.startswith("_")]
 
 
-def given_or_default(args: Any, kind: type, model: object) -> TrainingArguments:
-    """A trainer's arguments; if there are none, those that the trainer makes itself then."""
-    if args is None:
-        trl = _trl_trainers(kind)
-        if not trl:
-            return TrainingArguments("tmp_trainer")
-        trainer = next(base for base in kind.__mro__ if base.__name__ == trl[0])
-        config = vars(sys.modules[trainer.__module__])[f"{trl[0].removesuffix('Trainer')}Config"]
-        path = model.config._name_or_path if isinstance(model, HFBlockModel) else str(model)
-        args = config(f"{path.split('/')[-1]}-{trainer._name}")
-    if not isinstance(args, TrainingArguments):
-        raise OptionError(
-            "args",
-            f"a {type(args).__name__}",
-            "TrainingArguments",
-            "pass args=TrainingArguments(...)",
-        )
-    return args
-
-
-def _is_template_file(path: Any) -> bool:
-    """Whether TRL takes a chat template from a file, and leaves model and tokens as they are."""
-    return isinstance(path, str) and os.path.isfile(path) and path.endswith((".jinja", ".j2"))
-
-
-def with_precomputed_reference(args: Any, options: Mapping[str, Any]) -> Any:
-    """The arguments with which DPO computes the reference's log-probabilities beforehand, instead
-    of loading a whole reference model. The caller's stay as they are.
-
-    TRL does so for rows of text alone.
-    """
-    if getattr(args, "precompute_ref_log_probs", None) is not False:
-        return args
-    row: Any = next(iter(options.get("train_dataset") or ()), {})
-    if isinstance(row, Mapping) and {"image", "images"} & row.keys():
-        expected = "rows of text, whose reference log-probabilities are computed before training"
-        raise OptionError("train_dataset", "rows with images", expected, "leave the images out")
-    args = copy.copy(args)
-    args.precompute_ref_log_probs = True
-    return args
-
-
 def require_supported(
     kind: type,
     args: Any,
@@ -329,6 +287,13 @@ def require_supported(
                 "engine's step"
             )
             raise OptionError(name, found, expected, other)
+    if not isinstance(args, TrainingArguments):
+        raise OptionError(
+            "args",
+            f"a {type(args).__name__}",
+            "TrainingArguments",
+            "pass args=TrainingArguments(...)",
+        )
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, remedy in {**_REMEDIES, **remedies}.items():
         option = options.get(name)
@@ -343,9 +308,7 @@ def require_supported(
                 if field.default_factory is dataclasses.MISSING
                 else field.default_factory()
             )
-            is_off = not (value or default) or value == _OFF.get(name)
-            is_template = name == "chat_template_path" and _is_template_file(value)
-            if value != default and not is_off and not is_template:
+            if value != default and (value or default) and value != _OFF.get(name):
                 raise OptionError(name, repr(value), f"the default, {default!r}", remedy)
     if args.world_size > 1 or args.n_gpu > 1:
         found, expected = (
@@ -377,11 +340,8 @@ def open_model(
         precision = (
             "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
         )
-        dtype = _dtype_of_weights(args, kind, is_exact=autocast is None)
         try:
-            model = open_checkpoint(
-                model, dtype=dtype, precision=precision, head=head, adapter=adapter
-            )
+            model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
         except OptionError as error:
             if autocast is None or error.where != "precision":
                 raise
@@ -397,9 +357,6 @@ def open_model(
             raise CheckpointError(
                 error.where, error.found, error.expected, f"{error.remedy}. {_REWARD_MODEL}"
             ) from error
-    elif getattr(args, "model_init_kwargs", None):
-        found, remedy = "some with an opened model", "leave it out, or pass the model's path"
-        raise OptionError("model_init_kwargs", found, "none, since it is open already", remedy)
     if not isinstance(model, HFBlockModel):
         raise OptionError(
             "model",
@@ -426,31 +383,6 @@ def open_model(
         remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
         raise OptionError("bf16, fp16", found, expected, remedy)
     return model
-
-
-# What ``model_init_kwargs`` may say, besides a dtype: nothing that changes how a model is opened.
-_WITHOUT_EFFECT = {"trust_remote_code": (False, None), "device_map": (None,), "use_cache": (False,)}
-
-
-def _dtype_of_weights(args: TrainingArguments, kind: type, *, is_exact: bool) -> Any:
-    """The dtype in which a trainer opens a path: ``Trainer`` has none, so that it is the
-    checkpoint's; TRL's trainers take that of ``model_init_kwargs``, by default float32.
-
-    Mixed precision stores float32.
-    """
-    given = dict(getattr(args, "model_init_kwargs", None) or {})
-    dtype = given.pop("dtype", "float32")
-    for name, value in given.items():
-        if value not in _WITHOUT_EFFECT.get(name, ()):
-            found, remedy = repr(value)[:80], "pass a model from open_checkpoint, with its options"
-            raise OptionError(f"model_init_kwargs[{name!r}]", found, "dtype alone", remedy)
-    if not is_exact:
-        if dtype not in ("float32", torch.float32):
-            expected = "float32, whose weights are computed with in 16 bits"
-            remedy = "leave it out, or pass bf16=False, fp16=False"
-            raise OptionError("model_init_kwargs['dtype']", repr(dtype), expected, remedy)
-        return "auto"  # ``Precision`` says it
-    return dtype if _trl_trainers(kind) else "auto"
 
 
 def require_router_loss(model: HFBlockModel, args: TrainingArguments) -> None:

@@ -78,11 +78,12 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         options: Mapping[str, Any],
         adapter: Any = None,
     ) -> None:
-        args = arguments.given_or_default(args, type(self), model)
         arguments.require_supported(
             type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies
         )
-        args = arguments.with_precomputed_reference(args, options)
+        if getattr(args, "precompute_ref_log_probs", None) is False:
+            # DPO would load the whole reference model
+            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
         self.block_model = arguments.open_model(model, args, type(self), adapter)
         arguments.require_router_loss(self.block_model, args)
         self._engine: Engine | None = None
@@ -158,20 +159,6 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     @abstractmethod
     def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
         """Take a step with all its batches, and return its loss."""
-
-    def evaluate(self, *arguments: Any, **options: Any) -> Any:
-        """Evaluate, by default on the rows that the trainer was made with.
-
-        For other rows DPO computes the reference's log-probabilities first. TRL refuses that once
-        training has begun, where it has no reference model; here the reference can be had.
-        """
-        if not getattr(self, "precompute_ref_logps", False) or self.ref_model is not None:
-            return super().evaluate(*arguments, **options)
-        self.ref_model: Any = self.model  # for which TRL looks; the log-probabilities are ours
-        try:
-            return super().evaluate(*arguments, **options)
-        finally:
-            self.ref_model = None
 
     def evaluation_loop(
         self,
@@ -303,7 +290,7 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _loss(self, num_items: Any) -> TrainerLoss | None:
         """The trainer's loss as the objective of a step."""
-        adds_up = self.loss_is_scaled_for_ga
+        adds_up = getattr(self, "loss_is_scaled_for_ga", None)  # a trainer may say so
         if adds_up is None:
             adds_up = (
                 self.model_accepts_loss_kwargs and num_items is not None
@@ -587,7 +574,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
                 "ref_model",
                 found,
                 expected,
-                "pass these rows as eval_dataset when the trainer is made, or train an adapter",
+                "pass precompute_ref_log_probs=True, or train an adapter",
             )
         yield self.engine
 
@@ -644,9 +631,8 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
                 "adapter=...) alone"
             )
             raise OptionError("peft_config", found, expected, remedy)
-        args = arguments.given_or_default(args, type(self), model)
         if peft_config is not None and not isinstance(peft_config, Adapter):
-            peft_config = Adapter(config=peft_config, seed=args.seed)
+            peft_config = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
         self._memory = memory
         # the adapter's parameters when training began, by name
         self._initial: dict[str, torch.Tensor] = {}

@@ -329,43 +329,17 @@ class Head:
 
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config; a language model may also read images."""
-        if self is not CAUSAL_LM or not reads_images(config):
-            return self.auto_class
-        is_known = type(config) in self.auto_class._model_mapping
-        if is_known and not left_out_for_text(config):
-            return self.auto_class
-        return transformers.AutoModelForImageTextToText
+        is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
+        return (
+            transformers.AutoModelForImageTextToText
+            if reads_images(config) and not is_known
+            else self.auto_class
+        )
 
 
 def reads_images(config: PretrainedConfig) -> bool:
     """Whether the config's model reads images and text."""
     return type(config) in transformers.AutoModelForImageTextToText._model_mapping
-
-
-def takes_images(model: PreTrainedModel) -> bool:
-    """Whether a model takes images as they are built here."""
-    has_argument = "pixel_values" in inspect.signature(model.forward).parameters
-    return has_argument and not left_out_for_text(model.config)
-
-
-def left_out_for_text(config: PretrainedConfig) -> tuple[str, ...]:
-    """Patterns of the names that a model's parts for images have; none unless text trains without
-    them.
-
-    Qwen3.5's checkpoints are of a class that reads images, and transformers has a class for their
-    text alone. Names are those of the class that ``config.json`` names; the class for text says
-    which tensors it leaves out.
-    """
-    mapped = (CAUSAL_LM.auto_class, transformers.AutoModelForImageTextToText)
-    classes: list[Any] = [auto._model_mapping.get(type(config), None) for auto in mapped]
-    text, whole = classes
-    named = getattr(config, "architectures", None)
-    if text is whole or not all(isinstance(one, type) for one in classes):
-        return ()
-    if not isinstance(named, list) or whole.__name__ not in named:
-        return ()
-    others = whole._keys_to_ignore_on_load_unexpected or ()
-    return tuple(p for p in text._keys_to_ignore_on_load_unexpected or () if p not in others)
 
 
 def head_of(name: str) -> Head:

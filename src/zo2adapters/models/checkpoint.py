@@ -44,13 +44,6 @@ from zo2adapters.models.architecture import (
 from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, without_router_losses
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
-from zo2adapters.models.model_files import (
-    may_be_of_hub,
-    no_model,
-    refuse_adapter,
-    refuse_pickles,
-    require_config,
-)
 from zo2adapters.models.peft_adapter import (
     Adapter,
     ChosenConfig,
@@ -191,7 +184,7 @@ def open_checkpoint(
     entries, encoded = files.tensors(skeleton)
     architecture = architecture_of(skeleton, kind, architecture)
     parameters, saved_form = stored_tensors.match_tensors(
-        directory, entries, encoded, skeleton, architecture
+        directory, entries, skeleton, architecture
     )
     if (
         dtype == "auto"
@@ -285,15 +278,32 @@ def resolve_directory(path: Path | str) -> Path:
     """Find a model directory or a GGUF file; download a model of the hub into the hub's cache."""
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
-        refuse_adapter(directory)
+        if (directory / "adapter_config.json").exists() and not (
+            directory / "config.json"
+        ).exists():
+            remedy = (
+                f"pass --adapter {directory}, or --run with the directory of the run that trained "
+                "it"
+            )
+            raise CheckpointError(directory, "an adapter", "the directory of a whole model", remedy)
         return directory
-    if not may_be_of_hub(path):
-        raise no_model(path)
-    try:
-        return _download(str(path))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise no_model(path, f"neither a directory nor a model of the hub ({reason})") from error
+    text, found = str(path), "no directory"
+    cause: Exception | None = None
+    if (
+        isinstance(path, str)
+        and not text.startswith((".", "/", "~"))
+        and text.count("/") <= 1
+        and not directory.exists()
+    ):
+        try:
+            return _download(text)
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            found, cause = (
+                f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})",
+                error,
+            )
+    expected = "a model directory in the Hugging Face layout, or a hub id"
+    raise CheckpointError(text, found, expected, "check the spelling and the network") from cause
 
 
 def _download(name: str) -> Path:
@@ -415,7 +425,10 @@ def _require_weights(directory: Path, config: PretrainedConfig) -> None:
         raise UnsupportedModelError(where, repr(named)[:80], f"{chosen.name}, or none", remedy)
     if chosen is not None:
         return
-    refuse_pickles(directory)
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled:
+        remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
+        raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
     expected = f"{SINGLE_FILE} or {INDEX_FILE}, which transformers loads"
     for other in sorted(path for path in directory.iterdir() if path.suffix in _OTHER_WEIGHTS):
         remedy = "pass the path of this file" if is_gguf(other) else "rename it, if it is the model"
@@ -436,7 +449,8 @@ def require_no_adapter(directory: Path, adapter: Adapter | None) -> None:
 
 def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     """Read the config, and split off its quantization."""
-    require_config(path.parent)
+    if not path.exists():
+        raise _refused(path.parent, "no config.json", "a model directory, which holds config.json")
     companion_files(path.parent)  # refuses unsafe files before transformers reads them
     refuse_oversized(path)
     try:

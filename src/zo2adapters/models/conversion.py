@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ from zo2core.checkpoint.shards import choose_weights, malformed, parse_index, re
 from zo2core.encodings.decoding import encode
 from zo2core.encodings.forms import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.types import EncodedPart, SavedPart
+from zo2core.types import EncodedPart, SavedForm, SavedPart
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -163,7 +162,7 @@ def quantize(
             **opened.companions,
             "config.json": json.dumps(config, indent=2).encode() + b"\n",
         }
-        form = replace(opened.saved_form, parts=kept)
+        form = SavedForm(kept, opened.saved_form.constants)
         origins = {spec.name: opened.weights.origin(spec.name) for spec in parameters}
         write_checkpoint(
             directory,

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from zo2adapters.models.library_names import names_of
 from zo2core.kernels.thin import (
     MOST_COLUMNS,
     is_compiled,
@@ -78,8 +79,7 @@ class FusedForward:
         widened = self._workspace.widened(x)
         scale = layer.scaling[active[0]]
         helpers = self._workspace.helpers
-        apply: Any = _AddedTerm.apply  # autograd's is untyped
-        output = apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
+        output: Any = _AddedTerm.apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
         return cast("torch.Tensor", output)
 
     def _forward_of_peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -175,12 +175,12 @@ class _AddedTerm(torch.autograd.Function):
 
 def fuse(skeleton: nn.Module) -> None:
     """Replace the forward of all LoRA layers of a skeleton that peft computes in the plain way."""
-    from peft.tuners.lora import layer as lora
+    with names_of("peft"):
+        from peft.tuners.lora import layer as lora
 
     if not is_compiled():
         return
     workspace = Workspace()
-    layer: Any
     for layer in skeleton.modules():
         if type(layer) is lora.Linear and _is_plain(layer):
             layer.forward = FusedForward(layer, workspace)

@@ -626,8 +626,6 @@ _GROUPS = {
 }
 # The patterns that split text one after the other, by llama.cpp's names (llama-vocab.cpp).
 _SPLITS = {name: patterns for patterns, names in _GROUPS.items() for name in names.split(", ")}
-# All of these patterns, each of which takes a time proportional to the text.
-SPLIT_PATTERNS = frozenset(pattern for patterns in _GROUPS for pattern in patterns)
 # Names of vocabularies that take a whole piece which is a token, whatever the merges; they begin
 # with BOS by default.
 _WHOLE = {name for name in _SPLITS if _SPLITS[name] in (_SPLITS["llama3"], _SPLITS["tekken"])}

@@ -57,7 +57,6 @@ from zo2adapters.models.batches import (
     require_chunkable,
     require_separating_masks,
     stack_rows,
-    takes_images,
     whole_losses,
 )
 from zo2adapters.models.footprint import (
@@ -368,13 +367,6 @@ class HFBlockModel:
         return self._prepared(batch)
 
     def _prepared(self, batch: Batch) -> Batch:
-        if "pixel_values" in batch and not takes_images(self.skeleton):
-            raise BatchError(
-                "batch['pixel_values']",
-                f"images for {type(self.skeleton).__name__}, which is trained on text alone",
-                "text",
-                "leave the images out; docs/models.md lists the models that read them",
-            )
         prepared = PreparedBatch(batch)
         if prepared.is_packed:
             require_separating_masks(prepared, lambda: self.embed(prepared).calls.by_layer())

@@ -21,7 +21,7 @@ from zo2core.errors import MissingPackageError
 # The oldest and the newest release that ``make test-oldest`` and ``make test-newest`` install.
 TESTED: Mapping[str, tuple[str, str]] = {
     "accelerate": ("1.15.0", "1.15.0"),
-    "peft": ("0.19.0", "0.21.2"),
+    "peft": ("0.20.0", "0.21.2"),
     "transformers": ("5.17.0", "5.24.0"),
     "trl": ("1.16.0", "1.16.0"),
 }

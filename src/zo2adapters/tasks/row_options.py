@@ -18,7 +18,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from zo2adapters.tasks.row_source import at_row, first_row, parsed_rows, row_error
+from zo2adapters.tasks.row_source import at_row, parsed_rows, row_error
 from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2core.errors import DataError, OptionError, without_effect
 from zo2core.ranges import counted
@@ -359,37 +359,6 @@ class RowOptions:
         return "".join(
             text if column is None else f"{text}{values[column]}" for text, column in parts
         )
-
-
-def require_columns(path: Path, options: RowOptions) -> None:
-    """Refuse a file whose first row lacks a column that the options name."""
-    numbered = first_row(path)
-    if numbered is None:
-        return
-    number, row = numbered
-    named = {column: f"--columns {key}" for key, column in options._columns.items()}
-    if options.prompt_template is not None:
-        named |= dict.fromkeys(options.prompt_columns, "--prompt-template")
-    with at_row(path, number):
-        for column, option in named.items():
-            _column(row, column, option)
-
-
-def first_format(path: Path, options: RowOptions, *, takes_labels: bool) -> RowFormat | None:
-    """The format of a file's rows by the first one, which is refused if it cannot be read.
-
-    None: other rows decide, such as those with other labels.
-    """
-    numbered = first_row(path)
-    if numbered is None:
-        return None
-    number, row = numbered
-    with at_row(path, number):
-        converted = options.converted(row, takes_labels=takes_labels)
-    if takes_labels:
-        return RowFormat.LABELS
-    has_label = {"prompt", "label"} <= converted.keys() and not converted.keys() & _LEARNED
-    return None if has_label else RowFormat.of(converted)
 
 
 def label_text(label: Any) -> str:

@@ -31,7 +31,6 @@ _JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON
 _UNREADABLE = {"expected": "a readable file", "remedy": "check the path"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the byte order mark, and space
 _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
-_SHORT_LIST = 1 << 24  # bytes of a list of rows that takes less than a second to read
 _BATCH = 1024  # rows that are read at a time from a file of columns
 
 
@@ -142,20 +141,10 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
         yield from file.rows()
 
 
-def first_row(path: Path) -> tuple[int, Row] | None:
-    """Number and values of a data file's first row.
-
-    Refused is a path that has none. None: the rows are those of a dataset, or of a long list, of
-    which reading one takes as long as reading all.
-    """
-    if (dataset := _dataset(path)) is not None:
-        _require_saved(path, dataset)
-        return None
-    with DataFile(path) as file:
-        is_list = path.suffix.lower() == ".json" and not _counts_lines(path)
-        if is_list and path.stat().st_size > _SHORT_LIST:
-            return None
-        return next(file.rows())
+def require_there(path: Path) -> None:
+    """Refuse the path of no data file; whether a dataset is there is seen when it is read."""
+    if _dataset(path) is None and not path.exists():
+        raise DataError(path, found="No such file or directory", **_UNREADABLE)
 
 
 def row_error(found: str, expected: str, remedy: str) -> DataError:
@@ -347,8 +336,7 @@ def _parquet_rows(path: Path, parquet: Any, file: IO[bytes]) -> Iterator[RowDict
     yield from arrow_rows(stored.iter_batches(batch_size=_BATCH))
 
 
-def _require_saved(path: Path, dataset: _Dataset) -> None:
-    """Refuse a directory that datasets has not saved."""
+def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
     directory = Path(dataset.name)
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
         found, expected = (
@@ -357,10 +345,6 @@ def _require_saved(path: Path, dataset: _Dataset) -> None:
         )
         remedy = "pass a file of it, or save the rows with save_to_disk"
         raise DataError(path, found, f"a data file, or a directory with {expected}", remedy)
-
-
-def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
-    _require_saved(path, dataset)
     package = optional_package("datasets", install=_INSTALL_DATASETS)
     loaded: Any = (
         package.load_from_disk(dataset.name)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -536,9 +535,6 @@ class GeneratedTask(Task):
     def _losses(self, continued: Sequence[Continued]) -> list[float]:
         """The loss of each row."""
 
-    def _note_measured(self, engine: Engine) -> None:
-        """Record what a step has measured beside its losses, before the step is taken."""
-
     def _sampling(self, step: int) -> Sampling | None:
         """How the tokens of a step are sampled; None takes the likeliest token, as
         evaluations do.
@@ -549,7 +545,6 @@ class GeneratedTask(Task):
         """Take a step; text is generated at all of its evaluations together."""
         continued = self._continued(engine, rows, engine.ask(), self._sampling(engine.version))
         losses = self._losses([of_row for of_evaluation in continued for of_row in of_evaluation])
-        self._note_measured(engine)
         starts = range(0, len(losses), len(rows))
         return engine.tell(
             [math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts]
@@ -662,9 +657,6 @@ class RewardTask(GeneratedTask):
             sampled["further end tokens"] = further
         self.provenance = {"rewards": self._rewards.provenance, "generation": sampled}
         self._kept: _Kept | None = None
-        # of each completion of this worker in the present step: reward, each reward, tokens
-        self._written: list[list[float]] = []
-        self._drift: Mapping[str, float] = {}  # of the present step, if it is measured
 
     def _require_room(self, rows: Rows, option: str) -> None:
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
@@ -729,8 +721,9 @@ class RewardTask(GeneratedTask):
                 remedy,
                 best_step=max(engine.version - _DRIFT_EVERY, 0),
             )
-        self._drift = drift
-        return super().step(engine, rows, batch)
+        result = super().step(engine, rows, batch)
+        self.measured = {**self.measured, **drift}  # of the completions of this worker
+        return result
 
     def close(self) -> None:
         """End the process of the rewards. See the contract."""
@@ -767,25 +760,21 @@ class RewardTask(GeneratedTask):
     def _losses(self, continued: Sequence[Continued]) -> list[float]:
         """Minus the weighted sum of the rewards of each completion."""
         each = self._rewards.of(self._completions(continued))
-        totals = self._rewards.total(each)
-        lengths = [len(tokens) for _, tokens in continued]
-        self._written = [list(numbers) for numbers in zip(totals, *each, lengths, strict=True)]
+        totals, count = self._rewards.total(each), len(continued)
+        self.measured = {}
+        if continued:
+            tokens = sum(len(tokens) for _, tokens in continued)
+            measured: dict[str, float] = {
+                "reward": math.fsum(totals) / count,
+                "best_reward": max(totals),
+            }
+            measured |= {name: math.fsum(values) / count for name, values in self._named(each)}
+            self.measured = {
+                **measured,
+                "completion_tokens": tokens / count,
+                "generated_tokens": tokens,
+            }
         return [-total for total in totals]
-
-    def _note_measured(self, engine: Engine) -> None:
-        """Record the rewards and lengths of all workers' completions in the journal."""
-        of_workers = engine.workers.all_gather(self._written, "rewards")
-        totals, *each, lengths = zip(*chain.from_iterable(of_workers), strict=True)
-        count, tokens = len(totals), sum(lengths)
-        self.measured = {
-            "reward": math.fsum(totals) / count,
-            "best_reward": max(totals),
-            **{name: math.fsum(values) / count for name, values in self._named(each)},
-            "completion_tokens": tokens / count,
-            "generated_tokens": tokens,
-            **self._drift,
-        }
-        engine.note_measured(self.measured)
 
     def _completions(self, continued: Sequence[Continued]) -> list[Completion]:
         completions = []

@@ -21,12 +21,8 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.checkpoint import companion_files
 from zo2adapters.models.gguf_model import gguf_tokenizer
-from zo2adapters.models.model_files import require_tokenizer, unusable_tokenizer
-from zo2adapters.tasks.limited_backend import limit
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.row_source import row_error
-from zo2adapters.tasks.tokenizer_files import require_loadable
-from zo2adapters.tasks.tokenizer_growth import Growth
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import DataError
@@ -37,21 +33,32 @@ _LONGEST = 1 << 20  # characters of a rendered text, in addition to those for th
 _LONGEST_PER_CHARACTER = 16  # additional characters for each character of the messages
 # stand for texts; no template has them
 _SYSTEM, _PROMPT, _RESPONSE, _NEXT = "\ue001", "\ue002", "\ue003", "\ue004"
+# Beginnings of the names of the files that hold a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer",
+    "vocab",
+    "merges",
+    "spiece",
+    "sentencepiece",
+    "spm",
+    "tekken",
+    "bpe",
+    "dict",
+    "prophetnet",
+)
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or of a GGUF file, without running remote code.
-
-    It works under limits of time and memory. See ``limited_backend``.
-    """
-    growth: Growth | None = None
+    """Load the tokenizer of a model directory or of a GGUF file, without running remote code."""
     if not is_gguf(directory):
         companion_files(directory)  # refuses links that lead out of the directory
-        require_tokenizer(directory)  # transformers' own errors mislead
+        names = {path.name for path in directory.iterdir()}
+        if not any(name.startswith(_TOKENIZER_FILES) for name in names):
+            # transformers' own errors mislead
+            raise _unusable(directory, "none of its files has one")
         for path in directory.iterdir():
             if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
-                raise unusable_tokenizer(directory, f"{path.name} is not a regular file")
-        growth = require_loadable(directory)
+                raise _unusable(directory, f"{path.name} is not a regular file")
     try:
         tokenizer: Any = (
             gguf_tokenizer(directory)
@@ -63,13 +70,22 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an
     # Exception.
     except BaseException as error:
-        raise unusable_tokenizer(
+        raise _unusable(
             directory, (str(error).splitlines() or [type(error).__name__])[0][:200]
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise unusable_tokenizer(directory, f"a {type(tokenizer).__name__}")
-    limit(tokenizer, growth)
+        raise _unusable(directory, f"a {type(tokenizer).__name__}")
     return tokenizer
+
+
+def _unusable(directory: Path, why: str) -> DataError:
+    remedy = "copy the tokenizer files of the base model into it"
+    return DataError(
+        directory,
+        f"no usable tokenizer ({why})",
+        "tokenizer files in the model's directory",
+        remedy,
+    )
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:

@@ -3,8 +3,8 @@
 The file of metrics is for people and plots and has no checksums. The journal has the same numbers,
 except speed and memory, so damaged rows are restored from it. No content of the file can block a
 run or decide which step is exported. It gives one piece of information that the journal cannot: a
-row is written after its record is durable, so rows of steps or evaluations that the journal does
-not have mean that the journal has lost them.
+row is written after its step is durable, so rows of steps that the journal does not have mean that
+the journal has lost these steps.
 
 Bars stand on standard error, in a terminal only: of long work, and of the passes within it that
 take seconds each.
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.process import peak_memory
-from zo2core.errors import JournalError, OutputError, system_errors_as
+from zo2core.errors import OutputError, system_errors_as
 from zo2core.ranges import counted
 
 if TYPE_CHECKING:
@@ -42,27 +42,12 @@ class MetricsRows(NamedTuple):
 
     rows: list[Row]  # one row per step and per evaluation, in order, as the file should have them
     steps_seen: int  # number of steps that the journal had when the last row was written
-    lost: list[int]  # steps whose evaluation the journal had, and has no more
-
-    def require_whole(self, journal: Journal, where: str) -> None:
-        """Refuse a journal that has lost what a file with these rows knows of."""
-        journal.require_version(self.steps_seen, where)
-        if self.lost:
-            at = self.lost[0]
-            raise JournalError(
-                journal.name,
-                f"no evaluation of step {at}",
-                f"its result, since {where} has it",
-                f"restore the journal from a copy: a record is gone; or remove {where} to do "
-                "without it",
-            )
 
 
 def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
     """Keep the rows that agree with the journal, and restore lost or damaged rows from it."""
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
-    known = [recorded_row(journal, step) for step in range(journal.version)]
-    evaluations = journal.evaluations
+    known, evaluations = [row_of(step) for step in journal.steps], journal.evaluations
     at_steps: dict[int, list[Row]] = {}
     for row in rows:
         at_steps.setdefault(row["step"], []).append(row)
@@ -76,9 +61,7 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
             next((row for row in at_steps.get(step, ()) if _agrees(row, record)), record)
             for record in restored
         ]
-    of_steps = [row for row in rows if "loss" in row]
-    lost = _lost(rows, evaluations, journal.version) if _is_of_run(of_steps, known) else []
-    return MetricsRows(aligned, _steps_seen(of_steps, known), lost)
+    return MetricsRows(aligned, _steps_seen([row for row in rows if "loss" in row], known))
 
 
 def row_of(update: Update | Commit) -> dict[str, Any]:
@@ -101,11 +84,6 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
     }
 
 
-def recorded_row(journal: Journal, step: int) -> dict[str, Any]:
-    """The row of a step, with what the step has measured, as far as the journal has it."""
-    return {**row_of(journal.steps[step]), **journal.measured.get(step, {})}
-
-
 def losses_of(journal: Journal) -> list[float]:
     """The loss of each step of a journal, before its update."""
     return [row_of(step)["loss"] for step in journal.steps]
@@ -119,34 +97,15 @@ def _steps_seen(rows: Sequence[Row], known: Sequence[Row]) -> int:
     agree with the journal, and if they are not rows of the journal's steps with a damaged step
     number.
     """
-    if not _is_of_run(rows, known):
-        return len(known)
+    below = [row for row in rows if row["step"] < len(known)]
+    if 2 * sum(_agrees(row, known[row["step"]]) for row in below) < len(below):
+        return len(known)  # the file belongs to another run
     losses = {row["loss"] for row in known}
     beyond = {row["step"] for row in rows if row["loss"] not in losses}
     seen = len(known)
     while seen in beyond:
         seen += 1
     return seen
-
-
-def _is_of_run(rows: Sequence[Row], known: Sequence[Row]) -> bool:
-    """Whether most rows of the journal's steps agree with it."""
-    below = [row for row in rows if row["step"] < len(known)]
-    return 2 * sum(_agrees(row, known[row["step"]]) for row in below) >= len(below)
-
-
-def _lost(rows: Sequence[Row], evaluations: Mapping[int, Results], version: int) -> list[int]:
-    """Steps with a row of an evaluation that the journal lacks.
-
-    A row with the results of another evaluation is that one's, with a damaged step number.
-    """
-    lost = set()
-    for row in rows:
-        results = results_of_row(row)
-        is_result = math.isfinite(criterion(results)) and results not in evaluations.values()
-        if is_result and row["step"] not in evaluations and row["step"] <= version:
-            lost.add(row["step"])
-    return sorted(lost)
 
 
 def _agrees(row: Row, known: Row) -> bool:

@@ -43,7 +43,8 @@ _UPDATE_ROUNDS = 4
 _GRAPH_TOKENS = 64
 _HASHED = 1 << 25  # bytes
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def unless_it_fails(unknown: R) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -32,14 +32,8 @@ from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import torchrun_rank
-from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
-from zo2core.io.durable import (
-    make_directory,
-    open_no_follow,
-    partial_path,
-    read_regular,
-)
+from zo2core.io.durable import make_directory, open_no_follow, partial_path, read_regular
 from zo2core.io.durable import replace_file as replace_bytes
 from zo2core.ranges import require_whole
 
@@ -180,7 +174,7 @@ class RunDirectory:
         """Repair the metrics from the journal, and open them for further rows."""
         path, raw = self.path / METRICS, metrics_of(self.path)
         aligned = align_rows(raw, journal)
-        aligned.require_whole(journal, METRICS)
+        journal.require_version(aligned.steps_seen, METRICS)
         trials: list[Row] = [
             {f"trial_{name}": value for name, value in row.items()}
             for row in read_trials(self.path)
@@ -356,13 +350,6 @@ def read_trials(directory: Path) -> list[dict[str, Any]]:
         return list(trials)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
-
-
-def require_free(path: Path) -> None:
-    """Refuse an output directory that is in use. Nothing is changed; see ``require_new``."""
-    _require_unstarted(path)
-    if not _ended_before_start(path):
-        refuse_used(path)
 
 
 def require_new(path: Path) -> None:
@@ -667,12 +654,14 @@ _TAKEN = (
 
 
 def require_resumable(options: TrainOptions, journal: Journal) -> None:
-    """Refuse fewer steps than a run has taken, and other files than those that it began with."""
-    require_same_files(options, journal.header)
+    """Refuse files other than those that the run began with, before they are parsed or imported,
+    and fewer steps than it has taken.
+    """
+    _require_same_files(options, journal.header)
     require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
 
 
-def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
+def _require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
     """Refuse files other than those that the run began with, before they are parsed or imported."""
     saved = {} if header is None else header.get("provenance", {})
     if not saved:

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.limited_backend import release
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_source import saved_path
@@ -132,7 +131,6 @@ class RunInputs:
         }
         reader = RowReader(tokenizer, length, options.rows, labelled_for, **more)
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
-        release()  # the memory of a process that tokenised
         inputs = cls(
             options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation
         )

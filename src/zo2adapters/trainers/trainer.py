@@ -41,7 +41,6 @@ from zo2adapters.trainers.run_directory import (
     RunDirectory,
     provenance,
     require_resumable,
-    require_same_files,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
@@ -93,7 +92,7 @@ class Trainer:
             self._first_step = 0
             if resume:
                 with closing(Journal(options.output / JOURNAL)) as journal:
-                    require_same_files(options, journal.header)
+                    require_resumable(options, journal)
                     self._first_step = self._method.first_step(journal)
             self._inputs = inputs = RunInputs.read(options, workers, resume=resume, digests=True)
             self.options, self._model = options, model = inputs.options, inputs.model
