@@ -176,41 +176,47 @@ def test_the_default_profile_has_every_value_of_each_parameter(
 # width of a line: what is packed is not smaller. A room that becomes smaller takes its number down;
 # one that has to grow takes it up, with the reason in the commit.
 MOST_NODES = {
-    "zo2adapters": 2263,
-    "zo2adapters/commands": 18860,
-    "zo2adapters/edge": 2950,
-    "zo2adapters/frameworks": 5232,
-    "zo2adapters/models": 30628,
-    "zo2adapters/tasks": 19421,
-    "zo2adapters/trainers": 27556,
-    "zo2core": 30705,
-    "zo2core/checkpoint": 5102,
-    "zo2core/io": 2274,
-    "zo2core/kernels": 9754,
-    "zo2core/methods": 4818,
-    "zo2core/planning": 3493,
-    "zo2core/sources": 5643,
-    "zo2core/sweep": 12060,
+    "zo2adapters": 2371,
+    "zo2adapters/commands": 20104,
+    "zo2adapters/edge": 2942,
+    "zo2adapters/frameworks": 5833,
+    "zo2adapters/models": 36269,
+    "zo2adapters/tasks": 23317,
+    "zo2adapters/trainers": 28931,
+    "zo2core": 10433,
+    "zo2core/checkpoint": 4823,
+    "zo2core/encodings": 4995,
+    "zo2core/estimators": 7168,
+    "zo2core/io": 2508,
+    "zo2core/journal": 4531,
+    "zo2core/kernels": 5886,
+    "zo2core/methods": 3891,
+    "zo2core/optimizers": 3446,
+    "zo2core/planning": 3487,
+    "zo2core/schedulers": 4377,
+    "zo2core/sources": 5697,
+    "zo2core/sweep": 13605,
+    "zo2core/workers": 1899,
 }
 MOST_WAYS = 15  # through a function: one, and one for each branch, loop, handler, `and` and `or`
 MOST_PARAMETERS = 8
-MOST_FILES_AT_THE_TOP = {"zo2core": 20, "zo2adapters": 5}
+MOST_FILES_AT_THE_TOP = {"zo2core": 9, "zo2adapters": 4}
 
 # What makes code hard to read, for which ruff has no rule, in each package. They only go down.
 HARD_TO_READ = {
     "zo2core": {
-        "functions of more than 15 ways": 16,
+        "functions of more than 15 ways": 7,
         "functions of more than 8 parameters": 4,
-        "nested ternaries": 3,
-        "unlike values assigned in one line": 200,
+        "nested ternaries": 1,
+        "unlike values assigned in one line": 2,
         "calls with ** of type Any": 0,
     },
     "zo2adapters": {
-        "functions of more than 15 ways": 40,
+        "functions of more than 15 ways": 36,
         "functions of more than 8 parameters": 7,
         "nested ternaries": 13,
-        "unlike values assigned in one line": 336,
-        "calls with ** of type Any": 37,
+        "unlike values assigned in one line": 7,
+        "calls with ** of type Any": 11,
     },
 }
 

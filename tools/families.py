@@ -319,9 +319,9 @@ def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     whole.generation_config.eos_token_id = None
     given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
-    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[
+    tokens: list[list[int]] = whole.generate(ids, attention_mask=mask, **given)[  # type: ignore[operator]
         :, longest:
-    ].tolist()  # type: ignore[operator]
+    ].tolist()
     return tokens
 
 

@@ -159,11 +159,9 @@ JOBS = {
     "check: lora, bfloat16, run anew": check(
         f"{LORA} --whole --gpu", f"{LORA} --recompute --gpu --kept 4", dtype=BFLOAT16
     ),
+    # In float32: beside 16-bit weights that are not encoded, peft rounds an adapter's first values.
     "check: lora, nf4": check(
-        f"{LORA} --whole --gpu",
-        f"{LORA} --buckets 2 --model CODED --gpu",
-        dtype=BFLOAT16,
-        save=save_nf4,
+        f"{LORA} --whole --gpu", f"{LORA} --buckets 2 --model CODED --gpu", save=save_nf4
     ),
     "check: lora, mxfp4": check(
         f"{LORA} --whole --gpu", f"{LORA} --model CODED --gpu", save=save_mxfp4

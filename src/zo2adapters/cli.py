@@ -100,7 +100,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         return 0
     name, *rest = arguments or [""]
     if name == "train" and "--plan" in rest:
-        name, rest = "plan", [argument for argument in rest if argument != "--plan"]
+        name = "plan"
+        rest = [argument for argument in rest if argument != "--plan"]
     if name in {"-V", "--version"}:
         print(f"zo2core {importlib.import_module('importlib.metadata').version('zo2core')}")
         return 0
@@ -151,7 +152,8 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         reserve.close()
         from zo2adapters.commands.options import as_zo2_error, error_line
 
-        refusal, interruption = as_zo2_error(error), interruption_behind(error)
+        refusal = as_zo2_error(error)
+        interruption = interruption_behind(error)
         has_interrupted = signals is not None and signals.raised is not None
         if refusal is None and interruption is None and not has_interrupted:
             raise
@@ -268,10 +270,8 @@ def show_warning(
     line: str | None = None,
 ) -> None:
     """Print a warning on a line of its own, above a progress bar if there is one."""
-    text, output = (
-        format_warning(message, category, filename, lineno, line),
-        sys.stderr if file is None else file,
-    )
+    text = format_warning(message, category, filename, lineno, line)
+    output = sys.stderr if file is None else file
     if "tqdm" in sys.modules:
         importlib.import_module("tqdm").tqdm.write(text, file=output, end="")
     else:

@@ -168,6 +168,8 @@ def _end_child(process: subprocess.Popen[bytes]) -> None:
 def _cause_of(status: int) -> str:
     if status == -signal.SIGXCPU:
         return _TIME
+    if status == -signal.SIGABRT:  # a library in C++ or Rust that can have no more memory
+        return "it ends its process by SIGABRT, as for lack of memory"
     if status < 0:
         return f"it ends its process by {signal.Signals(-status).name}"
     return f"its process ended with status {status}"
@@ -238,7 +240,8 @@ def _descendants(worker: int) -> list[int]:
 
 def _serve(task_file: str) -> None:
     """The worker: answer requests until standard input ends."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
     # a fork of the task answers nothing, and keeps no answer from ending
     os.register_at_fork(after_in_child=answers.close)
     with open(os.devnull, "rb") as nothing:

@@ -603,6 +603,19 @@ class Engine:
         self._run.segments.base_digests.note(self.journal)
         self.journal.note_evaluation(self.version, results)
 
+    def note_measured(self, results: Mapping[str, float]) -> None:
+        """Record in the journal what the step that ``ask`` started has measured beside its losses,
+        before ``tell``: equal numbers in all workers.
+
+        Args:
+            results: Numbers by name.
+
+        Raises:
+            JournalError: if they cannot be written.
+        """
+        self._run.segments.base_digests.note(self.journal)
+        self.journal.note_measured(results)
+
     def close(self) -> None:
         """Stop all work, and close everything that was opened. May be called twice."""
         self._run.close()

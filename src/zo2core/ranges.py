@@ -69,6 +69,13 @@ def require_number(
     raise OptionError(option, repr(value)[:40], f"a finite number {expected}", remedy)
 
 
+def require_device_name(device: str) -> None:
+    """Refuse what is not the name of a device."""
+    kind, _, index = device.partition(":")
+    if device != "cpu" and (kind != "cuda" or not (index or "0").isdecimal()):
+        raise OptionError("device", repr(device), "'cpu', 'cuda' or 'cuda:N'", "pass one of these")
+
+
 def shown(value: int) -> str:
     """A whole number in a few characters. Python refuses to write one of thousands of digits."""
     return str(value) if abs(value) < 10**24 else "a number of more than 24 digits"

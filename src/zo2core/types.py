@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -165,6 +166,23 @@ class SavedPart(NamedTuple):
     numel: int  # number of elements of the range
 
 
+class FileRange(NamedTuple):
+    """A range of a file's bytes."""
+
+    path: Path
+    start: int  # byte offset in the file
+    nbytes: int
+
+
+class CopiedTensor(NamedTuple):
+    """A tensor of a checkpoint that no parameter takes, and that an export copies."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[FileRange, ...]  # one; of an encoded tensor, which is decoded, its parts in order
+    encoding: Encoding | None = None
+
+
 @dataclass(frozen=True)
 class SavedForm:
     """The tensors of a checkpoint, and of an export, that does not store one tensor for each
@@ -175,6 +193,8 @@ class SavedForm:
     parts: Mapping[str, Sequence[SavedPart]] = field(default_factory=dict)
     # tensors that no update changes, by name
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # tensors of no parameter, by name
+    copied: Mapping[str, CopiedTensor] = field(default_factory=dict)
 
     def parts_of(self, spec: ParameterSpec) -> Sequence[SavedPart]:
         """Return the parts of tensors that store a parameter; by default one tensor of its name."""

@@ -3,6 +3,7 @@ alone on peft's model.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_run_is_that_of_the_trainer_alone(
 
 
 COMPLETIONS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES]
-TRL = {
+TRL: dict[str, tuple[Any, Any, list[Any]]] = {
     "sft": (trl.SFTTrainer, trl.SFTConfig, COMPLETIONS),
     "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
     "reward": (trl.RewardTrainer, trl.RewardConfig, PREFERENCES),
@@ -162,6 +163,103 @@ def test_a_run_from_one_seed_is_that_of_trls_trainer_as_it_is(
     assert_alike(ours, stock)
 
 
+def test_a_path_is_opened_in_the_dtype_in_which_trl_opens_it(tmp_path: Path) -> None:
+    """By default in float32, whatever the checkpoint is in."""
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    save_tokenizer(base)
+    for given in (None, {"dtype": "auto", "trust_remote_code": False}):
+        changes = dict[str, Any](model_init_kwargs=given, max_steps=2, peft_config=lora())
+        ours, stock = (
+            of_trl("sft", str(base), tmp_path / str(mixin), mixin=mixin, **changes)
+            for mixin in (BackpropTrainerMixin, None)
+        )
+        ours.train()
+        stock.train()
+        assert_alike(ours, stock)
+
+
+def test_dpo_is_evaluated_on_other_rows_after_training(base: Path, tmp_path: Path) -> None:
+    rows, results = datasets.Dataset.from_list(PREFERENCES[:5]), []
+    for mixin in (BackpropTrainerMixin, None):
+        trainer = of_trl(
+            "dpo", str(base), tmp_path / str(mixin), mixin=mixin, max_steps=2, peft_config=lora()
+        )
+        trainer.train()
+        results.append(trainer.evaluate(rows))
+    for name in ("eval_loss", "eval_rewards/margins", "eval_logps/chosen"):
+        assert results[0][name] == pytest.approx(results[1][name], rel=1e-5), name
+
+
+def test_rows_that_need_a_lost_reference_and_rows_with_images_are_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"optim": "sgd", "max_steps": 1, "mixin": FullBackpropTrainerMixin}
+    trainer = of_trl("dpo", str(base), tmp_path / "run", **options)
+    assert trainer.args.precompute_ref_log_probs
+    trainer.train()
+    with pytest.raises(OptionError, match="pass these rows as eval_dataset"):
+        trainer.evaluate(datasets.Dataset.from_list(PREFERENCES[:5]))
+    args = trl.DPOConfig(**trainer_options(tmp_path))
+    rows = datasets.Dataset.from_list([{**row, "images": []} for row in PREFERENCES])
+    with pytest.raises(OptionError, match="train_dataset: found rows with images"):
+        mixed_in(trl.DPOTrainer)(str(base), args=args, train_dataset=rows, peft_config=lora())
+    rows = rows.remove_columns("images")
+    mixed_in(trl.DPOTrainer)(str(base), args=args, train_dataset=rows, peft_config=lora())
+    assert not args.precompute_ref_log_probs, "the caller's arguments stay as they are"
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_arguments_may_be_left_out_as_in_trl(
+    name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, config, rows = TRL[name]
+
+    class OnCPU(config):  # type: ignore[misc, valid-type]
+        def __init__(self, output_dir: str) -> None:
+            super().__init__(output_dir, use_cpu=True, bf16=False, report_to="none")
+
+    monkeypatch.setattr(sys.modules[kind.__module__], config.__name__, OnCPU)
+    monkeypatch.chdir(tmp_path)
+    made = [
+        each(str(base), train_dataset=datasets.Dataset.from_list(rows), peft_config=lora())
+        for each in (mixed_in(kind), kind)
+    ]
+    assert made[0].args.output_dir == made[1].args.output_dir == f"base-{name.upper()}"
+    assert type(made[0].args) is type(made[1].args)
+    stock = dict(made[1].model.named_parameters())
+    for parameter, value in made[0].engine.parameters.items():
+        assert torch.equal(value, stock[f"base_model.model.{parameter}"]), parameter
+
+
+def test_a_file_with_a_chat_template_is_taken_and_another_tokenizers_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
+    given: dict[str, Any] = {"mixin": BackpropTrainerMixin, "peft_config": lora()}
+    made = of_trl("sft", str(base), tmp_path / "run", chat_template_path=str(template), **given)
+    assert made.processing_class.chat_template == template.read_text()
+    with pytest.raises(OptionError, match=r"chat_template_path: .* ends in \.jinja or \.j2"):
+        of_trl("sft", str(base), tmp_path / "run", chat_template_path=str(base), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "bf16", "told"),
+    [
+        ({"attn_implementation": "eager"}, False, r"model_init_kwargs\['attn_implementation'\]"),
+        ({"trust_remote_code": True}, False, r"model_init_kwargs\['trust_remote_code'\]"),
+        ({"dtype": "bfloat16"}, True, r"model_init_kwargs\['dtype'\]: .* bf16=False"),
+        ({"dtype": "float3"}, False, "dtype: found 'float3'"),
+    ],
+)
+def test_other_options_of_loading_a_model_are_refused_by_name(
+    given: dict[str, Any], bf16: bool, told: str, base: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"model_init_kwargs": given, "bf16": bf16, "peft_config": lora()}
+    with pytest.raises(OptionError, match=told):
+        of_trl("sft", str(base), tmp_path / "run", mixin=BackpropTrainerMixin, **asked)
+
+
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Two mixtures with the same weights, by whether the config asks for the routers' loss."""
@@ -204,7 +302,10 @@ def test_a_loss_of_routers_that_a_model_has_not_is_refused_when_the_trainer_is_m
     families.small_model(config).save_pretrained(tmp_path / "base")
     save_tokenizer(tmp_path / "base")
     told = r"router_aux_loss_coef: found 0\.5, .*deepseek_v3.* pass router_aux_loss_coef=0\.0"
-    given = {"mixin": BackpropTrainerMixin, "peft_config": lora(target_modules=["o_proj"])}
+    given: dict[str, Any] = {
+        "mixin": BackpropTrainerMixin,
+        "peft_config": lora(target_modules=["o_proj"]),
+    }
     with pytest.raises(UnsupportedModelError, match=told):
         of_trl("dpo", str(tmp_path / "base"), tmp_path / "run", **given)
 

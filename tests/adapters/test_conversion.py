@@ -23,6 +23,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 
 from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import stored_tensors
+from zo2adapters.models.conversion import quantize
 from zo2adapters.trainers.verification import random_batch
 from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder, ZO2Error
 from zo2core.checkpoint.export import write_checkpoint
@@ -79,6 +80,73 @@ def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) 
     for name, tensor in before.items():
         # transformers loads some in float32 all the same
         assert_same_bits(name, after[name].float(), tensor.float())
+
+
+LAYER = "model.layers.0."
+Tensors = dict[str, torch.Tensor]
+NEXT: dict[str, tuple[str, Tensors]] = {  # layers that predict further tokens, as released
+    "deepseek_v3": ("model.layers.61.", {"embed_tokens.weight": torch.ones(4, 3)}),
+    "glm4_moe": ("model.layers.92.", {"shared_head.norm.weight": torch.ones(4)}),
+    "qwen3_next": ("mtp.layers.0.", {"fc.weight": torch.ones(4, 3).bfloat16()}),
+    "llama": ("model.layers.0.self_attn.rotary_emb.", {"inv_freq": torch.ones(3)}),
+}
+
+
+def with_next_layer(model_type: str, directory: Path) -> Path:
+    """A checkpoint with a layer that transformers ignores: a copy of the first one, and more."""
+    base = saved(model_type, directory)
+    prefix, more = NEXT[model_type]
+    tensors = load_file(base / "model.safetensors")
+    layer = {} if model_type == "llama" else tensors
+    copies = {
+        name.replace(LAYER, prefix): value + 1
+        for name, value in layer.items()
+        if name.startswith(LAYER)
+    }
+    others = {f"{prefix}{name}": value for name, value in more.items()}
+    save_file({**tensors, **copies, **others}, base / "model.safetensors", {"format": "pt"})
+    return base
+
+
+@pytest.mark.parametrize("model_type", NEXT)
+def test_layers_that_transformers_leaves_out_are_copied(model_type: str, tmp_path: Path) -> None:
+    base = with_next_layer(model_type, tmp_path / "base")
+    batch = random_batch(40, 2, 6, seed=0)
+    with Engine(open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-2))) as engine:
+        engine.step(batch)
+        engine.export(tmp_path / "out")
+    before, after = weights_of(base), weights_of(tmp_path / "out")
+    copied = {name for name in before if name.startswith(NEXT[model_type][0])}
+    assert len(copied) == (1 if model_type == "llama" else len(copied)) > 0
+    assert before.keys() == after.keys()
+    for name in copied:
+        assert_same_bits(name, after[name], before[name])
+    quantize(base, tmp_path / "int8", "int8")
+    kept = weights_of(tmp_path / "int8")
+    assert all(torch.equal(kept[name], before[name]) for name in copied)
+
+
+def test_encoded_tensors_that_transformers_leaves_out_are_decoded_as_the_others(
+    tmp_path: Path,
+) -> None:
+    base = saved("deepseek_v3", tmp_path / "base", torch.bfloat16)
+    quantize(base, tmp_path / "fp8", "fp8")
+    shard = tmp_path / "fp8" / "model.safetensors"
+    tensors, own = load_file(shard), "layers.0.self_attn.o_proj."
+    prefix = NEXT["deepseek_v3"][0]
+    further = {
+        name.replace("model.layers.0.", prefix): value.clone()
+        for name, value in tensors.items()
+        if own in name
+    }
+    assert len(further) == 2
+    save_file({**tensors, **further}, shard, {"format": "pt"})
+    with Engine(open_checkpoint(tmp_path / "fp8")) as replayer:
+        replayer.export(tmp_path / "out")
+    after = weights_of(tmp_path / "out")
+    [name] = [name for name in after if name.startswith(prefix)]
+    assert after[name].dtype is torch.bfloat16
+    assert_same_bits(name, after[name], after[name.replace(prefix, "model.layers.0.")])
 
 
 def test_generation_with_a_cache_of_the_models_own_is_refused_by_name(tmp_path: Path) -> None:

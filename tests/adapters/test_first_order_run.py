@@ -313,7 +313,7 @@ def test_another_repeated_step_and_a_journal_shorter_than_a_snapshot_are_refused
 def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
     # A rate at which the last steps go too far: the best evaluation is not the last one.
     ended = done(
-        *train("run", *EVALUATED, "--lr", 0.5, "--steps", 8, "--snapshot-every", 1, method="sgd")
+        *train("run", *EVALUATED, "--lr", 0.1, "--steps", 8, "--snapshot-every", 1, method="adamw")
     )
     best = Journal("run/journal.jsonl").evaluations
     step = min(best, key=lambda at: (best[at]["loss"], at))
@@ -339,9 +339,11 @@ def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
 
 
 def test_a_result_that_is_the_base_is_told_with_the_command_for_the_last_step(here: Path) -> None:
-    # What is learned is none of these completions.
-    write_rows(Path("others.jsonl"), [{"prompt": "the cat sat", "completion": " the"}])
-    ended = done(*train("run", *EVALUATED, "--evaluation", "others.jsonl", "--steps", 4))
+    # What is learned makes the rows to evaluate on less likely.
+    for name, word in (("learned", " sat"), ("others", " ran")):
+        write_rows(Path(f"{name}.jsonl"), [{"prompt": "the cat", "completion": word}] * 3)
+    given = (*EVALUATED, "--evaluation", "others.jsonl", "--steps", 4, "--lr", 0.1)
+    ended = done(*train("run", *given, data="learned.jsonl"))
     untrained = "the evaluation before the first step is the best of 3, so nothing that was trained"
     last = "zo2 export --run run --at 4 --output DIR"
     assert f"{untrained} is used: run/model has the base's weights." in ended.err

@@ -27,7 +27,8 @@ class Projections(nn.Module):
         self.last = nn.Linear(outputs, inputs, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.last(self.left(x) * self.right(x))
+        result: torch.Tensor = x + self.last(self.left(x) * self.right(x))
+        return result
 
 
 def adapted(dtype: torch.dtype, *, bias: bool = False, **options: Any) -> nn.Module:

@@ -564,7 +564,7 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
         for wrong in (None, MeZOSGD(lr=1e-6, zo_eps=1e-3))
     ),
     (generating, "predict_with_generate: found True"),
-    (lambda base, _: without_data(base), "args: found a NoneType"),
+    (lambda base, _: without_data(base, args={}), "args: found a dict"),
     (
         lambda base, run: without_data(base, args=plain_args(run), model_init=lambda: None),
         "model_init: found",
@@ -597,7 +597,9 @@ REFUSED: list[tuple[Callable[[Path, Path], object], str]] = [
         "micro_batch_size: found 1, with a loss that the trainer computes",
     ),
     (
-        lambda base, run: made("sft", base, run, model_init_kwargs={"dtype": "float32"}),
+        lambda base, run: made(
+            "sft", open_checkpoint(base), run, model_init_kwargs={"dtype": "float32"}
+        ),
         "model_init_kwargs: found",
     ),
     (

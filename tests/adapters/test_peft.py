@@ -152,7 +152,7 @@ def test_blocks_are_brought_and_never_taken_or_written_back(tmp_path: Path) -> N
         ({"config": lora(target_modules="(")}, "adapter: found"),
         ({"config": lora(r="8")}, "adapter.r"),
         ({"config": lora(r=10**10)}, "adapter.r"),
-        ({"config": lora(lora_alpha="x")}, "adapter: found"),
+        ({"config": lora(lora_alpha="x")}, "adapter.lora_alpha: found 'x'"),
     ],
 )
 def test_what_cannot_be_trained_so_is_refused(

@@ -17,7 +17,8 @@ from command_lines import done, refusal, write_rows
 from models import WORDS, save_model, save_tokenizer, small_config
 from runs import rows_of
 
-from zo2adapters.commands.report import HEAD, page, read_run
+from zo2adapters.commands.journal import HEAD
+from zo2adapters.commands.report import page, read_run
 from zo2core import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

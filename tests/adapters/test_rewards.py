@@ -33,6 +33,7 @@ from zo2core import (
     Distribution,
     Engine,
     EvolutionStrategies,
+    Journal,
     LowRankPerturbation,
     PhiloxNoise,
     ZerothOrder,
@@ -431,8 +432,8 @@ def test_a_step_is_a_plain_loop_over_members_and_rows(fitness: Fitness, here: Pa
                         [tokens] = continuations(member, [prompt], new, tokenizer.eos_token_id)
                         text = tokenizer.decode(tokens, skip_special_tokens=True)
                         total += (
-                            row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100
-                        )  # type: ignore[operator, arg-type, union-attr]
+                            row["weight"] * text.split().count("cat") + len(row["prompt"]) / 100  # type: ignore[arg-type, operator, union-attr]
+                        )
                         total -= 0.5 * len(text) / 100
                     losses.append(-total / 4)
             assert result.losses == pytest.approx(losses, rel=1e-14), "sums of the same rewards"
@@ -544,6 +545,9 @@ def steps_of(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in journal_of(run).splitlines() if b"seeds" in line]
 
 
+MEASURED = {"reward", "best_reward", "completion_tokens", "generated_tokens"}
+
+
 def test_a_run_writes_rewards_and_a_resumed_one_goes_on_with_them(here: Path) -> None:
     evaluated = ("--evaluation", "rows.jsonl", "--evaluate-every", 3, "--samples", 2)
     done(*asked(CATS, *evaluated, steps=3))
@@ -553,16 +557,19 @@ def test_a_run_writes_rewards_and_a_resumed_one_goes_on_with_them(here: Path) ->
         [row for row in rows if "loss" in row],
         [row for row in rows if "evaluation_loss" in row],
     )
-    assert all(
-        {"reward", "best_reward", "completion_tokens", "generated_tokens"} <= row.keys()
-        for row in steps
-    )
+    assert all(row.keys() >= MEASURED for row in steps)
     assert all(row["reward"] == pytest.approx(-statistics.fmean(row["losses"])) for row in steps)
     assert len({row["reward"] for row in steps}) > 1
     assert evaluations[0]["evaluation_drift"] == 0.0 == steps[0]["drift"]
     assert evaluations[-1]["evaluation_reward"] == -evaluations[-1]["evaluation_loss"]
     samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
     assert sorted({sample["step"] for sample in samples}) == [0, 3, 6]
+    Path("run/metrics.jsonl").unlink()
+    done("train", "--resume", "run", "--reward", CATS)
+    restored = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    for before, after in zip(rows, restored, strict=True):
+        assert {key: before[key] for key in after} == after
+        assert (before.keys() - after.keys()).isdisjoint(MEASURED), "the journal has them"
     done("report", "run", "--output", "report.html")
     page = Path("report.html").read_text()
     assert all(
@@ -576,6 +583,9 @@ def test_two_workers_share_the_population(queries: int, here: Path, crew: Crew) 
     ended = crew.run(*asked(CATS, "--queries", queries, steps=3))
     assert all(own.status == 0 for own in ended), ended
     assert journal_of("run") == journal_of("run.worker-1")
+    alone, together = (Journal(f"{run}/journal.jsonl").measured for run in ("alone", "run"))
+    assert alone == together
+    assert len(alone) == 3
     for key in ("losses", "projected_grads"):
         assert [step[key] for step in steps_of("alone")] == [step[key] for step in steps_of("run")]
 

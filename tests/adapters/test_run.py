@@ -20,7 +20,7 @@ from runs import STEPS, data_sha256, finish, interrupt_after, outcome, resumable
 from safetensors.torch import load_file, save_file
 
 from zo2adapters import open_checkpoint
-from zo2adapters.tasks import row_source
+from zo2adapters.tasks import row_options, row_source
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
@@ -375,6 +375,8 @@ def test_a_run_opens_its_data_once(
     ]
     data = options.data.with_name("labelled.jsonl")
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # The command has looked at the first row before.
+    monkeypatch.setattr(row_options, "first_row", lambda path: None)
     monkeypatch.setattr(row_source, "open_regular", noted)
     given = (
         "--model",
@@ -459,6 +461,41 @@ def test_damaged_metrics_do_not_change_the_export(
     assert losses(run) == losses(finished)
 
 
+@pytest.mark.parametrize("dropped", [0, 2, EVALUATED_STEPS])
+def test_an_evaluation_that_a_journal_has_lost_is_refused_by_what_the_metrics_know(
+    dropped: int, finished: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    path, metrics = run / "journal.jsonl", run / "metrics.jsonl"
+    start = b'{"evaluation":{"step":%d,' % dropped
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(start)]
+    assert len(kept) == len(lines) - 1
+    path.write_bytes(b"".join(kept))
+    told = f"found no evaluation of step {dropped}; expected its result, since metrics.jsonl has it"
+    assert told in refusal("export", "--run", run, "--output", tmp_path / "out")
+    assert told in refusal("train", "--resume", run)
+    metrics.unlink()
+    done("export", "--run", run, "--output", tmp_path / "out")
+
+
+def test_a_damaged_step_number_of_an_evaluation_is_no_lost_one(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    path = run / "journal.jsonl"
+    last = b'{"evaluation":{"step":%d,' % EVALUATED_STEPS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if not line.startswith(last)))
+    metrics = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row or row["step"] != EVALUATED_STEPS]
+    evaluated = next(row for row in rows if "loss" not in row)
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, {**evaluated, "step": 4}])
+    metrics.write_text(text)
+    done("export", "--run", run, "--output", tmp_path / "out")
+
+
 def test_commands_take_the_best_step_unless_another_is_asked_for(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -520,14 +557,14 @@ def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Pa
 @pytest.fixture
 def told_options(tmp_path: Path) -> TrainOptions:
     place = make_place(tmp_path)
-    given = {
-        "data": place / "rows.jsonl",
-        "output": place / "run",
-        "batching": Batching(batch_size=3),
-    }
     return TrainOptions(
-        model=str(place / "base"), steps=2, optimization=Optimization(lr=1e-3), **given
-    )  # type: ignore[arg-type]
+        model=str(place / "base"),
+        data=place / "rows.jsonl",
+        output=place / "run",
+        steps=2,
+        batching=Batching(batch_size=3),
+        optimization=Optimization(lr=1e-3),
+    )
 
 
 def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:

@@ -13,9 +13,11 @@ from command_lines import ROWS, done, write_rows
 from engines import assert_equal, really_held, zeroth_order
 from models import save_model, save_tokenizer
 from parity import assert_steps_alike
-from peft import LoraConfig, PrefixTuningConfig
+from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from peft_models import monolithic
+from runs import weights_of
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
     LlavaConfig,
@@ -23,10 +25,13 @@ from transformers import (
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
 )
 from whole_loops import WholeModel, torch_loop
 
 from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
+from zo2adapters.models.export import export_merged
 from zo2adapters.models.footprint import vision_bytes
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import BatchError, UnsupportedModelError
@@ -103,6 +108,31 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 FAMILIES = sorted(CONFIGS)
+# models of images and text, of which transformers has a class for text alone
+LINEAR: dict[str, Any] = {
+    **TEXT,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
+PATCHES = {**QWEN_TOWER, "intermediate_size": 24, "out_hidden_size": 16}
+PATCHES |= {"num_position_embeddings": 16}
+FOR_TEXT: dict[str, PretrainedConfig] = {
+    "qwen3_5": Qwen3_5Config(**{**QWEN, "text_config": LINEAR}, vision_config=PATCHES),
+    "qwen3_5_moe": Qwen3_5MoeConfig(
+        **{**QWEN, "text_config": {**LINEAR, **EXPERTS}}, vision_config=PATCHES
+    ),
+}
 WHOLE = ("qwen2_5_vl",)  # whose images are patches one after the other
 
 
@@ -314,3 +344,72 @@ def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> No
     done("verify", "--model", base)
     done("plan", "--model", base)
     done("evaluate", "--model", tmp_path / "run" / "model", *on_rows)
+
+
+AUTO = (AutoModelForImageTextToText, AutoModelForCausalLM)
+
+
+@torch.no_grad()
+def loss_in(auto: Any, directory: Path, batch: dict[str, torch.Tensor]) -> float:
+    """The loss of transformers' model of a class, which finds all of its tensors."""
+    whole, info = auto.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return float(whole.eval()(**batch, use_cache=False).loss)
+
+
+@pytest.mark.parametrize("family", FOR_TEXT)
+def test_text_trains_without_the_parts_for_images_which_exports_keep(
+    family: str, tmp_path: Path
+) -> None:
+    base, batch = saved(tmp_path / "base", FOR_TEXT[family]), batch_of("", 0, images=0)
+    before = weights_of(base)
+    whole = whole_model(base)
+    whole.model.visual.requires_grad_(False)
+    literal = MonolithicMeZO(whole, **NUMBERS)
+    with zeroth_order(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+        assert_steps_alike(engine, literal, [batch_of("", seed, images=0) for seed in range(2)])
+        trained = engine.evaluate([batch]).loss
+        engine.export(tmp_path / "out")
+        with pytest.raises(BatchError, match=r"pixel_values.*trained on text alone"):
+            engine.step(batch_of("qwen2_5_vl", 0))
+    after = weights_of(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert {name for name in after if torch.equal(after[name], before[name])} == {
+        name for name in before if ".visual." in name
+    }
+    named = (tmp_path / "out" / "config.json").read_text()
+    assert f'"{type(whole).__name__}"' in named
+    assert [loss_in(auto, tmp_path / "out", batch) for auto in AUTO] == [trained, trained]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_an_adapter_has_the_names_of_the_class_that_the_checkpoint_names(tmp_path: Path) -> None:
+    base, batch = saved(tmp_path / "base", FOR_TEXT["qwen3_5"]), batch_of("", 0, images=0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    with Engine(model, FirstOrder(partial(torch.optim.SGD, lr=1e-2))) as engine:
+        engine.step(batch)
+        trained = engine.evaluate([batch]).loss
+        engine.export(tmp_path / "adapter")
+        export_merged(engine, model, tmp_path / "merged")
+    loaded = PeftModel.from_pretrained(whole_model(base), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert loaded(**batch, use_cache=False).loss.item() == trained
+    for auto in AUTO:
+        assert loss_in(auto, tmp_path / "merged", batch) == pytest.approx(trained, rel=1e-6)
+    names = weights_of(tmp_path / "adapter")
+    assert all(name.startswith("base_model.model.model.language_model.layers") for name in names)
+    assert weights_of(tmp_path / "merged").keys() == weights_of(base).keys()
+    again = open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
+    with Engine(again) as engine:
+        assert engine.evaluate([batch]).loss == trained
+
+
+def test_the_command_line_trains_the_text_of_such_a_model(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", FOR_TEXT["qwen3_5"])
+    save_tokenizer(base)
+    done("verify", "--model", base)
+    done("convert", "--model", base, "--output", tmp_path / "int8", "--quantize", "int8")
+    towers = {name for name in weights_of(base) if ".visual." in name}
+    assert towers <= weights_of(tmp_path / "int8").keys()

@@ -9,11 +9,13 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -32,10 +34,13 @@ from runs import small_run
 from safetensors.torch import load_file
 from strikes import JOURNAL, strike
 
+from zo2adapters.commands.options import parse_command
+from zo2adapters.commands.train import Train
 from zo2adapters.trainers.metrics import LiveMetrics
 from zo2adapters.trainers.options import Storage, TrackerName, TrainOptions
 from zo2adapters.trainers.process import (
     device_kinds,
+    require_same_command,
     require_same_steps,
     storage_of_one,
     worker_trace,
@@ -160,6 +165,58 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
 
 
+OTHER_COMMANDS = [  # of worker 1, and what all workers say of it
+    (("--lr", "2e-3"), "found --lr 0.002; expected --lr 0.001, as worker 0"),
+    (("--steps", "4"), "found --steps 4; expected --steps 6, as worker 0"),
+    (("--samples", "1"), "found --samples 1; expected --samples 0, as worker 0"),
+    (("--split", "rows"), "found --split rows; expected --split auto, as worker 0"),
+    (("--evaluation", "f"), "found --evaluation given; expected --evaluation left out, as worker"),
+    (("--clip", "projected=1"), "found projected of --clip 1.0; expected projected of --clip left"),
+]
+
+
+@pytest.mark.parametrize(("more", "told"), OTHER_COMMANDS, ids=str)
+def test_an_option_of_another_command_is_told_to_all_workers(
+    more: tuple[str, str], told: str
+) -> None:
+    common = ["--model", "m", "--data", "d", "--output", "o", "--lr", "1e-3", "--steps", "6"]
+    commands = [parse_command("train", Train, [*common, *given]) for given in ((), more)]
+
+    def compare(workers: Workers) -> None:
+        require_same_command("train", commands[workers.rank], workers)
+
+    for error in attempted(2, compare):
+        assert isinstance(error, WorkerError)
+        assert f"worker 1: {told}" in str(error)
+
+
+def test_workers_may_have_files_and_memory_of_their_own_but_no_command() -> None:
+    common = ["--lr", "1e-3", "--steps", "6"]
+    own = [["--model", "m", "--data", "d", "--output", "o"]]
+    own += [["--model", "/n", "--data", "/e", "--output", "p", "--memory", "2GiB"]]
+    commands = [parse_command("train", Train, [*common, *given]) for given in own]
+
+    def compare(workers: Workers) -> None:
+        require_same_command("train", commands[workers.rank], workers)
+
+    worked(2, compare)
+    names = ["train", "evaluate"]
+    outcomes = attempted(
+        2, lambda workers: require_same_command(names[workers.rank], commands[0], workers)
+    )
+    for error in outcomes:
+        assert isinstance(error, WorkerError)
+        assert "worker 1: found zo2 evaluate; expected zo2 train, as worker 0 has it" in str(error)
+
+
+def test_workers_with_different_commands_end_with_one_line_each(tmp_path: Path, crew: Crew) -> None:
+    options = small_run(tmp_path)
+    evaluating = ["evaluate", "--model", options.model, "--data", options.data]
+    for line in refused(crew.run_each([asked(options), evaluating])):
+        assert "worker 1: found zo2 evaluate; expected zo2 train, as worker 0 has it" in line
+    assert not options.output.exists()
+
+
 def test_workers_agree_on_kinds_of_devices_steps_and_files_of_traces() -> None:
     kinds = worked(
         3, lambda workers: device_kinds(["cpu", "cuda:1", "cuda"][workers.rank], workers)
@@ -228,6 +285,7 @@ def test_the_first_worker_alone_reports_to_a_tracker(
             opened.append((tracker, folder))
             super().__init__("none", folder, *arguments)
 
+    monkeypatch.setitem(sys.modules, "tensorboard", MagicMock())
     monkeypatch.setattr("zo2adapters.trainers.trainer.LiveMetrics", Noted)
 
     def run(workers: Workers) -> None:

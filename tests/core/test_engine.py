@@ -708,9 +708,9 @@ NO_LIMITS: list[Any] = [0, -1, math.nan, math.inf, True, "1"]
         (lambda: WriteBackPolicy(directory="run", every=0), "write_back.every: found 0"),
         (lambda: WriteBackPolicy(directory="run", every=True), "write_back.every: found True"),
         (
-            lambda: WriteBackPolicy(directory="run", every="often"),
+            lambda: WriteBackPolicy(directory="run", every="often"),  # type: ignore[arg-type]
             "write_back.every: found 'often'",
-        ),  # type: ignore[arg-type]
+        ),
         (
             lambda: WriteBackPolicy(directory="run", snapshot_every=-3),
             "write_back.snapshot_every: found -3",

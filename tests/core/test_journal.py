@@ -41,6 +41,7 @@ from zo2core import (
 from zo2core.encodings.forms import Int8Rows, NF4Blocks
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators.noise import TorchGenerator, numbers_drawn
+from zo2core.journal.journal import copy_journal
 from zo2core.journal.records import digest
 
 HEADER = {"base": "b", "noise": "n"}
@@ -385,6 +386,38 @@ def test_digests_of_the_base_are_kept_beside_the_updates(tmp_path: Path) -> None
     assert again.base_digests == again.until(0).base_digests == DIGESTS
     assert [again.chain(version) for version in range(3)] == chains
     assert chains[1] == chain, "digests are no part of the chain"
+
+
+def test_what_steps_have_measured_is_kept_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path, 1)
+    with contextlib.closing(Journal(path)) as journal:
+        chain = journal.chain(1)
+        journal.note_measured({"reward": 0.5, "tokens": 7})  # of a step that was then killed
+        journal.note_measured({"reward": 0.25, "tokens": 7})
+        journal.note_measured({"reward": 0.25, "tokens": 7})
+        journal.append(update_of(1))
+        journal.note_measured({"reward": math.nan})
+    assert [next(iter(json.loads(line))) for line in path.read_bytes().splitlines()] == [
+        *("format", "step", "measured", "measured", "step", "measured")
+    ], "what is known is not written again"
+    again = Journal(path)
+    assert again.measured[1] == {"reward": 0.25, "tokens": 7.0}
+    assert math.isnan(again.measured[2]["reward"])
+    assert list(again.until(2).measured) == [1]
+    assert not again.until(1).measured
+    assert again.chain(1) == chain, "they are no part of the chain"
+    copy_journal(again, tmp_path / "copy")
+    assert Journal(tmp_path / "copy").measured[1] == again.measured[1]
+    other = Journal()
+    other.take_excerpt(again.excerpt(0))
+    assert other.measured[1] == again.measured[1]
+    hostile: object
+    for hostile in ({"step": 4}, {"step": 0, "reward": 7}, [], {"step": True}):
+        path.write_bytes(path.read_bytes() + line_of({"measured": hostile}))
+        with pytest.raises(JournalError, match="line 7"):
+            Journal(path)
+        path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
 def test_another_digest_of_a_segment_is_refused(path: Path) -> None:

@@ -223,8 +223,8 @@ def test_an_engines_generators_fit_into_what_the_plan_leaves(
     ) as engine:
         assert engine.host_plan is not None
         assert 0 <= engine.host_plan.spare < 24 << 20
-        limit = engine._run.segments.host_limit(engine._run.device)
-        assert limit == asked, "no more may be resident"
+        maker: Any = engine._run.segments.room_maker(engine._run.device)
+        assert maker.args == (asked,), "no more may be resident"
         noise = engine._run.directions.noise
         assert isinstance(noise, SequentialNoise)
         assert noise._most == engine.host_plan.spare // (STREAM + 4 * GENERATOR)

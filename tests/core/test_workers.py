@@ -468,10 +468,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Engine, int], object], type[Exception],
         "",
     ),
     "a batch that cannot be dealt": (
-        lambda engine, rank: engine.step({"input_ids": [1, 2]}),
+        lambda engine, rank: engine.step({"input_ids": [1, 2]}),  # type: ignore[dict-item]
         BatchError,
         "",
-    ),  # type: ignore[dict-item]
+    ),
 }
 
 

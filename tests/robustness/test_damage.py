@@ -282,8 +282,8 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
         patch.setattr(
             SafetensorsReader,
             "fingerprint",
-            Journal(options.output / "journal.jsonl").header["base"],
-        )  # type: ignore[index]
+            Journal(options.output / "journal.jsonl").header["base"],  # type: ignore[index]
+        )
         shard.write_bytes(data)
         for verify in (True, False):
             with pytest.raises(

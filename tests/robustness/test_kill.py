@@ -45,12 +45,11 @@ MOST_KILLS = 6  # of one run, which then goes on to its end
 FILES = {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
 # by some kinds of runs
 KEPT = {"scratch.bin", "scratch.jsonl", "factors.bin", "factors.jsonl", "samples.jsonl"}
-# first words of what the journal does not have of a step
-DRAWN = {"reward", "best", "completion", "generated", "drift"}
 
 Place = tuple[str, str, str, int, str]  # module, owner, function, call from 1, moment
 SLOTS, RECORDS = "zo2core.sources.slot_file", "zo2core.io.durable"
 GENERATION, TASK = "zo2adapters.tasks.generation", "zo2adapters.tasks.task"
+DIRECTORY = "zo2adapters.trainers.run_directory"
 TORCH_UPDATE = (
     "zo2core.optimizers.torch_optimizer",
     "TorchOptimizer",
@@ -112,10 +111,17 @@ REWARD_PLACES: Mapping[str, Place] = {
     "the base has not continued all prompts": (GENERATION, "Generation", "_advance", 2, "after"),
     "a token of all rows is generated": (GENERATION, "Generation", "_advance", 30, "after"),
     "all rewards are computed": (TASK, "Rewards", "of", 4, "after"),
+    "what a step has measured is noted": (JOURNAL, "Journal", "note_measured", 3, "after"),
     "before the record of a step": (JOURNAL, "Journal", "append", 4, "before"),
     "a record is durable": (JOURNAL, "Journal", "append", 4, "after"),
     "the drift of the eleventh step is measured": (TASK, "RewardTask", "drift", 5, "after"),
-    "samples are answered, and not written": (TRAINER, "", "replace_file", 2, "before"),
+    "samples are answered, and not written": (
+        DIRECTORY,
+        "RunDirectory",
+        "write_samples",
+        2,
+        "before",
+    ),
 }
 
 
@@ -303,12 +309,8 @@ def ended(run: Path) -> dict[str, object]:
     )
     wait_until(lambda: not reward_processes())  # none outlives its run
     assert not list(Path("temporary").iterdir())
-    told = outcome(run)
-    for row in told["metrics"]:
-        for key in [key for key in row if key.partition("_")[0] in DRAWN]:
-            del row[key]
     return {
-        **told,
+        **outcome(run),
         "samples": (run / "samples.jsonl").read_bytes() if "samples.jsonl" in names else b"",
     }
 

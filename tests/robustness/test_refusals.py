@@ -625,7 +625,7 @@ def test_a_path_called_as_an_option_is_none(
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
     line = refusal("evaluate", "--model", "run", "--data", place / "rows.jsonl")
-    assert line.startswith("zo2: run: found no usable tokenizer")
+    assert line.startswith("zo2: run: found no config.json")
 
 
 def test_what_libraries_say_of_kernels_that_nothing_uses_is_left_out(
@@ -633,7 +633,7 @@ def test_what_libraries_say_of_kernels_that_nothing_uses_is_left_out(
 ) -> None:
     logger = logging.getLogger("bitsandbytes")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    refusal("plan", "--model", place / "none")
+    refusal("plan", "--model", place / "base", "--memory", "1MB")
     assert logger.level == logging.ERROR
 
 
@@ -759,6 +759,108 @@ def test_what_is_seen_by_the_look_of_it_waits_for_no_slow_import(prepared: Path)
         check=True,
     )
     assert ended.stderr.count("What to do:") == len(COMMANDS) + 1 + len(refused)
+
+
+NEW = "train --model base --data rows.jsonl --output new"
+# What the file system shows: lines, and what is told of each.
+SEEN: list[tuple[str, str]] = [
+    (f"{NEW} --output run", "run: found a run that has already started"),
+    (f"{NEW} --output base", "base: found something at this path"),
+    (f"{NEW} --trace rows.jsonl", "rows.jsonl: found something at this path"),
+    (f"{NEW} --data rows.txt", "rows.txt: found a file of another format"),
+    (f"{NEW} --data nowhere.jsonl", "nowhere.jsonl: found No such file"),
+    (f"{NEW} --data base", "base: found no regular file, but a directory"),
+    (f"{NEW} --columns completion=answer", "line 1: found no value in a column 'answer'"),
+    (f"{NEW} --prompt-template {{question}}", "line 1: found no value in a column 'question'"),
+    (f"{NEW} --evaluation rows.txt", "rows.txt: found a file of another format"),
+    (f"{NEW} --data choices.jsonl --pack", "--pack: found the objective choice-loss"),
+    (f"{NEW} --data choices.jsonl --objective dpo", "--objective: found dpo for rows with"),
+    (f"{NEW} --objective accuracy --method adamw --lr 1e-3", "which has no gradient"),
+    (f"{NEW} --objective own.py:gone", "own.py without gone, but with calm"),
+    (f"{NEW} --reward own.py:gone --rank 2", "own.py without gone, but with calm"),
+    (f"{NEW} --model bare", "bare: found no safetensors weights"),
+    (f"{NEW} --model pickled", "pickled/pytorch_model.bin: found pickled weights"),
+    (f"{NEW} --model sharded", "sharded/two.safetensors: found No such file"),
+    (f"{NEW} --model mute", "mute: found no usable tokenizer"),
+    (f"{NEW} --model adapter", "adapter: found an adapter"),
+    (f"{NEW} --model ./nowhere", "./nowhere: found no directory"),
+    (f"{NEW} --model nowhere.gguf", "nowhere.gguf: found No such file"),
+    (f"{NEW} --adapter nowhere", "nowhere: found No such file"),
+    (f"{NEW} --device cuda", "--device: found cuda, and 0 CUDA device(s)"),
+    (f"{NEW} --device gpu", "--device: found 'gpu'"),
+    (f"{NEW} --device-memory 8GB", "--device-memory: found 8GB with --device cpu"),
+    (f"{NEW} --report-to wandb", "wandb: found no such package"),
+    (f"{NEW} --runs none.yaml", "none.yaml: found No such file"),
+    (f"{NEW} --split rows", "--split: found rows"),
+    (f"{NEW} --task sst2 --output base", "base: found something at this path"),
+    ("plan --model bare", "bare: found no safetensors weights"),
+    ("plan --model base --objective f2", "--objective: found 'f2'"),
+    ("train --resume base", "base: found no readable options.json"),
+    ("tune --model bare --data rows.jsonl --output new", "bare: found no safetensors weights"),
+    ("tune --model base --data rows.jsonl --output base", "base: found something at this path"),
+    ("init --model bare --data rows.jsonl", "bare: found no safetensors weights"),
+    ("init --model base --data rows.txt", "rows.txt: found a file of another format"),
+    ("init --model base --data rows.jsonl --columns label=of", "no value in a column 'of'"),
+    ("evaluate --run nowhere", "nowhere: found no readable options.json"),
+    ("evaluate --model base --data rows.txt", "rows.txt: found a file of another format"),
+    ("evaluate --model base", "--data: found none"),
+    ("evaluate --model mute --data rows.jsonl", "mute: found no usable tokenizer"),
+    ("evaluate --run run --data rows.jsonl --device cuda", "0 CUDA device(s)"),
+    ("generate --run nowhere --prompt the", "nowhere: found no readable options.json"),
+    ("generate --model mute --prompt the", "mute: found no usable tokenizer"),
+    ("chat nowhere", "nowhere: found no readable options.json"),
+    ("chat --model mute", "mute: found no usable tokenizer"),
+    ("chat --model base --adapter nowhere", "--adapter: found nowhere"),
+    ("export --run run --output base", "base: found something at this path"),
+    ("export --run run --output new.gguf", "new.gguf: found the name of a file"),
+    ("export --run nowhere --output new", "nowhere: found no readable options.json"),
+    ("export --model base --journal none --output new", "none: found no journal"),
+    ("merge --model base --adapter nowhere --output new", "--adapter: found nowhere"),
+    ("convert --model bare --output base", "base: found something at this path"),
+    ("convert --model ./nowhere --output new", "nowhere: found no directory"),
+    ("verify --model bare", "bare: found no safetensors weights"),
+    ("journal nowhere", "nowhere/journal.jsonl: found no journal"),
+    ("report nowhere -o page.html", "nowhere/journal.jsonl: found no journal"),
+    ("report run -o rows.html", "rows.html: found something else at this path"),
+    ("rows --task sst2 --output base", "base: found something at this path"),
+    ("rows --task sst2 --output new --data nowhere", "nowhere: found No such file"),
+    ("demo --keep base", "base: found something at this path"),
+]
+
+
+def test_what_the_file_system_shows_is_told_before_anything_slow_is_imported(
+    prepared: Path, place: Path
+) -> None:
+    shutil.copytree(prepared / "run", place / "run")
+    options = place / "run" / "options.json"
+    options.write_text(options.read_text().replace(str(prepared), str(place)))
+    (place / "rows.txt").write_text("The cat sat.\n")
+    (place / "rows.html").write_text("<p>")
+    (place / "own.py").write_text("def calm(model, batch): ...\n")
+    without = {"bare": "*.safetensors", "pickled": "*.safetensors", "sharded": "model.s*"}
+    for name, pattern in {**without, "mute": "tokenizer*", "adapter": "config.json"}.items():
+        shutil.copytree(place / "base", place / name, ignore=shutil.ignore_patterns(pattern))
+    (place / "pickled" / "pytorch_model.bin").touch()
+    (place / "sharded" / "one.safetensors").touch()
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (place / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "adapter" / "adapter_config.json").write_text("{}")
+    before = sorted(place.rglob("*"))
+    code = IMPORTS.format(unused={"torch", "transformers", "numpy"})
+    blocked = "import sys; sys.modules['wandb'] = None\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", blocked + code, *(line for line, _ in SEEN)],
+        capture_output=True,
+        text=True,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        cwd=place,
+        check=False,
+    )
+    lines = ended.stderr.splitlines()
+    for (line, told), found in zip(SEEN, lines, strict=False):
+        assert told in found, line
+    assert (len(lines), ended.returncode) == (len(SEEN), 0), ended.stderr[-2000:]
+    assert sorted(place.rglob("*")) == before
 
 
 COMPLETED: dict[str, set[str]] = {

@@ -284,7 +284,7 @@ def test_a_signal_that_was_ignored_stays_ignored(
     ],
 )
 def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
-    error: Exception, status: int, said: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, status: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_in_two(journal: object) -> None:
         try:
@@ -293,7 +293,8 @@ def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
             raise error
 
     monkeypatch.setattr(ShowJournal, "run", cut_in_two)
-    ended = run_here("journal", prepared / "base")
+    (tmp_path / "journal.jsonl").touch()
+    ended = run_here("journal", tmp_path)
     assert (ended.status, ended.line.count(said)) == (status, 1), ended
     assert "Traceback" not in ended.err
 
@@ -315,7 +316,7 @@ def handling() -> Iterator[SignalHandling]:
 def test_a_signal_whose_exception_foreign_code_drops_ends_the_command_all_the_same(
     error: Exception | None,
     handling: SignalHandling,
-    prepared: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -326,7 +327,8 @@ def test_a_signal_whose_exception_foreign_code_drops_ends_the_command_all_the_sa
             raise error
 
     monkeypatch.setattr(ShowJournal, "run", drop)
-    assert cli._status(["journal", str(prepared / "base")], handling) == 128 + signal.SIGTERM
+    (tmp_path / "journal.jsonl").touch()
+    assert cli._status(["journal", str(tmp_path)], handling) == 128 + signal.SIGTERM
     assert "damage" not in capsys.readouterr().err
 
 

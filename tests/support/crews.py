@@ -77,14 +77,18 @@ class Crew:
 
     def run(self, *arguments: object) -> list[Ended]:
         """What became of the command, in the order of ranks."""
-        self._start(arguments, {})
+        return self.run_each([arguments] * len(self._members))
+
+    def run_each(self, commands: Sequence[Sequence[object]]) -> list[Ended]:
+        """As ``run``, with a command for each member."""
+        self._start(commands, {})
         return [member.finish() for member in self._members]
 
     def killed(self, rank: int, patch: str, *arguments: object) -> list[Ended]:
         """As ``run``, with a member that dies: the others are told to stop, as ``torchrun`` tells
         them.
         """
-        self._start(arguments, {rank: patch})
+        self._start([arguments] * len(self._members), {rank: patch})
         dead = self._members[rank].finish()
         others = [member for member in self._members if member is not self._members[rank]]
         for member in others:
@@ -93,7 +97,7 @@ class Crew:
         ended.insert(rank, dead)
         return ended
 
-    def _start(self, arguments: Sequence[object], patches: Mapping[int, str]) -> None:
+    def _start(self, commands: Sequence[Sequence[object]], patches: Mapping[int, str]) -> None:
         size = len(self._members)
         told = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         told |= {"LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "crew"}
@@ -103,7 +107,7 @@ class Crew:
                 for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()
             }
             patch = f"import os; os.environ.update({own!r})\n{patches.get(rank, '')}"
-            member.start(*arguments, patch=patch)
+            member.start(*commands[rank], patch=patch)
 
 
 def all_equal(values: Sequence[object]) -> bool:

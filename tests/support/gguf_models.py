@@ -99,11 +99,11 @@ MERGES = [
 ]
 MERGES += [("1", "2"), ("Ġ", "12")]  # which bind where digits are not split
 TOKENS: list[str] = [
-    *bytes_to_unicode().values(),
+    *bytes_to_unicode().values(),  # type: ignore[no-untyped-call]
     *("".join(pair) for pair in MERGES),
     "<|bos|>",
     "<|endoftext|>",
-]  # type: ignore[no-untyped-call]
+]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 _KINDS: dict[str, type[PretrainedConfig]] = {

@@ -11,8 +11,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from zo2adapters.commands.journal import read_journal
+from zo2adapters.commands.journal import read_journal, require_journal
 from zo2adapters.commands.options import Command, Written
+from zo2adapters.models.model_files import require_model
 from zo2adapters.trainers.metrics import best_step, untrained_line, verified_base
 from zo2adapters.trainers.options import (
     Resources,
@@ -23,6 +24,7 @@ from zo2adapters.trainers.options import (
 )
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
+from zo2adapters.trainers.run_files import require_device
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole, shown
 
@@ -40,6 +42,7 @@ class AtStep(Command):
     """A base model, or a run at any of its steps."""
 
     needs: ClassVar[tuple[str, ...]] = ("zo2adapters.models.checkpoint",)
+    takes_texts: ClassVar[bool] = False  # whether the model's tokenizer is needed
 
     model: str | None = None
     """The base model: a directory with safetensors weights, a GGUF file, or a hub id.
@@ -74,11 +77,21 @@ class AtStep(Command):
 
     def check(self) -> None:
         """See the contract."""
-        if self.model is not None or self.model_options.adapter is None:
+        adapter = self.model_options.adapter
+        if self.model is not None or adapter is None:
             self._require_one_model()  # else the adapter may name the model
-        if self.saved is not None:
+        if adapter is not None:
+            _require_adapter(adapter)
+        if self.saved is not None and self.run_directory is not None:
             precision = self.saved.precision_asked()
             self._require_as_in(replace(self.saved.model_options, precision=precision))
+            require_journal(self.run_directory / JOURNAL)
+        if self.journal is not None:
+            require_journal(self.journal)
+        model = self.model if self.saved is None else self.saved.model
+        if model is not None:
+            require_model(model, has_tokenizer=self.takes_texts)
+        require_device(self.resources.device)
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run."""
@@ -93,9 +106,8 @@ class AtStep(Command):
         saved = self.saved
         if saved is None or self.run_directory is None:
             model_options.require_valid()
-            if model_options.adapter is not None and not model_options.adapter.is_dir():
-                expected = "a directory that save_pretrained wrote"
-                raise OptionError("adapter", str(model_options.adapter), expected, "check the path")
+            if model_options.adapter is not None:
+                _require_adapter(model_options.adapter)
             if model_options.lora_rank is not None:
                 expected = "none: the adapter that a run has trained is in its directory"
                 raise OptionError(
@@ -131,7 +143,8 @@ class AtStep(Command):
     def _require_as_in(self, saved: RunModelOptions) -> None:
         """Refuse options that a run has otherwise."""
         for option in fields(saved):
-            value, kept = getattr(self.model_options, option.name), getattr(saved, option.name)
+            value = getattr(self.model_options, option.name)
+            kept = getattr(saved, option.name)
             is_asked = option.name in self.given and value not in (None, (), "auto")
             if (value != option.default or is_asked) and kept != (
                 value.resolve() if isinstance(value, Path) else value
@@ -155,7 +168,8 @@ class AtStep(Command):
 
         Call it on what ``resolved`` returned.
         """
-        named, alone = dict[str, AtStep](), self.without_learning()
+        named = dict[str, AtStep]()
+        alone = self.without_learning()
         for directory in directories:
             other = AtStep(run_directory=directory, resources=self.resources)
             if not (directory / OPTIONS).exists():
@@ -208,7 +222,8 @@ class AtStep(Command):
             and all(at.reads_base_only for _, at in others)
         ):
             return {name: run() for name, run in runs(None).items()}
-        resources, results = self.resources, dict[str, T]()
+        resources = self.resources
+        results = dict[str, T]()
         memory = MemoryPolicy(host=resources.memory, device=resources.device_memory)
         with SharedBase(
             self.without_learning().open_model(), device=resources.device, memory=memory
@@ -271,10 +286,8 @@ class AtStep(Command):
             if self.journal is None
             else read_journal(self.journal, run=self.run_directory, step=self.at)
         )
-        step, replays = (
-            self._step(journal, tells=is_first(workers)),
-            self.journal is not None and journal.is_replayable,
-        )
+        step = self._step(journal, tells=is_first(workers))
+        replays = self.journal is not None and journal.is_replayable
         if self.verify_base:
             _verify(model, journal, self.journal)
         reads_itself = shared is None and self.resources.device == "cpu" and not replays
@@ -307,7 +320,9 @@ class AtStep(Command):
         first-order run that was stopped has no weights of its last step, but those of its last
         snapshot.
         """
-        step, last, run = self.at, journal.version, self.run_directory
+        step = self.at
+        last = journal.version
+        run = self.run_directory
         if step is not None:
             if step and self.journal is None:
                 raise without_effect(
@@ -343,13 +358,19 @@ class AtStep(Command):
             raise OptionError(
                 "run_directory", found, "one process", "start the command without torchrun"
             )
-        base, own = str(journal.header["base"]), model.weights.fingerprint
+        base = str(journal.header["base"])
+        own = model.weights.fingerprint
         if base != own:
-            found, expected = (
-                f"a run on the base {base[:12]}",
-                f"a run on {own[:12]}, the base of this command",
-            )
+            found = f"a run on the base {base[:12]}"
+            expected = f"a run on {own[:12]}, the base of this command"
             raise JournalError(self.journal, found, expected, "pass the run's own base and adapter")
+
+
+def _require_adapter(path: Path) -> None:
+    """Refuse the path of no saved adapter."""
+    if not path.is_dir():
+        expected = "a directory that save_pretrained wrote"
+        raise OptionError("adapter", str(path), expected, "check the path")
 
 
 def _last_kept(journal: Journal, run: Path) -> int:

@@ -37,6 +37,7 @@ from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import DEFAULT_LENGTH, Batching, TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
+from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import DataError
 from zo2core.io.durable import open_no_follow
 from zo2core.ranges import counted
@@ -105,12 +106,13 @@ class Demo(Command):
     seed: int = 0
     """Seed of pre-training and fine-tuning."""
 
+    def check(self) -> None:
+        """See the contract."""
+        if self.keep is not None:
+            refuse_used(self.keep)
+
     def run(self) -> None:
         """Run the demo."""
-        from zo2core.checkpoint.export import require_unused
-
-        if self.keep is not None:
-            require_unused(self.keep)
         with (
             nullcontext(self.keep)
             if self.keep
@@ -133,7 +135,8 @@ def run_demo(
     from zo2adapters.trainers.trainer import Trainer
 
     task = prepare(directory, seed=seed, recipe=recipe, quiet=quiet)
-    losses, output = task.pretraining_losses, directory / "run"
+    losses = task.pretraining_losses
+    output = directory / "run"
     print(
         f"model: Llama, {task.parameters:,} parameters, made from {recipe.characters / 1e6:.1f} "
         "MB of Python's own source\n"
@@ -187,7 +190,8 @@ def accuracy(directory: Path, rows: Path, labels: Sequence[str]) -> float:
     from zo2adapters.tasks.task import TaskOptions, measured
     from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 
-    model, tokenizer = open_checkpoint(directory), load_tokenizer(directory)
+    model = open_checkpoint(directory)
+    tokenizer = load_tokenizer(directory)
     options = RowOptions(label_column="completion", labels=tuple(labels))
     choices = RowReader(tokenizer, model.longest_row or DEFAULT_LENGTH, options).read(rows)
     with AtStep(model=str(directory)).engine(model) as engine:
@@ -214,9 +218,7 @@ def prepare(
     """Make a base model, and a task held out from its pre-training."""
     import torch
 
-    from zo2core.checkpoint.export import require_unused
-
-    require_unused(directory)
+    refuse_used(directory)
     files = source_texts(seed=seed)
     texts = pretraining_texts(files, recipe.characters)
     known = "\n".join(texts)
@@ -296,7 +298,8 @@ def _pretrain(
     """
     import torch
 
-    generator, steps = torch.Generator().manual_seed(seed), recipe.pretraining_steps
+    generator = torch.Generator().manual_seed(seed)
+    steps = recipe.pretraining_steps
     lr = LearningRate(
         peak=recipe.pretraining_lr, decay=Decay.COSINE, warmup_steps=steps // 20, steps=steps
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
-from zo2adapters.tasks.row_options import RowFormat, RowOptions
+from zo2adapters.tasks.row_options import RowFormat, RowOptions, first_format
 from zo2adapters.trainers.metrics import SharedSweeps, progress_bar, sweep_bars
 from zo2adapters.trainers.option_table import require_valid
 from zo2adapters.trainers.options import (
@@ -27,8 +27,15 @@ from zo2adapters.trainers.options import (
     RunOptions,
     precision_of_run,
 )
-from zo2adapters.trainers.process import WorkerOptions, is_first, torchrun_rank
+from zo2adapters.trainers.process import (
+    WorkerOptions,
+    is_first,
+    require_same_command,
+    torchrun_rank,
+)
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
+from zo2adapters.trainers.run_files import require_free_file, require_there
+from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import NonFiniteLossError, OptionError, without_effect
 from zo2core.io.durable import read_regular
 from zo2core.ranges import LARGEST, counted, parse_size, require_whole
@@ -52,6 +59,7 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps beside its base, on a data file."""
 
     needs: ClassVar = ("zo2adapters.trainers.trainer", "zo2adapters.tasks.objectives")
+    takes_texts: ClassVar = True
     first_options: ClassVar = (
         "run_directory model adapter data at beside_base others batch_size max_new_tokens memory"
     )
@@ -85,11 +93,26 @@ class Evaluate(AtStep):
     trace: Path | None = None
     """New file for a timeline of every pass over the blocks, for ui.perfetto.dev."""
 
+    def check(self) -> None:
+        """See the contract."""
+        super().check()
+        require_valid(self.batching)
+        require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
+        takes_labels = self.model_options.head != "causal-lm"
+        if self.saved is not None:
+            takes_labels = self.saved.takes_labels
+        elif self.data is None:
+            raise OptionError("data", "none", "a file of rows", "pass --data FILE")
+        if self.data is not None:
+            first_format(self.data, self._with_options_of_run().rows, takes_labels=takes_labels)
+        require_free_file(self.trace)
+
     def run(self) -> None:
         """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for
         rows with answers.
         """
         with WorkerOptions().workers() as workers:
+            require_same_command("evaluate", self, workers)
             self._with_options_of_run()._evaluate(workers)
 
     def _with_options_of_run(self) -> Evaluate:
@@ -105,10 +128,8 @@ class Evaluate(AtStep):
             if name in self.given or value != getattr(RowOptions(), name)
         }
         length = self.batching.sequence_length or self.saved.batching.sequence_length
-        rows, batching = (
-            replace(self.saved.rows, **changes),
-            replace(self.batching, sequence_length=length),
-        )
+        rows = replace(self.saved.rows, **changes)
+        batching = replace(self.batching, sequence_length=length)
         return replace(self, rows=rows, batching=batching)
 
     def _evaluate(self, workers: Workers | None) -> None:
@@ -119,7 +140,8 @@ class Evaluate(AtStep):
 
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
-        at, chunk = self.resolved(), self.batching.loss_chunk or "auto"
+        at = self.resolved()
+        chunk = self.batching.loss_chunk or "auto"
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=chunk)
         rows = self._read(at, model, tokenizer)
@@ -133,11 +155,9 @@ class Evaluate(AtStep):
             and (at.journal is not None or at.model_options.adapter is not None)
         ):
             others.insert(0, ("base", at.without_learning()))
-        (total, unit), size, micro_rows = (
-            units_of(rows),
-            self.batching.batch_size,
-            self.batching.micro_batch_size,
-        )
+        (total, unit) = units_of(rows)
+        size = self.batching.batch_size
+        micro_rows = self.batching.micro_batch_size
         if self.activation_memory is None:
             most, longest = self.batching.shape(size, rows.longest)
             room = activation_bytes(
@@ -145,27 +165,29 @@ class Evaluate(AtStep):
             )
         else:
             room = parse_size(self.activation_memory, option="activation_memory")
-        given: Any = {
-            "batch_size": size,
-            "micro_batch_size": micro_rows,
-            "pack": self.batching.pack,
-        }
         options = TaskOptions(
-            tokenizer=tokenizer, pad=pad_token_id(tokenizer), has_errors=True, **given
+            tokenizer=tokenizer,
+            pad=pad_token_id(tokenizer),
+            has_errors=True,
+            batch_size=size,
+            micro_batch_size=micro_rows,
+            pack=self.batching.pack,
         )
 
         def evaluated(
             one: AtStep, its_model: HFBlockModel, shared: SharedBase | None
         ) -> tuple[str, Evaluated]:
             """What one model is, and its measures."""
-            adapter, trace = one.model_options.adapter, self.trace if one is at else None
-            given: Any = {
-                "workers": workers,
-                "shared": shared,
-                "micro_batch_size": micro_rows,
-                "trace": trace,
-            }
-            with one.engine(its_model, activation_bytes=room, **given) as engine:
+            adapter = one.model_options.adapter
+            trace = self.trace if one is at else None
+            with one.engine(
+                its_model,
+                activation_bytes=room,
+                workers=workers,
+                shared=shared,
+                micro_batch_size=micro_rows,
+                trace=trace,
+            ) as engine:
                 name = "base" if adapter is None else name_of(adapter)
                 name = name if one.journal is None else f"step {engine.version}"
                 with (
@@ -193,11 +215,9 @@ class Evaluate(AtStep):
         from zo2adapters.tasks.rows import RowReader, with_labels
         from zo2adapters.tasks.tokenizer import vocabulary_of
 
-        length, is_causal, saved = (
-            self.batching.length_for(model),
-            at.model_options.head == "causal-lm",
-            self.saved,
-        )
+        length = self.batching.length_for(model)
+        is_causal = at.model_options.head == "causal-lm"
+        saved = self.saved
         self.rows.require_valid(takes_labels=not is_causal)
         labelled_for = None if is_causal else model.config
         reader = RowReader(
@@ -320,11 +340,17 @@ class WriteRows(Command):
     seed: int = 0
     """Seed with which rows are sampled."""
 
+    def check(self) -> None:
+        """See the contract."""
+        refuse_used(self.output)
+        if self.data is not None:
+            require_there(self.data)
+
     def run(self) -> None:
         """Write the files, and print how many rows each has."""
-        from zo2core.checkpoint.export import new_directory, require_unused
+        from zo2core.checkpoint.export import new_directory
 
-        require_unused(self.output)
+        refuse_used(self.output)
         files = self.files()  # before anything is made at the path
         with new_directory(self.output) as partial:
             for name, content in files.items():
@@ -363,7 +389,9 @@ def run_task(command: Train, train: Callable[[Path, Path], object]) -> None:
     The rows are in a directory with the run's name and the suffix ``.rows``. Rows left by a process
     that was killed before the run started are reused if they are the same.
     """
-    model, output, task = command.model, command.output, command.task
+    model = command.model
+    output = command.output
+    task = command.task
     assert model is not None
     assert output is not None
     assert task is not None

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
+from zo2adapters.models.model_files import require_model
+from zo2adapters.optional_package import require_package
 from zo2adapters.trainers.metrics import export_bar, progress_bar
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, MODEL, OPTIONS
-from zo2core.errors import OptionError, OutputError
+from zo2core.checkpoint.unused import refuse_used
+from zo2core.errors import CheckpointError, OptionError, OutputError
 from zo2core.ranges import counted
 
 if TYPE_CHECKING:
@@ -34,11 +37,10 @@ class WritesDirectory(AtStep):
     output: Path
     """Directory to write; it must not exist, or be empty."""
 
-    def run(self) -> None:
-        """Replay the run and write the model."""
-        from zo2core.checkpoint.export import require_unused
-
-        require_unused(self.output)
+    def check(self) -> None:
+        """See the contract."""
+        super().check()
+        refuse_used(self.output)
         if self.output.suffix.lower() in _FILES:
             name = self.output.with_suffix("")
             remedy = f"pass --output {name}; for a GGUF file in it, zo2 export with --format gguf"
@@ -48,6 +50,10 @@ class WritesDirectory(AtStep):
                 "a directory, which gets the model's files",
                 remedy,
             )
+
+    def run(self) -> None:
+        """Replay the run and write the model."""
+        self.check()  # also where the library is called
         self._write(self.resolved())
 
     def _write(self, at: AtStep) -> None:
@@ -116,7 +122,6 @@ class Export(WritesDirectory):
 
     def check(self) -> None:
         """Refuse options of the other format. See the contract."""
-        super().check()
         if self.format == "huggingface" and self.gguf_type != "auto":
             remedy = "pass --format gguf as well, or leave it out"
             raise OptionError("gguf_type", self.gguf_type, "auto without --format gguf", remedy)
@@ -125,17 +130,16 @@ class Export(WritesDirectory):
             if self.format == "gguf":
                 expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
             raise OptionError("output_dtype", self.output_dtype, expected, remedy)
-
-    def run(self) -> None:
-        """Replay the run and write the model, also where the library is called."""
-        self.check()
-        super().run()
+        super().check()
+        if self.format == "gguf":
+            require_package("gguf", install="zo2core[gguf]")
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_adapter, export_gguf, merging_bytes
         from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
 
-        is_gguf_file, has_adapter = self.format == "gguf", at.model_options.trains_adapter
+        is_gguf_file = self.format == "gguf"
+        has_adapter = at.model_options.trains_adapter
         is_adapter = self.as_adapter or (has_adapter and not is_gguf_file)
         if is_gguf_file and self.as_adapter and not has_adapter:
             found = "norms and embeddings, which a run with --rank changes, too"
@@ -225,6 +229,15 @@ class Convert(Command):
     Such a model is trained with --rank or an adapter; its own weights do not change.
     """
 
+    def check(self) -> None:
+        """See the contract."""
+        refuse_used(self.output)
+        if self.quantize is not None:
+            require_model(self.model, has_tokenizer=False)
+        elif not self.model.is_dir():
+            expected, remedy = "the directory of a model", "check the path"
+            raise CheckpointError(self.model, "no directory", expected, remedy)
+
     def run(self) -> None:
         """Convert, and print each shard, or show a bar while weights are quantised."""
         from zo2adapters.models.conversion import convert, quantize
@@ -247,10 +260,8 @@ class Convert(Command):
             f"{shown_bytes(before)}"
         )
         if left:
-            nbytes, largest = (
-                sum(spec.nbytes for spec in left),
-                max(left, key=lambda spec: spec.numel),
-            )
+            nbytes = sum(spec.nbytes for spec in left)
+            largest = max(left, key=lambda spec: spec.numel)
             words = (
                 f"{len(left)} of the layers' matrices, {shown_bytes(nbytes)}, such as "
                 f"{largest.name}"
@@ -306,14 +317,14 @@ class Push(Command):
             for name in _UPLOADED
             if name != "Modelfile" or not (exported / "adapter.gguf").exists()
         ]
-        given: Any = {
-            "folder_path": exported,
-            "allow_patterns": names,
-            "commit_message": "Upload with zo2 push",
-        }
         try:
             hub.create_repo(self.to, private=not self.public, exist_ok=True)
-            hub.upload_folder(repo_id=self.to, **given)
+            hub.upload_folder(
+                repo_id=self.to,
+                folder_path=exported,
+                allow_patterns=names,
+                commit_message="Upload with zo2 push",
+            )
         except Exception as error:
             # the hub, the network and the login fail with many kinds of errors
             found = (

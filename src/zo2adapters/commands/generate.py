@@ -69,6 +69,8 @@ class Generate(AtStep):
         "run_directory model adapter prompt at others max_new_tokens temperature top_p memory"
     )
 
+    takes_texts: ClassVar = True
+
     prompt: tuple[str, ...]
     r"""Texts to continue, where \n is a line break and \t a tab; all of them share each pass over
     the blocks.
@@ -87,14 +89,14 @@ class Generate(AtStep):
         from zo2adapters.tasks.generation import require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
-        sampling, at = self.sampling.chosen(), self.resolved()
+        sampling = self.sampling.chosen()
+        at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.open_model()
         texts = [with_line_breaks(text) for text in self.prompt]
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
         require_lengths(model, prompts, self.max_new_tokens)
         tokens = max(map(len, prompts)) + self.max_new_tokens
-        chosen: Any = {"max_new_tokens": self.max_new_tokens, "sampling": sampling}
 
         def continued(
             at: AtStep, model: HFBlockModel, shared: SharedBase | None
@@ -109,7 +111,15 @@ class Generate(AtStep):
                 sweep_bars(engine),
             ):
                 steps = []
-                for step in _generated(engine, model, at, tokenizer, prompts, **chosen):
+                for step in _generated(
+                    engine,
+                    model,
+                    at,
+                    tokenizer,
+                    prompts,
+                    max_new_tokens=self.max_new_tokens,
+                    sampling=sampling,
+                ):
                     steps.append(step)
                     bar.update()
             return [
@@ -145,7 +155,8 @@ def _generated(
     from zo2adapters.tasks.tokenizer import pad_token_id
     from zo2adapters.trainers.methods import require_finite_base
 
-    ends, pad = end_token_ids(model, tokenizer), pad_token_id(tokenizer)
+    ends = end_token_ids(model, tokenizer)
+    pad = pad_token_id(tokenizer)
     try:
         yield from generate(engine, model, prompts, eos_token_ids=ends, pad_token_id=pad, **given)
     except NonFiniteLossError:
@@ -161,6 +172,12 @@ def _generation_bytes(config: Any, rows: int, tokens: int) -> int:
     from zo2adapters.models.footprint import activation_bytes, cache_bytes
 
     return cache_bytes(config, rows, tokens) + activation_bytes(config, rows, tokens, streams=1)
+
+
+class _Variant(AtStep):
+    """A model at a step that answers."""
+
+    takes_texts: ClassVar = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +227,17 @@ class Chat(Command):
     model_options: ModelOptions = field(default_factory=ModelOptions)
     resources: Resources = field(default_factory=Resources)
 
+    def check(self) -> None:
+        """See the contract."""
+        require_whole("max_new_tokens", self.max_new_tokens, 1)
+        for name, variant in self._variants().items():
+            if name != _BASE or not self.adapters:  # else an adapter may name the base
+                variant.check()
+
     def run(self) -> None:
         """Answer the lines of standard input until it ends, or until /quit."""
-        require_whole("max_new_tokens", self.max_new_tokens, 1)
-        variants, rows = self._variants(), self._rows()
-        session = _Session(self, variants, rows)
+        self.check()  # also where the library is called
+        session = _Session(self, self._resolved(), self._rows())
         session.open()
         with closing(session):
             print(session.introduction, file=sys.stderr)
@@ -239,6 +262,16 @@ class Chat(Command):
         )
         return rows if is_prompt else None
 
+    def _resolved(self) -> dict[str, AtStep]:
+        """What answers, by name, with base, dtype and journal of each. See ``_variants``."""
+        resolved = dict[str, AtStep]()
+        for name, variant in self._variants().items():
+            first = next(iter(resolved.values()), None)
+            if variant.model is None and variant.run_directory is None and first is not None:
+                variant = replace(variant, model=first.model)  # an adapter has named the base
+            resolved[name] = variant.resolved()
+        return resolved
+
     def _variants(self) -> dict[str, AtStep]:
         """What answers, by name; the first one answers first."""
         if self.model is not None and (Path(self.model) / JOURNAL).is_file():
@@ -251,7 +284,7 @@ class Chat(Command):
         opening = RunModelOptions(**vars(self.model_options))
         if self.run_directory is None and (self.model is not None or self.adapters):
             return self._adapted(
-                AtStep(model=self.model, model_options=opening, resources=self.resources)
+                _Variant(model=self.model, model_options=opening, resources=self.resources)
             )
         if self.run_directory is None or self.model is not None:
             found = (
@@ -268,13 +301,13 @@ class Chat(Command):
                 f"{self.adapters[0]} with a run",
                 "--model with --adapter, or a run alone",
             )
-        run = AtStep(
+        run = _Variant(
             run_directory=self.run_directory,
             at=self.at,
             model_options=opening,
             resources=self.resources,
         )
-        return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
+        return {name_of(self.run_directory): run, _BASE: replace(run, at=0)}
 
     def _adapted(self, base: AtStep) -> dict[str, AtStep]:
         """A base with each of its adapters, and alone."""
@@ -290,12 +323,8 @@ class Chat(Command):
                 remedy,
             )
         adapted = [replace(base.model_options, adapter=path) for path in self.adapters]
-        variants = [
-            replace(base, model_options=model_options).resolved() for model_options in adapted
-        ]
-        if variants:  # an adapter may have named the base
-            base = replace(base, model=variants[0].model)
-        return {**dict(zip(names, variants, strict=True)), _BASE: base.resolved()}
+        variants = [replace(base, model_options=model_options) for model_options in adapted]
+        return {**dict(zip(names, variants, strict=True)), _BASE: base}
 
 
 def _lines() -> Iterator[str]:
@@ -357,8 +386,11 @@ class _Session:
     ) -> None:
         from zo2adapters.tasks.tokenizer import load_tokenizer
 
-        self._options, self._variants, self._sampling = options, variants, options.sampling.chosen()
-        self.name, self._messages = next(iter(variants)), list[dict[str, str]]()
+        self._options = options
+        self._variants = variants
+        self._sampling = options.sampling.chosen()
+        self.name = next(iter(variants))
+        self._messages = list[dict[str, str]]()
         self._tokenizer = load_tokenizer(self._at.base())
         self._labels = () if rows is None else rows.labels
         self._rows = (
@@ -397,7 +429,8 @@ class _Session:
         self._length = Batching(sequence_length=self._options.sequence_length).length_for(
             self._model
         )
-        config, labels = self._model.config, len(self._labels)
+        config = self._model.config
+        labels = len(self._labels)
         length = self._length
         room = (
             activation_bytes(config, labels, length, streams=1)
@@ -478,16 +511,18 @@ class _Session:
             print(f"{said} for an answer: shorten the message, or type /reset", file=sys.stderr)
             return
         ends = end_token_ids(self._model, self._tokenizer)
-        chosen: Any = {
-            "max_new_tokens": min(room, self._options.max_new_tokens),
-            "sampling": self._sampling,
-        }
         stream = _TextStream(
             lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True))
         )
         with _Stop() as stop:
             for (token,) in _generated(
-                self._engine, self._model, self._at, self._tokenizer, [ids], **chosen
+                self._engine,
+                self._model,
+                self._at,
+                self._tokenizer,
+                [ids],
+                max_new_tokens=min(room, self._options.max_new_tokens),
+                sampling=self._sampling,
             ):
                 if token is not None and token not in ends:
                     stream.add(token)
@@ -516,12 +551,13 @@ class _Session:
             )
             print(said, file=sys.stderr)
             return
-        given: Any = {
-            "batch_size": len(self._labels),
-            "pad_token_id": pad_token_id(self._tokenizer),
-        }
         means = score(
-            self._engine, self._model, [choice.prompt], [choice.candidates], **given
+            self._engine,
+            self._model,
+            [choice.prompt],
+            [choice.candidates],
+            batch_size=len(self._labels),
+            pad_token_id=pad_token_id(self._tokenizer),
         ).means[0]
         weights = [math.exp(mean - max(means)) for mean in means]
         shares = sorted(zip(weights, self._labels, strict=True), key=lambda pair: -pair[0])
@@ -537,7 +573,9 @@ class _TextStream:
     """Prints a text while its tokens are generated."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode, self._tokens, self._printed = decode, list[int](), ""
+        self._decode = decode
+        self._tokens = list[int]()
+        self._printed = ""
 
     def add(self, token: int) -> None:
         """Print the characters that this token completes."""

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from zo2adapters.commands.options import Command, Written
+from zo2adapters.models.model_files import require_model
 from zo2adapters.tasks.registry import AUTO, function_file
-from zo2adapters.tasks.row_options import RowOptions
-from zo2adapters.tasks.row_source import require_there
+from zo2adapters.tasks.rewards import function_source
+from zo2adapters.tasks.row_options import RowOptions, require_columns
 from zo2adapters.trainers.options import HeadName, RunModelOptions, Storage, TrainOptions
 from zo2core.errors import OutputError, system_errors_as
 from zo2core.io.durable import replace_file
@@ -54,8 +55,11 @@ class Init(Command):
         """See the contract."""
         self._require_free()
         self._options().require_valid()
+        require_model(self.model)
+        if (file := function_file(self.objective)) is not None:
+            function_source(file, self.objective.rpartition(":")[2], option="objective")
         for path in filter(None, (self.data, self.evaluation)):
-            require_there(path)
+            require_columns(path, self.rows)
 
     def run(self) -> None:
         """Write the recipe, and print what its run would take and the command that starts it."""
@@ -97,5 +101,6 @@ class Init(Command):
             name: getattr(self, name)
             for name in ("model", "data", "evaluation", "objective", "seed", "rows")
         }
-        opening, storage = RunModelOptions(head=self.head), Storage(memory=self.memory)
+        opening = RunModelOptions(head=self.head)
+        storage = Storage(memory=self.memory)
         return TrainOptions(output=output, model_options=opening, storage=storage, **same)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from zo2adapters.commands.options import POSITIONAL, Command, Written
+from zo2adapters.optional_package import require_package
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, metrics_of
@@ -36,21 +37,34 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
     journal = Journal(path)
     journal.close()
     if journal.header is None:
-        found, expected, remedy = "no journal", "a run's journal.jsonl", "check the path"
-        if (path.parent / OPTIONS).exists():
-            found, expected = (
-                "no record: the process ended before the run's first step",
-                "a run that has begun",
-            )
-            remedy = f"continue it with zo2 train --resume {path.parent}"
-        raise JournalError(path, found, expected, remedy)
+        raise _no_journal(path)
     steps = journal.version
     if step is None or step > steps:
-        journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
+        align_rows(raw, journal).require_whole(journal, METRICS)
         if journal.torn:
             ignored = "the last record is damaged or incomplete and is ignored"
             print(f"{path}: {ignored}; the run has {counted(steps, 'step')}", file=sys.stderr)
     return journal
+
+
+def require_journal(path: Path) -> None:
+    """Refuse the path of no journal, before torch is imported."""
+    if not path.exists():
+        raise _no_journal(path)
+
+
+def _no_journal(path: Path) -> JournalError:
+    """The error for a journal that is not there, or has no record."""
+    found = "no journal"
+    expected = "a run's journal.jsonl"
+    remedy = "check the path"
+    if (path.parent / OPTIONS).exists():
+        found, expected = (
+            "no record: the process ended before the run's first step",
+            "a run that has begun",
+        )
+        remedy = f"continue it with zo2 train --resume {path.parent}"
+    return JournalError(path, found, expected, remedy)
 
 
 # of a header's keys; others are their own title
@@ -77,10 +91,14 @@ class ShowJournal(Command):
     last: int | None = None
     """Number of steps to print, counted from the end; by default all."""
 
-    def run(self) -> None:
-        """Print what identifies the run, and its steps."""
+    def check(self) -> None:
+        """See the contract."""
         if self.last is not None:
             require_whole("last", self.last, 1)
+        require_journal(self.run_directory / JOURNAL)
+
+    def run(self) -> None:
+        """Print what identifies the run, and its steps."""
         journal = read_journal(self.run_directory / JOURNAL)
         assert journal.header is not None, "read_journal refuses a journal without a header"
         for line in _header_lines(journal.header):
@@ -131,7 +149,8 @@ def _header_lines(header: Mapping[str, Any]) -> Iterator[str]:
 def _titled(header: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The values of a header that tell a reader something, by title."""
     left = {key: value for key, value in header.items() if key != "format"}
-    optimizer, estimator = left.pop("method", None), left.pop("estimator", None)
+    optimizer = left.pop("method", None)
+    estimator = left.pop("estimator", None)
     if optimizer or estimator:
         yield (
             "method",
@@ -189,6 +208,13 @@ def printable(text: str) -> str:
     )
 
 
+HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which the page of a report begins
+_WANTED = {
+    "expected": "a new file or an earlier report, in a writable directory",
+    "remedy": "pass another path",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
     """Write a page with the curves, the cost and the options of one run, or of several side by
@@ -207,35 +233,41 @@ class Report(Command):
     The page is self-contained. It replaces an earlier page of this command, and no other file.
     """
 
-    def run(self) -> None:
-        """Write the page and print its path."""
-        from zo2adapters.commands.report import HEAD, page, read_run
-
+    def check(self) -> None:
+        """See the contract."""
         if not self.runs:
             raise OptionError("runs", "none", "at least one directory", "pass a run's directory")
         if self.output.suffix.lower() not in ("", ".html", ".htm"):
-            remedy = "let it end with .html"
-            raise OptionError(
-                "output",
-                str(self.output),
-                "the name of an HTML file, which is what a report is",
-                remedy,
-            )
-        text, is_page = (
-            page([read_run(path) for given in self.runs for path in runs_in(given)]),
-            False,
-        )
-        with suppress(OSError):
-            is_page = read_regular(self.output).startswith(HEAD.encode())
-        wanted = {
-            "expected": "a new file or an earlier report, in a writable directory",
-            "remedy": "pass another path",
-        }
-        if os.path.lexists(self.output) and not is_page:
-            raise OutputError(self.output, found="something else at this path", **wanted)
-        with system_errors_as(OutputError, self.output, **wanted):
+            expected = "the name of an HTML file, which is what a report is"
+            raise OptionError("output", str(self.output), expected, "let it end with .html")
+        self._require_free()
+        for path in self._directories:
+            require_journal(path / JOURNAL)
+        require_package("matplotlib", install="zo2core[plot]")
+
+    def run(self) -> None:
+        """Write the page and print its path."""
+        from zo2adapters.commands.report import page, read_run
+
+        self.check()  # also where the library is called
+        text = page([read_run(path) for path in self._directories])
+        self._require_free()  # drawing takes a while
+        with system_errors_as(OutputError, self.output, **_WANTED):
             replace_file(self.output, text.encode())
         print(self.output)
+
+    @property
+    def _directories(self) -> list[Path]:
+        """The runs, each in its directory."""
+        return [path for given in self.runs for path in runs_in(given)]
+
+    def _require_free(self) -> None:
+        """Refuse a path at which there is something else than an earlier report."""
+        is_page = False
+        with suppress(OSError):
+            is_page = read_regular(self.output).startswith(HEAD.encode())
+        if os.path.lexists(self.output) and not is_page:
+            raise OutputError(self.output, found="something else at this path", **_WANTED)
 
 
 def runs_in(directory: Path) -> list[Path]:

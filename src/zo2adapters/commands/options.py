@@ -292,7 +292,8 @@ def parse_options(
     What an option of the command line makes of no effect is not counted as given by the recipe,
     which may have all options of a run.
     """
-    listed, see = option_fields(options), f"see zo2 {name} --help"
+    listed = option_fields(options)
+    see = f"see zo2 {name} --help"
     values, given = _values(name, options, [*recipe, *arguments])
     if recipe:
         _, later = _values(name, options, arguments)
@@ -323,7 +324,8 @@ def _values(name: str, options: Any, arguments: Sequence[str]) -> tuple[dict[str
     """The values of arguments by field, and the fields that are given: others are the defaults of
     settings that a later argument has dropped.
     """
-    listed, see = option_fields(options), f"see zo2 {name} --help"
+    listed = option_fields(options)
+    see = f"see zo2 {name} --help"
     try:
         parsed, stray = _parser(listed, see).parse_known_args(
             [_with_hyphens(argument) for argument in arguments]
@@ -362,10 +364,8 @@ def _refuse_stray(
                 "command line", f"the unknown option {called[:80]}", called, listed, f"zo2 {name}"
             )
     if stray and "run" in option_names(options) and (Path(stray[0]) / "journal.jsonl").is_file():
-        expected, see = (
-            f"an option before it; did you mean --run {stray[0]}",
-            f"write --run {stray[0]}",
-        )
+        expected = f"an option before it; did you mean --run {stray[0]}"
+        see = f"write --run {stray[0]}"
         raise _refused(f"the word {stray[0][:80]} without an option", expected, see)
     if stray:
         raise _refused(
@@ -394,10 +394,12 @@ def _with_hyphens(argument: str) -> str:
 
 def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
     """A parser of a command line; ``see`` is what an error advises."""
-    given: Any = {"add_help": False, "allow_abbrev": False, "exit_on_error": False}
-    parser = argparse.ArgumentParser(**given, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
     for option in listed:
-        convert, count = partial(_converted, option, see), "*" if option.items else None
+        convert = partial(_converted, option, see)
+        count = "*" if option.items else None
         if option.is_positional:
             parser.add_argument(option.field, type=convert, nargs=count or "?")
         elif option.type is bool:
@@ -434,7 +436,8 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> _WithSetting
         return _WithSettings({option.field: _converted(option, see, text)}, defaults)
     switches = [f"{key}(?=,|$)" for key, setting in option.settings.items() if setting.type is bool]
     starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
-    found, see = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL), f"{see}-all"
+    found = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL)
+    see = f"{see}-all"
     if found is None and (unknown := re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)):
         expected = (
             "one of "
@@ -473,7 +476,8 @@ def _converted(option: OptionField, see: str, text: str) -> Any:
     if text is argparse.SUPPRESS:
         # argparse converts the default of a missing positional argument, too
         return text
-    kinds, named = {*option.kinds, *option.items}, option.named
+    kinds = {*option.kinds, *option.items}
+    named = option.named
     if text in named:
         return named[text]
     if text == "None" and NoneType in kinds:
@@ -506,7 +510,8 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
         return OptionError(where, found, expected, remedy)
 
     listed = {option.name: option for option in option_fields(options)}
-    arguments, seen = list[str](), set[str]()
+    arguments = list[str]()
+    seen = set[str]()
     for name, key, value in _settings_last(_flat(values, where)):
         found = f"the key {str(key)[:80]}"
         option, setting = SETTING_OF.get(name, (name, ""))
@@ -527,7 +532,8 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
             )
         else:
             value = _switched(listed[option], key, value, where)
-        called, is_list = option.replace("_", "-"), isinstance(value, (list, tuple))
+        called = option.replace("_", "-")
+        is_list = isinstance(value, (list, tuple))
         items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
         texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
         if not all(
@@ -570,11 +576,13 @@ def _switched(option: OptionField | None, key: object, value: object, where: str
     if option.type is bool:
         switch = _SWITCHES.get(str(value).lower())
         if switch is None:
-            found, remedy = f"{value!r:.80} as {key}", f"write {key}: true, or {key}: false"
+            found = f"{value!r:.80} as {key}"
+            remedy = f"write {key}: true, or {key}: false"
             raise OptionError(where, found, "true or false", remedy)
         return switch
     if isinstance(value, bool):
-        found, remedy = f"{str(value).lower()} as {key}", "write such a value, or leave it out"
+        found = f"{str(value).lower()} as {key}"
+        remedy = "write such a value, or leave it out"
         raise OptionError(where, found, f"a value, as in {option.written}", remedy)
     return value
 
@@ -633,7 +641,8 @@ def unknown_option(
     nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
     if nearest is None:
         every, text = ("-all", "") if len(known) > _MOST_LISTED else ("", f": {names}")
-        expected, remedy = f"an option of {command}{text}", f"see {command} --help{every}"
+        expected = f"an option of {command}{text}"
+        remedy = f"see {command} --help{every}"
     else:
         expected = f"an option of {command}; did you mean {written[nearest]}"
         remedy = f"write {written[nearest]}, or leave it out"
@@ -757,7 +766,7 @@ def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
 
 def _text(option: OptionField) -> str:
     """The docstring below an option's field, with its default."""
-    text = _docstrings_of(option.owner)[option.field]
+    text = " ".join(_docstrings_of(option.owner)[option.field].split())
     default = option.default.value if isinstance(option.default, Enum) else option.default
     if default is MISSING:
         return f"{text} (required)"
@@ -775,7 +784,8 @@ def _text(option: OptionField) -> str:
 
 def _wrapped(text: str, indent: int) -> list[str]:
     """The paragraphs of a text as lines."""
-    width, margin = min(shutil.get_terminal_size().columns, _WIDEST), " " * indent
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    margin = " " * indent
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     wrap = textwrap.TextWrapper(
         width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False

@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from zo2adapters.commands.journal import printable, read_journal
+from zo2adapters.commands.journal import HEAD, printable, read_journal
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.methods import ADAPTER_FORWARDS, method_of
 from zo2adapters.trainers.metrics import (
     Row,
     align_rows,
     criterion,
+    recorded_row,
     results_of_row,
-    row_of,
     shown_results,
 )
 from zo2adapters.trainers.option_table import used_options
@@ -33,7 +33,7 @@ from zo2adapters.trainers.run_directory import (
     read_samples,
     read_trials,
 )
-from zo2core import Update, ZO2Error
+from zo2core import Journal, Update, ZO2Error
 from zo2core.errors import JournalError
 from zo2core.estimators.guard import is_refused
 from zo2core.ranges import counted
@@ -55,7 +55,6 @@ _UPRIGHT = 4  # learning rates that have room beside each other
 _LARGEST = 1e300  # largest number that is drawn
 _MARKED = {"marker": "o", "markersize": 4}  # style of a curve of few points
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
-HEAD = "<!doctype html>\n<!-- zo2 report -->\n"  # with which a page begins
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
        padding: 0 1rem; color: #222; }
@@ -137,7 +136,7 @@ def read_run(directory: Path) -> Run:
         name=printable(directory.name or str(directory)),
         options=options,
         taken=journal.steps,
-        steps=[_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row],
+        steps=[_step_row(row, journal) for row in rows if "loss" in row],
         evaluations=[_numbers(row) for row in rows if results_of_row(row)],
         samples=read_samples(directory),
         gradient_forwards=gradient_forwards,
@@ -145,7 +144,7 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
+def _step_row(row: Row, journal: Journal) -> dict[str, Any]:
     """A step's row or, where its speed and memory are incomplete or damaged, the row that the
     journal gives.
     """
@@ -157,7 +156,7 @@ def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
     return (
         dict(row)
         if is_whole and all(_is_number(row.get(name)) for name in _MEASURED)
-        else row_of(update)
+        else recorded_row(journal, row["step"])
     )
 
 
@@ -265,7 +264,8 @@ def _file_name(path: object) -> str:
 
 def _method(options: dict[str, Any]) -> str:
     """How steps are taken, and what they train."""
-    first_order, optimization = options.get("first_order"), options.get("optimization")
+    first_order = options.get("first_order")
+    optimization = options.get("optimization")
     name = first_order.get("method") if isinstance(first_order, dict) else None
     if name is None:
         estimator = (
@@ -285,7 +285,8 @@ def _evaluated(run: Run) -> dict[str, str]:
     """The first and the last result of each measure of the evaluations."""
     if len(run.evaluations) < 2:
         return {}
-    first, last = run.evaluations[0], run.evaluations[-1]
+    first = run.evaluations[0]
+    last = run.evaluations[-1]
     names = [name for name in first if name in last and name not in ("step", "evaluation_seconds")]
     title = f"at step {first['step']} and {last['step']}"
     return {
@@ -495,10 +496,8 @@ def _charts(
     for name, title in titles.items():
         chart = Chart("steps", title, [])
         for number, run in enumerate(runs):
-            (x, y), drawn = (
-                points(run, name),
-                {"color": f"C{number}", "label": run.label, **(style or {})},
-            )
+            (x, y) = points(run, name)
+            drawn = {"color": f"C{number}", "label": run.label, **(style or {})}
             if style is None:
                 chart.curves.append(
                     (x, y, {**drawn, "label": None, "alpha": 0.25, "linewidth": 0.8})
@@ -554,7 +553,8 @@ def _figure(charts: Sequence[Chart], legend: str | None = None) -> str:
 
 def _set_heights(axis: Axes, chart: Chart) -> None:
     """Let an axis begin at zero or, where curves would then be flat, say where it begins."""
-    (bottom, top), lowest = axis.get_ylim(), axis.dataLim.ymin
+    (bottom, top) = axis.get_ylim()
+    lowest = axis.dataLim.ymin
     is_high = lowest >= top / 2 > 0 and not chart.from_zero
     if chart.from_zero or 0 <= lowest < top / 2:
         axis.set_ylim(bottom=0)

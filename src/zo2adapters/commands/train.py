@@ -30,7 +30,6 @@ from zo2adapters.commands.options import (
     with_given,
 )
 from zo2adapters.tasks.registry import function_file
-from zo2adapters.tasks.row_source import require_there
 from zo2adapters.trainers.metrics import align_rows, criterion, losses_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.option_table import OPTIONS as OPTION_ROWS
@@ -48,9 +47,11 @@ from zo2adapters.trainers.process import (
     is_first,
     keep_freed_memory,
     keeps_memory,
+    require_same_command,
     torchrun_rank,
 )
 from zo2adapters.trainers.run_directory import (
+    CHOICE,
     JOURNAL,
     METRICS,
     OPTIONS,
@@ -61,8 +62,10 @@ from zo2adapters.trainers.run_directory import (
     holds_run,
     metrics_of,
     replace_file,
+    require_free,
     worker_directory,
 )
+from zo2adapters.trainers.run_files import require_device, require_files, require_free_file
 from zo2core.errors import OptionError, ZO2Error
 from zo2core.ranges import MOST_RUNS, counted, require_whole
 
@@ -252,11 +255,9 @@ class Train(RunOptions, Command):
             else name._replace(file=files.get((name.name, name.weight), name.file))
             for name in saved.rewards.names
         ]
-        objective, given, before = (
-            saved.objective,
-            function_file(self.objective),
-            function_file(saved.objective),
-        )
+        objective = saved.objective
+        given = function_file(self.objective)
+        before = function_file(saved.objective)
         if given is not None and before is not None:
             objective = f"{given}:{objective.rpartition(':')[2]}"
         saved = replace(
@@ -297,8 +298,10 @@ class Train(RunOptions, Command):
                 with naming(name):
                     require_shareable(command.options)
                     command._check(command.options)
+                    command._require_place(command.options)
         elif self.task is None:
             self._check(self.options)
+            self._require_place(self.options)
 
     def _require_consistent(self) -> None:
         """Refuse options of the command that contradict each other, or miss another one."""
@@ -316,6 +319,9 @@ class Train(RunOptions, Command):
             )
             require_consistent(self.task, self)
             self._require("model", "output")
+            assert self.output is not None
+            require_free(self.output)
+            require_device(self.storage.device)
         else:
             self._require_none("shots", beside="without --task", expected="")
 
@@ -336,8 +342,15 @@ class Train(RunOptions, Command):
         options.require_packages()
         if options.optimization.lr != "auto":
             options.optimization.require_sane()
-        for path in filter(None, (self.data, self.evaluation)):
-            require_there(path)
+        require_files(options, has_rows=self.data is not None or self.resume is not None)
+
+    def _require_place(self, options: TrainOptions) -> None:
+        """Refuse a directory in use, or a missing GPU. Workers come to a run that others began."""
+        require_device(options.storage.device)
+        require_free_file(self.execution.trace)
+        is_new = self.resume is None or self.from_step is not None
+        if is_new and torchrun_rank() is None:
+            require_free(options.output)
 
     def run(self) -> None:
         """Train, and print where the result is."""
@@ -349,6 +362,7 @@ class Train(RunOptions, Command):
             self._train_on_benchmark()
         else:
             with self.worker_options.workers() as workers:
+                require_same_command("train", self, workers)
                 self._train(workers)
 
     def _of_runs(self, runs: Path) -> dict[str, Train]:
@@ -388,12 +402,15 @@ class Train(RunOptions, Command):
     def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer
 
-        options, resume, first = self.options, self.resume is not None, is_first(workers)
+        options = self.options
+        resume = self.resume is not None
+        first = is_first(workers)
         if options.first_order.method is not None:
             keep_freed_memory(SMALL)
         chooses = options.optimization.lr == "auto"
         if chooses:
-            options, resume = self._with_chosen_rate(options, workers), True
+            options = self._with_chosen_rate(options, workers)
+            resume = True
         branching: Any = nullcontext()
         if (
             self.resume is not None
@@ -408,8 +425,14 @@ class Train(RunOptions, Command):
                 resume = (options.output / OPTIONS).exists()
             # what the choice takes was said with what the run takes
             plans = workers is None and not chooses
-            given: Any = {"execution": self.execution, "workers": workers, "plans": plans}
-            opened = Trainer(options, resume=resume, quiet=not first, **given)
+            opened = Trainer(
+                options,
+                resume=resume,
+                quiet=not first,
+                execution=self.execution,
+                workers=workers,
+                plans=plans,
+            )
         with opened as trainer:
             finished = resume and trainer.engine.version >= options.steps
             lines = trainer.notices() if chooses else trainer.first_lines()
@@ -615,11 +638,14 @@ def _outcome(name: str, directory: Path, failure: Exception | None) -> dict[str,
     from zo2core import Journal
 
     # of its steps, each with the time of the sweep that it shares
-    losses, evaluation, seconds = list[float](), None, 0.0
+    losses = list[float]()
+    evaluation = None
+    seconds = 0.0
     if (directory / OPTIONS).exists():
         with suppress(ZO2Error), closing(Journal(directory / JOURNAL)) as journal:
             # its journal may be what failed
-            losses, evaluations = losses_of(journal), journal.evaluations.values()
+            losses = losses_of(journal)
+            evaluations = journal.evaluations.values()
             evaluation = min(map(criterion, evaluations), default=None)
             seconds = math.fsum(
                 row.get("seconds", 0.0) for row in align_rows(metrics_of(directory), journal).rows
@@ -639,7 +665,8 @@ def _cells(outcome: Mapping[str, Any]) -> tuple[str, ...]:
     values = [
         "" if outcome[key] is None else f"{outcome[key]:.4f}" for key in ("loss", "evaluation")
     ]
-    steps, seconds = outcome["steps"], outcome["seconds"]
+    steps = outcome["steps"]
+    seconds = outcome["seconds"]
     speed = f"{seconds / steps:.2f}" if steps and seconds else ""
     return (
         outcome["run"],
@@ -823,8 +850,10 @@ class Tune(RunOptions, Command):
         options.require_valid(given=self.given)
         options.require_packages()
         require_tunable(options, self.zo_eps_to_try)
-        for path in filter(None, (self.data, self.evaluation)):
-            require_there(path)
+        require_files(options)
+        require_device(options.storage.device)
+        if torchrun_rank() is None and not (self.output / CHOICE).exists():
+            require_free(self.output)
 
     def run(self) -> None:
         """Print the cost, run the trials, print a table after each round, and print how to continue
@@ -834,6 +863,7 @@ class Tune(RunOptions, Command):
 
         options = self.of_run(model=self.model, data=self.data, output=self.output)
         with WorkerOptions().workers() as workers:
+            require_same_command("tune", self, workers)
             first = is_first(workers)
             given: Any = {
                 "forwards": self.forwards,

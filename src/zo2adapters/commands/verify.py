@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from zo2adapters.commands.options import Command
+from zo2adapters.models.model_files import require_model
 from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
@@ -57,6 +58,7 @@ class Verify(Command):
                 found = f"{self.step_size.zo_eps:g} with --method {self.method}"
                 raise without_effect("zo_eps", found, "none, because gradients perturb nothing")
         self.step_size.require_sane()
+        require_model(self.model, has_tokenizer=False)
 
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""

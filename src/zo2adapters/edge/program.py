@@ -123,10 +123,12 @@ class Signs(nn.Module):
         key = torch.stack((seed & _WORD, seed // (_WORD + 1))).view(2, 1)
         for _ in range(_ROUNDS):
             # each product is high * 2**16 + low
-            high, low = even * self.high_multipliers, even * self.low_multipliers
+            high = even * self.high_multipliers
+            low = even * self.low_multipliers
             upper = (high + low // _HALF) // _HALF
             lower = ((high & (_HALF - 1)) * _HALF + low) & _WORD
-            even, odd = upper.flip(0) ^ odd ^ key, lower.flip(0)
+            even = upper.flip(0) ^ odd ^ key
+            odd = lower.flip(0)
             key = (key + self.key_steps) & _WORD
         return torch.stack((even[0], odd[0], even[1], odd[1]))
 
@@ -334,7 +336,8 @@ def require_digest(path: Path) -> None:
     """Refuse a file whose bytes do not match the digest that ``append_digest`` wrote."""
     with open_regular(path) as file:
         length = max(path.stat().st_size - _LENGTH, 0)
-        digest, end = _digest(file, length), file.read()
+        digest = _digest(file, length)
+        end = file.read()
     if end != _MARK + digest:
         found = (
             "bytes that do not match the digest"
@@ -475,10 +478,8 @@ class TrainingProgram:
         description = self.description
         options: dict[str, Any] = {"vocab_size": description.vocabulary}
         CAUSAL_LM.check(batch, PretrainedConfig(**options), description.tokens)
-        ids, labels = (
-            batch["input_ids"].to("cpu", torch.int64),
-            batch["labels"].to("cpu", torch.int64),
-        )
+        ids = batch["input_ids"].to("cpu", torch.int64)
+        labels = batch["labels"].to("cpu", torch.int64)
         if len(ids) > description.rows:
             expected = f"at most {description.rows}, the program's rows"
             raise BatchError(
@@ -530,17 +531,21 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
     wrapped: Any = [
         (path, module) for path, module in whole.named_modules() if hasattr(module, "base_layer")
     ]
-    trained, frozen = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    trained = dict[str, torch.Tensor]()
+    frozen = dict[str, torch.Tensor]()
     for path, module in wrapped:
         [name] = module.lora_A
-        a, b = f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight"
-        frozen[a], trained[b] = values[a], values[b]
+        a = f"{path}.lora_A.{name}.weight"
+        b = f"{path}.lora_B.{name}.weight"
+        frozen[a] = values[a]
+        trained[b] = values[b]
         batch = (STREAMS * rows, tokens)
         dual = DualForwardLinear(
             module.base_layer, values[a], module.scaling[name], path=path, batch=batch
         )
         whole.set_submodule(path, dual, strict=True)
-    paths, state = [path for path, _ in wrapped], AdapterState(list(trained.values()), seed)
+    paths = [path for path, _ in wrapped]
+    state = AdapterState(list(trained.values()), seed)
     step = TrainingStep(whole, paths, [specs[name].index for name in trained], state, zo_eps=zo_eps)
     step.requires_grad_(requires_grad=False)
     step.train(mode=False)

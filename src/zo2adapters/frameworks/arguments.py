@@ -6,8 +6,11 @@ Opens the model of a trainer in the precision that the trainer's arguments ask f
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,11 +161,11 @@ _REMEDIES: Mapping[str, str] = {
     "bf16_full_eval": "pass bf16=True, or open the model with precision='mixed'",
     "disable_dropout": "leave it out: forwards run without dropout, as in MeZO",
     "predict_with_generate": "save the model, then use zo2adapters.generate or zo2 generate",
-    "model_init_kwargs": "pass a model from open_checkpoint, with its options",
     **dict.fromkeys(("deepspeed", "fsdp"), _STREAMED.format("ZOArguments(memory=...)")),
     "sync_ref_model": "leave it out: the reference is always the base checkpoint",
     "chat_template_path": (
-        "set the tokenizer's template instead: templates that add tokens need other weights"
+        "pass a file that ends in .jinja or .j2: a template of another tokenizer, which adds "
+        "tokens, needs other weights"
     ),
     "model_init": "pass model",
     "optimizers": f"{_ESTIMATOR}; lr_scheduler_type names the schedule",
@@ -203,9 +206,6 @@ ADAPTER: Mapping[str, str | None] = {
     "sync_ref_model": (
         "leave it out: the reference is always the model with the adapter that training starts from"
     ),
-    "model_init_kwargs": (
-        "pass model=open_checkpoint(model, adapter=...), with its options, and no peft_config"
-    ),
 }
 _IN_MEMORY = "leave it out: it needs the whole model in memory"
 ONE_UPDATE = (
@@ -243,7 +243,7 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
         *("_build_accelerator_args", "_clip_grad_norm", "_get_grad_norm", "_load_best_model"),
         *("_load_from_checkpoint", "_move_model_to_device", "_prepare_inputs", "_save"),
         *("_save_checkpoint", "create_accelerator_and_postprocess", "create_optimizer"),
-        *("evaluation_loop", "floating_point_ops", "get_decay_parameter_names"),
+        *("evaluate", "evaluation_loop", "floating_point_ops", "get_decay_parameter_names"),
         *("prediction_step", "train", "training_step"),
     ),
     "DPOTrainer": ("_precompute_ref_logps", "compute_ref_log_probs"),
@@ -259,6 +259,48 @@ def _trl_trainers(kind: type) -> list[str]:
         if base.__module__.split(".")[0] == "trl" and issubclass(base, Trainer)
     ]
     return [base.__name__ for base in classes if not base.__name__.startswith("_")]
+
+
+def given_or_default(args: Any, kind: type, model: object) -> TrainingArguments:
+    """A trainer's arguments; if there are none, those that the trainer makes itself then."""
+    if args is None:
+        trl = _trl_trainers(kind)
+        if not trl:
+            return TrainingArguments("tmp_trainer")
+        trainer: Any = next(base for base in kind.__mro__ if base.__name__ == trl[0])
+        config = vars(sys.modules[trainer.__module__])[f"{trl[0].removesuffix('Trainer')}Config"]
+        path = model.config._name_or_path if isinstance(model, HFBlockModel) else str(model)
+        args = config(f"{path.split('/')[-1]}-{trainer._name}")
+    if not isinstance(args, TrainingArguments):
+        raise OptionError(
+            "args",
+            f"a {type(args).__name__}",
+            "TrainingArguments",
+            "pass args=TrainingArguments(...)",
+        )
+    return args
+
+
+def _is_template_file(path: Any) -> bool:
+    """Whether TRL takes a chat template from a file, and leaves model and tokens as they are."""
+    return isinstance(path, str) and os.path.isfile(path) and path.endswith((".jinja", ".j2"))
+
+
+def with_precomputed_reference(args: Any, options: Mapping[str, Any]) -> Any:
+    """The arguments with which DPO computes the reference's log-probabilities beforehand, instead
+    of loading a whole reference model. The caller's stay as they are.
+
+    TRL does so for rows of text alone.
+    """
+    if getattr(args, "precompute_ref_log_probs", None) is not False:
+        return args
+    row: Any = next(iter(options.get("train_dataset") or ()), {})
+    if isinstance(row, Mapping) and {"image", "images"} & row.keys():
+        expected = "rows of text, whose reference log-probabilities are computed before training"
+        raise OptionError("train_dataset", "rows with images", expected, "leave the images out")
+    args = copy.copy(args)
+    args.precompute_ref_log_probs = True
+    return args
 
 
 def require_supported(
@@ -287,13 +329,6 @@ def require_supported(
                 "engine's step"
             )
             raise OptionError(name, found, expected, other)
-    if not isinstance(args, TrainingArguments):
-        raise OptionError(
-            "args",
-            f"a {type(args).__name__}",
-            "TrainingArguments",
-            "pass args=TrainingArguments(...)",
-        )
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, remedy in {**_REMEDIES, **remedies}.items():
         option = options.get(name)
@@ -302,19 +337,20 @@ def require_supported(
         if option is not None and option != (None, None):
             raise OptionError(name, f"a {type(option).__name__}", "no such option", remedy)
         if name in fields:
-            field, value = fields[name], getattr(args, name)
+            field = fields[name]
+            value = getattr(args, name)
             default = (
                 field.default
                 if field.default_factory is dataclasses.MISSING
                 else field.default_factory()
             )
-            if value != default and (value or default) and value != _OFF.get(name):
+            is_off = not (value or default) or value == _OFF.get(name)
+            is_template = name == "chat_template_path" and _is_template_file(value)
+            if value != default and not is_off and not is_template:
                 raise OptionError(name, repr(value), f"the default, {default!r}", remedy)
     if args.world_size > 1 or args.n_gpu > 1:
-        found, expected = (
-            f"{args.world_size} processes, {args.n_gpu} GPUs",
-            "one process and at most one GPU",
-        )
+        found = f"{args.world_size} processes, {args.n_gpu} GPUs"
+        expected = "one process and at most one GPU"
         raise OptionError(
             "args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
         )
@@ -340,8 +376,11 @@ def open_model(
         precision = (
             "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
         )
+        dtype = _dtype_of_weights(args, kind, is_exact=autocast is None)
         try:
-            model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
+            model = open_checkpoint(
+                model, dtype=dtype, precision=precision, head=head, adapter=adapter
+            )
         except OptionError as error:
             if autocast is None or error.where != "precision":
                 raise
@@ -357,6 +396,9 @@ def open_model(
             raise CheckpointError(
                 error.where, error.found, error.expected, f"{error.remedy}. {_REWARD_MODEL}"
             ) from error
+    elif getattr(args, "model_init_kwargs", None):
+        found, remedy = "some with an opened model", "leave it out, or pass the model's path"
+        raise OptionError("model_init_kwargs", found, "none, since it is open already", remedy)
     if not isinstance(model, HFBlockModel):
         raise OptionError(
             "model",
@@ -385,12 +427,39 @@ def open_model(
     return model
 
 
+# What ``model_init_kwargs`` may say, besides a dtype: nothing that changes how a model is opened.
+_WITHOUT_EFFECT = {"trust_remote_code": (False, None), "device_map": (None,), "use_cache": (False,)}
+
+
+def _dtype_of_weights(args: TrainingArguments, kind: type, *, is_exact: bool) -> Any:
+    """The dtype in which a trainer opens a path: ``Trainer`` has none, so that it is the
+    checkpoint's; TRL's trainers take that of ``model_init_kwargs``, by default float32.
+
+    Mixed precision stores float32.
+    """
+    given = dict(getattr(args, "model_init_kwargs", None) or {})
+    dtype = given.pop("dtype", "float32")
+    for name, value in given.items():
+        if value not in _WITHOUT_EFFECT.get(name, ()):
+            found = repr(value)[:80]
+            remedy = "pass a model from open_checkpoint, with its options"
+            raise OptionError(f"model_init_kwargs[{name!r}]", found, "dtype alone", remedy)
+    if not is_exact:
+        if dtype not in ("float32", torch.float32):
+            expected = "float32, whose weights are computed with in 16 bits"
+            remedy = "leave it out, or pass bf16=False, fp16=False"
+            raise OptionError("model_init_kwargs['dtype']", repr(dtype), expected, remedy)
+        return "auto"  # ``Precision`` says it
+    return dtype if _trl_trainers(kind) else "auto"
+
+
 def require_router_loss(model: HFBlockModel, args: TrainingArguments) -> None:
     """Refuse a loss of routers that one of TRL's trainers will ask for, if the model has none.
 
     They ask for it unless their coefficient, which by default is that of the model's config, is 0.
     """
-    config, name = model.config.get_text_config(), "router_aux_loss_coef"
+    config = model.config.get_text_config()
+    name = "router_aux_loss_coef"
     if hasattr(config, ROUTERS) and hasattr(args, name):
         given = getattr(args, name)
         coefficient = getattr(config, name, 0.0) if given is None else given

@@ -66,7 +66,8 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         This hook runs before Lightning's own check of manual optimization, whose remedy is
         automatic optimization.
         """
-        trainer, is_fitting = self.trainer, self.trainer.state.fn == "fit"
+        trainer = self.trainer
+        is_fitting = self.trainer.state.fn == "fit"
         precision = (
             "leave it out; open_checkpoint(precision=...) says in which precision the model runs"
         )
@@ -127,7 +128,8 @@ class StreamedLightningModule(lightning.LightningModule):  # type: ignore[misc, 
         """Evaluate the batches that were kept, as many a sweep as activations may take memory, and
         log ``val_loss``.
         """
-        batches, self._to_evaluate = self._to_evaluate, []
+        batches = self._to_evaluate
+        self._to_evaluate = []
         if not batches:
             return
         self.log("val_loss", self.engine.evaluate(batches).loss, prog_bar=True)
@@ -214,14 +216,17 @@ class ZOLightningModule(ManualStepsModule):
         zo: ZOArguments | None = None,
     ) -> None:
         self.zo = ZOArguments() if zo is None else zo
-        options: Any = {
-            "lr": self._present_lr,
-            "weight_decay": weight_decay,
-            "seed": seed,
-            "device": "cpu",
-        }
         super().__init__(
-            lambda: self.zo.open_engine(model, self._journal, **options), lr, lr_lambda
+            lambda: self.zo.open_engine(
+                model,
+                self._journal,
+                lr=self._present_lr,
+                weight_decay=weight_decay,
+                seed=seed,
+                device="cpu",
+            ),
+            lr,
+            lr_lambda,
         )
         self._journal = Journal()
 
@@ -369,7 +374,9 @@ class BackpropLightningModule(StreamedLightningModule):
             model, FirstOrder(None), device=device, memory=memory, micro_batch_size=micro_batch_size
         )
         super().__init__(lambda: engine)
-        self._optimizer, self._schedule, self._forward = optimizer, schedule, forward
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._forward = forward
         # Names of modules have no dots.
         self.adapter = nn.ParameterDict(
             {name.replace(".", "/"): value for name, value in engine.parameters.items()}

@@ -26,7 +26,9 @@ from zo2core.ranges import counted
 JOURNAL = "journal.jsonl"
 # keys of a model's config
 _SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")
-_SINGLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", "model*.safetensors"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHARDS = "model*.safetensors"
 _PARTIAL = ".model.partial-"
 
 

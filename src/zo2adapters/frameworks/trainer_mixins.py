@@ -78,12 +78,11 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         options: Mapping[str, Any],
         adapter: Any = None,
     ) -> None:
+        args = arguments.given_or_default(args, type(self), model)
         arguments.require_supported(
             type(self), args, options, trainers=self.trl_trainers, remedies=self.remedies
         )
-        if getattr(args, "precompute_ref_log_probs", None) is False:
-            # DPO would load the whole reference model
-            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
+        args = arguments.with_precomputed_reference(args, options)
         self.block_model = arguments.open_model(model, args, type(self), adapter)
         arguments.require_router_loss(self.block_model, args)
         self._engine: Engine | None = None
@@ -151,7 +150,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._accumulated = self._accumulated, []
+        batches = self._accumulated
+        self._accumulated = []
         return torch.tensor(
             self._take_step(batches, self._loss(num_items_in_batch)), device=self.args.device
         )
@@ -159,6 +159,20 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     @abstractmethod
     def _take_step(self, batches: list[Batch], loss: TrainerLoss | None) -> float:
         """Take a step with all its batches, and return its loss."""
+
+    def evaluate(self, *arguments: Any, **options: Any) -> Any:
+        """Evaluate, by default on the rows that the trainer was made with.
+
+        For other rows DPO computes the reference's log-probabilities first. TRL refuses that once
+        training has begun, where it has no reference model; here the reference can be had.
+        """
+        if not getattr(self, "precompute_ref_logps", False) or self.ref_model is not None:
+            return super().evaluate(*arguments, **options)
+        self.ref_model: Any = self.model  # for which TRL looks; the log-probabilities are ours
+        try:
+            return super().evaluate(*arguments, **options)
+        finally:
+            self.ref_model = None
 
     def evaluation_loop(
         self,
@@ -177,7 +191,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
         )
         forward = CalledForward(self.block_model, predict, keeps_logits=not loss_only)
         self.model.training = False
-        outer, self._swept = self._swept, SweptBatches(dataloader, self.engine, forward)
+        outer = self._swept
+        self._swept = SweptBatches(dataloader, self.engine, forward)
         try:
             return super().evaluation_loop(
                 self._swept, description, loss_only, ignore_keys, metric_key_prefix
@@ -241,10 +256,8 @@ class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     def _save(
         self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None
     ) -> None:
-        directory, output = (
-            Path(self.args.output_dir if output_dir is None else output_dir),
-            Path(self.args.output_dir),
-        )
+        directory = Path(self.args.output_dir if output_dir is None else output_dir)
+        output = Path(self.args.output_dir)
         is_checkpoint = directory.parent == output and directory.name.startswith("checkpoint-")
         self._write(directory, is_checkpoint=is_checkpoint, with_settings=True)
 
@@ -387,12 +400,14 @@ class ZOTrainerMixin(EngineStepsMixin):
             raise OptionError(
                 "device", found, "the same kind of device", "leave it out, or pass use_cpu=True"
             )
-        options: Any = {
-            "weight_decay": args.weight_decay,
-            "seed": args.seed,
-            "device": str(args.device),
-        }
-        return zo.open_engine(self.block_model, self._journal, lr=self._present_lr, **options)
+        return zo.open_engine(
+            self.block_model,
+            self._journal,
+            lr=self._present_lr,
+            weight_decay=args.weight_decay,
+            seed=args.seed,
+            device=str(args.device),
+        )
 
     def rewind(self, journal: Journal) -> None:
         """Continue from another version of the run: the last step of ``journal``, which may be
@@ -400,7 +415,9 @@ class ZOTrainerMixin(EngineStepsMixin):
         """
         if self._engine is not None:
             self._engine.close()
-        self._engine, self._journal, self._accumulated = None, journal, []
+        self._engine = None
+        self._journal = journal
+        self._accumulated = []
 
     @property
     def _operations(self) -> int:
@@ -449,7 +466,8 @@ class ZOTrainerMixin(EngineStepsMixin):
             return
         journal = self.engine.journal
         self.rewind(journal)  # closes the engine: only one engine at a time uses the model
-        base, device = journal.until(0), str(self.args.device)
+        base = journal.until(0)
+        device = str(self.args.device)
         with Engine(
             self.block_model, journal=base, device=device, memory=self.zo.memory
         ) as reference:
@@ -476,7 +494,8 @@ class ZOTrainerMixin(EngineStepsMixin):
 
     def _load(self, checkpoint: Path) -> None:
         """Continue from the journal, which must end at the step in the trainer's state."""
-        path, version = checkpoint / TRAINER_STATE_NAME, None
+        path = checkpoint / TRAINER_STATE_NAME
+        version = None
         if path.is_file():
             state = TrainerState.load_from_json(str(path))
             saved = state.stateful_callbacks.get(
@@ -574,7 +593,7 @@ class FullBackpropTrainerMixin(EngineStepsMixin):
                 "ref_model",
                 found,
                 expected,
-                "pass precompute_ref_log_probs=True, or train an adapter",
+                "pass these rows as eval_dataset when the trainer is made, or train an adapter",
             )
         yield self.engine
 
@@ -631,8 +650,9 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
                 "adapter=...) alone"
             )
             raise OptionError("peft_config", found, expected, remedy)
+        args = arguments.given_or_default(args, type(self), model)
         if peft_config is not None and not isinstance(peft_config, Adapter):
-            peft_config = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
+            peft_config = Adapter(config=peft_config, seed=args.seed)
         self._memory = memory
         # the adapter's parameters when training began, by name
         self._initial: dict[str, torch.Tensor] = {}
@@ -782,7 +802,9 @@ class SweptBatches:
 
     def __init__(self, loader: Any, engine: Engine, forward: CalledForward) -> None:
         self.output: Any = None
-        self._loader, self._engine, self._forward = loader, engine, forward
+        self._loader = loader
+        self._engine = engine
+        self._forward = forward
         self._outputs: deque[Any] = deque()  # for batches that were read from the sweeps
 
     def __iter__(self) -> Iterator[Any]:

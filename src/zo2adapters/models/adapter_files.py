@@ -57,7 +57,8 @@ Mapped = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 def weights_of(directory: Path) -> Path:
     """The file of an adapter's tensors: the one that peft loads."""
-    pickled, plain = directory / PICKLED_FILE, directory / WEIGHTS_FILE
+    pickled = directory / PICKLED_FILE
+    plain = directory / WEIGHTS_FILE
     return pickled if pickled.exists() and not plain.exists() else plain
 
 
@@ -182,7 +183,8 @@ def _by_name(path: Path, header: Mapping[str, TensorEntry]) -> dict[str, TensorE
     for key, entry in header.items():
         name = without_adapter_name(key.removeprefix(FILE_PREFIX))
         if name in entries:
-            found, expected = f"a second tensor for {name}", "one tensor for each parameter"
+            found = f"a second tensor for {name}"
+            expected = "one tensor for each parameter"
             raise CheckpointError(f"{path}: {key}", found, expected, "remove one of them")
         entries[name] = entry
     return entries
@@ -258,7 +260,8 @@ def _fitted(
     """
     values: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        value, where = found.get(name), f"{path}: {names[name]}"
+        value = found.get(name)
+        where = f"{path}: {names[name]}"
         kind = "no such tensor" if value is None else f"{value.dtype} of shape {list(value.shape)}"
         if value is None or value.shape != tensor.shape or not value.is_floating_point():
             expected = f"floats of shape {list(tensor.shape)}, for this base and {CONFIG_FILE}"

@@ -186,8 +186,10 @@ def product_seconds(dtype: torch.dtype) -> float:
 
     A CPU without instructions for a dtype converts element by element.
     """
-    rows, weights = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    best, threads = math.inf, torch.get_num_threads()
+    rows = torch.ones(64, 1024, dtype=dtype)
+    weights = torch.ones(1024, 1024, dtype=dtype)
+    best = math.inf
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _ in range(_PROBE_ROUNDS):
@@ -235,11 +237,13 @@ def segment_layouts(
     formats: ParameterFormats = ParameterFormats(),
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment."""
-    blocks, precision = len(_layers(model, architecture)), formats.precision
+    blocks = len(_layers(model, architecture))
+    precision = formats.precision
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
-        users, parameter = sorted(aliases), model.get_parameter(name)
+        users = sorted(aliases)
+        parameter = model.get_parameter(name)
         spec = ParameterSpec(
             name,
             tuple(parameter.shape),
@@ -367,10 +371,8 @@ def read_architecture(path: Path) -> Architecture:
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(path, f"no object in JSON ({error})", "a JSON object") from error
     known = {field.name for field in fields(Architecture)}
-    missing, unknown = (
-        sorted(known - {"returned", "axes", "ignored"} - values.keys()),
-        sorted(values.keys() - known),
-    )
+    missing = sorted(known - {"returned", "axes", "ignored"} - values.keys())
+    unknown = sorted(values.keys() - known)
     if missing or unknown:
         found = f"no {missing[0]!r}" if missing else f"a field {unknown[0][:40]!r}"
         raise _refused(path, found, ", ".join(sorted(known)))
@@ -579,10 +581,8 @@ def architecture_of(
         return known or derive_architecture(model, head)
     architecture = read_architecture(declared) if isinstance(declared, Path) else declared
     if architecture.model_type != model_type:
-        found, remedy = (
-            f"a declaration of {architecture.model_type}",
-            "pass the declaration of this model, or leave it out",
-        )
+        found = f"a declaration of {architecture.model_type}"
+        remedy = "pass the declaration of this model, or leave it out"
         raise OptionError(
             "architecture", found, f"a declaration of {model_type}, as config.json says", remedy
         )
@@ -593,7 +593,9 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
     """Derive where a model's parts are."""
     where = f"model type {model.config.model_type}"
     path, layers = _outermost_layers(model, where)
-    problem, mismatch, between = "", "", ""
+    problem = ""
+    mismatch = ""
+    between = ""
     for returned, read_as in product(range(_MAX_RETURNED + 1), (True, False)):
         run = _DryRun(model, layers, returned, read_as=read_as)
         try:
@@ -613,7 +615,8 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
-            mismatch, between = mismatch or str(error), between or next(iter(run.between), "")
+            mismatch = mismatch or str(error)
+            between = between or next(iter(run.between), "")
         except Exception as error:  # any: unexpected values lead forwards to all kinds of errors
             problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if between:
@@ -649,10 +652,8 @@ def _has_next_token_loss(run: _DryRun) -> bool:
         calls.append((logits, labels, logits.new_empty(())))
         return calls[-1][-1]
 
-    vars(run.model)["_loss_function"], labels = (
-        loss,
-        torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta"),
-    )
+    vars(run.model)["_loss_function"] = loss
+    labels = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     output = run.forward(1, _TOKENS, labels=labels)
     expected = output.logits, labels, output.loss
     return bool(calls) and all(
@@ -673,7 +674,8 @@ def _axes(run: _DryRun, where: str) -> tuple[int, int]:
             where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})"
         ) from error
     long, short = run.shapes
-    sizes, expected_sizes = list(zip(long, short, strict=False)), [(1, _SHORT_ROWS), (_TOKENS, 1)]
+    sizes = list(zip(long, short, strict=False))
+    expected_sizes = [(1, _SHORT_ROWS), (_TOKENS, 1)]
     others = [pair for pair in sizes if pair not in expected_sizes]
     if (
         len(long) != len(short)

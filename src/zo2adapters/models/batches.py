@@ -76,7 +76,8 @@ class BranchCache(TorchFunctionMode):
         if func not in _READS or args[0].is_floating_point():
             return func(*args, **(kwargs or {}))
         read = f"{func.__name__} of a tensor of shape {tuple(args[0].shape)} and {args[0].dtype}"
-        index, self._count = self._count, self._count + 1
+        index = self._count
+        self._count = self._count + 1
         if index >= len(self._cached):
             value = func(*args, **(kwargs or {}))
             if self._recording:
@@ -128,7 +129,8 @@ def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) ->
     """Refuse a batch, without labels, that the model cannot run."""
     if "input_ids" not in batch:
         raise _refusal("input_ids", "no input_ids", "a (batch, tokens) tensor", "pass input_ids")
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask")
     if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
         raise _refusal(
             "input_ids",
@@ -225,7 +227,8 @@ def pack(batch: Batch) -> dict[str, torch.Tensor]:
     """
     needed = {"input_ids", "attention_mask", "labels"}
     if batch.keys() != needed:
-        found, expected = ", ".join(sorted(batch)), ", ".join(sorted(needed))
+        found = ", ".join(sorted(batch))
+        expected = ", ".join(sorted(needed))
         raise BatchError("batch", found, f"{expected}, to pack them", "leave the batch padded")
     mask = batch["attention_mask"].bool()
     positions = mask.long().cumsum(dim=1) - 1
@@ -289,10 +292,8 @@ def _separates(sequence_ids: torch.Tensor, mask: torch.Tensor) -> bool:
     added to scores.
     """
     for first in range(0, sequence_ids.shape[1], _MASK_ROWS):
-        part, numbers = (
-            mask[:, :, first : first + _MASK_ROWS],
-            sequence_ids[:, first : first + _MASK_ROWS],
-        )
+        part = mask[:, :, first : first + _MASK_ROWS]
+        numbers = sequence_ids[:, first : first + _MASK_ROWS]
         visible = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
         apart = numbers[:, :, None] != sequence_ids[:, None, :]
         if bool((visible & apart[:, None]).any()):
@@ -329,17 +330,43 @@ class Head:
 
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config; a language model may also read images."""
-        is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
-        return (
-            transformers.AutoModelForImageTextToText
-            if reads_images(config) and not is_known
-            else self.auto_class
-        )
+        if self is not CAUSAL_LM or not reads_images(config):
+            return self.auto_class
+        is_known = type(config) in self.auto_class._model_mapping
+        if is_known and not left_out_for_text(config):
+            return self.auto_class
+        return transformers.AutoModelForImageTextToText
 
 
 def reads_images(config: PretrainedConfig) -> bool:
     """Whether the config's model reads images and text."""
     return type(config) in transformers.AutoModelForImageTextToText._model_mapping
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether a model takes images as they are built here."""
+    has_argument = "pixel_values" in inspect.signature(model.forward).parameters
+    return has_argument and not left_out_for_text(model.config)
+
+
+def left_out_for_text(config: PretrainedConfig) -> tuple[str, ...]:
+    """Patterns of the names that a model's parts for images have; none unless text trains without
+    them.
+
+    Qwen3.5's checkpoints are of a class that reads images, and transformers has a class for their
+    text alone. Names are those of the class that ``config.json`` names; the class for text says
+    which tensors it leaves out.
+    """
+    mapped = (CAUSAL_LM.auto_class, transformers.AutoModelForImageTextToText)
+    classes: list[Any] = [auto._model_mapping.get(type(config), None) for auto in mapped]
+    text, whole = classes
+    named = getattr(config, "architectures", None)
+    if text is whole or not all(isinstance(one, type) for one in classes):
+        return ()
+    if not isinstance(named, list) or whole.__name__ not in named:
+        return ()
+    others = whole._keys_to_ignore_on_load_unexpected or ()
+    return tuple(p for p in text._keys_to_ignore_on_load_unexpected or () if p not in others)
 
 
 def head_of(name: str) -> Head:
@@ -352,7 +379,8 @@ def head_of(name: str) -> Head:
 def _check_token_classes(
     batch: Batch, config: PretrainedConfig, classes: int | None = None
 ) -> None:
-    labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
+    labels = batch["labels"]
+    shape = tuple(batch["input_ids"].shape)
     if tuple(labels.shape) != shape or labels.is_floating_point():
         raise _refusal(
             "labels", f"{labels.dtype} of shape {tuple(labels.shape)}", f"integers of shape {shape}"
@@ -376,7 +404,9 @@ def _check_next_tokens(batch: Batch, config: PretrainedConfig) -> None:
 
 
 def _check_row_labels(batch: Batch, config: PretrainedConfig) -> None:
-    labels, rows, classes = batch["labels"], len(batch["input_ids"]), int(config.num_labels or 1)
+    labels = batch["labels"]
+    rows = len(batch["input_ids"])
+    classes = int(config.num_labels or 1)
     if len(labels) != rows or labels.dim() not in (1, 2):
         raise _refusal("labels", f"shape {tuple(labels.shape)}", f"a label for each of {rows} rows")
     by_class = (
@@ -545,7 +575,8 @@ def chunked_losses(
     terms = [KeptLosses(-(-count // chunk)) for count in counts]
     for start in range(0, max(counts), chunk):
         length = min(chunk, max(counts) - start)
-        selected, targets = [], []
+        selected = []
+        targets = []
         for state, batch, (rows, columns) in zip(states, batches, predicted, strict=True):
             at = torch.arange(start, start + length, device=rows.device).clamp(max=len(rows) - 1)
             selected.append(state[rows[at], columns[at]])
@@ -576,21 +607,22 @@ def _sums_of_chunk(
     of_streams = torch.split(logits(hidden), len(hidden) // len(targets))
     for own, of_stream, count in zip(targets, of_streams, counts, strict=True):
         if len(own):
-            given: Any = {"shift_labels": own, "num_items_in_batch": count}
-            sums.keep(loss(of_stream[: len(own)], None, **given))
+            sums.keep(loss(of_stream[: len(own)], None, shift_labels=own, num_items_in_batch=count))
     return sums.losses
 
 
 def require_chunkable(model: PreTrainedModel) -> None:
     """Refuse a model whose loss of a chunk's logits is not their share of the whole mean."""
-    two_logits, label = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    two_logits = torch.zeros(1, 2)
+    label = torch.zeros(1, dtype=torch.int64)
     try:
         share = model.loss_function(
             two_logits, None, vocab_size=2, shift_labels=label, num_items_in_batch=4
         )
         found = f"a loss of {float(share):.3g} for one of four labels with two equal logits"
     except Exception as error:  # any: arguments of other names lead to all kinds of errors
-        share, found = math.nan, f"a loss function that does not run ({type(error).__name__})"
+        share = math.nan
+        found = f"a loss function that does not run ({type(error).__name__})"
     if not math.isclose(share, math.log(2) / 4, rel_tol=1e-5):
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",

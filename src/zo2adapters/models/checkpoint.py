@@ -44,6 +44,13 @@ from zo2adapters.models.architecture import (
 from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, without_router_losses
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
+from zo2adapters.models.model_files import (
+    may_be_of_hub,
+    no_model,
+    refuse_adapter,
+    refuse_pickles,
+    require_config,
+)
 from zo2adapters.models.peft_adapter import (
     Adapter,
     ChosenConfig,
@@ -184,7 +191,7 @@ def open_checkpoint(
     entries, encoded = files.tensors(skeleton)
     architecture = architecture_of(skeleton, kind, architecture)
     parameters, saved_form = stored_tensors.match_tensors(
-        directory, entries, skeleton, architecture
+        directory, entries, encoded, skeleton, architecture
     )
     if (
         dtype == "auto"
@@ -197,7 +204,8 @@ def open_checkpoint(
     model_class: type[HFBlockModel] = HFBlockModel if kind is CAUSAL_LM else HFHeadModel
     loss_chunk = _loss_chunk(skeleton, chosen, kind) if loss_chunk == "auto" else loss_chunk
     options: dict[str, Any] = {"head": kind, "loss_chunk": loss_chunk}
-    formats, opened = ParameterFormats(precision=chosen), None
+    formats = ParameterFormats(precision=chosen)
+    opened = None
     if adapter_config is not None:
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
         base = partial(
@@ -212,10 +220,8 @@ def open_checkpoint(
         )
         causal = PeftBlockModel if opened.wrapper is None else PrefixBlockModel
         model_class = causal if kind is CAUSAL_LM else PeftHeadModel
-        pieces, encodings = (
-            by_wrapped_names(skeleton, pieces),
-            by_wrapped_names(skeleton, encodings),
-        )
+        pieces = by_wrapped_names(skeleton, pieces)
+        encodings = by_wrapped_names(skeleton, encodings)
         architecture = replace(
             architecture, embedding=(*architecture.embedding, *adapter_config.kind.embedding)
         )
@@ -265,10 +271,8 @@ def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head:
     """Refuse a kind of adapter that cannot be trained in this kind of model."""
     if adapter.kind.is_of_text_alone and (head is not CAUSAL_LM or reads_images(config)):
         model = "a model that reads images" if head is CAUSAL_LM else "a model that has this head"
-        where, expected = (
-            f"model type {config.model_type}, head {head.name}",
-            "a causal language model of text alone",
-        )
+        where = f"model type {config.model_type}, head {head.name}"
+        expected = "a causal language model of text alone"
         raise UnsupportedModelError(
             where, f"{adapter.kind.title} on {model}", expected, "use LoRA, or train all parameters"
         )
@@ -278,32 +282,15 @@ def resolve_directory(path: Path | str) -> Path:
     """Find a model directory or a GGUF file; download a model of the hub into the hub's cache."""
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
-        if (directory / "adapter_config.json").exists() and not (
-            directory / "config.json"
-        ).exists():
-            remedy = (
-                f"pass --adapter {directory}, or --run with the directory of the run that trained "
-                "it"
-            )
-            raise CheckpointError(directory, "an adapter", "the directory of a whole model", remedy)
+        refuse_adapter(directory)
         return directory
-    text, found = str(path), "no directory"
-    cause: Exception | None = None
-    if (
-        isinstance(path, str)
-        and not text.startswith((".", "/", "~"))
-        and text.count("/") <= 1
-        and not directory.exists()
-    ):
-        try:
-            return _download(text)
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            found, cause = (
-                f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})",
-                error,
-            )
-    expected = "a model directory in the Hugging Face layout, or a hub id"
-    raise CheckpointError(text, found, expected, "check the spelling and the network") from cause
+    if not may_be_of_hub(path):
+        raise no_model(path)
+    try:
+        return _download(str(path))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise no_model(path, f"neither a directory nor a model of the hub ({reason})") from error
 
 
 def _download(name: str) -> Path:
@@ -372,10 +359,12 @@ class ModelDirectory:
 
     def __init__(self, directory: Path) -> None:
         # the latter is the file of the config
-        self._directory, self.described_in = directory, directory / "config.json"
+        self._directory = directory
+        self.described_in = directory / "config.json"
         self.config, quantization = _read_config(self.described_in)
         _require_weights(directory, self.config)
-        self.entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()
+        self.entries = find_tensors(directory)
+        self._encoded = dict[str, EncodedTensor]()
         # whether there are tensors that have to be decoded
         self.is_encoded = quantization is not None
         if quantization is not None:
@@ -425,10 +414,7 @@ def _require_weights(directory: Path, config: PretrainedConfig) -> None:
         raise UnsupportedModelError(where, repr(named)[:80], f"{chosen.name}, or none", remedy)
     if chosen is not None:
         return
-    pickled = sorted(directory.glob("pytorch_model*.bin"))
-    if pickled:
-        remedy = f"convert it once: zo2 convert --model {directory} --output NEW"
-        raise UnsupportedModelError(pickled[0], "pickled weights", "safetensors", remedy)
+    refuse_pickles(directory)
     expected = f"{SINGLE_FILE} or {INDEX_FILE}, which transformers loads"
     for other in sorted(path for path in directory.iterdir() if path.suffix in _OTHER_WEIGHTS):
         remedy = "pass the path of this file" if is_gguf(other) else "rename it, if it is the model"
@@ -449,8 +435,7 @@ def require_no_adapter(directory: Path, adapter: Adapter | None) -> None:
 
 def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     """Read the config, and split off its quantization."""
-    if not path.exists():
-        raise _refused(path.parent, "no config.json", "a model directory, which holds config.json")
+    require_config(path.parent)
     companion_files(path.parent)  # refuses unsafe files before transformers reads them
     refuse_oversized(path)
     try:
@@ -539,7 +524,8 @@ def refuse_oversized(path: Path) -> None:
             for known, other in (pair, pair[::-1])
             if known in _LIMITS
         }
-        limits, sub_configs = {**_LIMITS, **named}, getattr(config_class, "sub_configs", None) or {}
+        limits = {**_LIMITS, **named}
+        sub_configs = getattr(config_class, "sub_configs", None) or {}
         for name, value in values.items():
             if isinstance(value, dict):
                 pending.append((f"{prefix}{name}.", value, sub_configs.get(name)))
@@ -571,10 +557,8 @@ def end_token_ids(model: HFBlockModel, tokenizer: PreTrainedTokenizerBase) -> li
     """The tokens that end a text: the tokenizer's EOS, and those that the generation config or else
     the config lists.
     """
-    content, configured = (
-        model.companions.get(GENERATION),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
-    )
+    content = model.companions.get(GENERATION)
+    configured = getattr(model.config.get_text_config(), "eos_token_id", None)
     if content is not None:
         configured = json_object(content).get("eos_token_id")
     ends = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from zo2core.checkpoint.shards import choose_weights, malformed, parse_index, re
 from zo2core.encodings.decoding import encode
 from zo2core.encodings.forms import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.types import EncodedPart, SavedForm, SavedPart
+from zo2core.types import EncodedPart, SavedPart
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -162,7 +163,7 @@ def quantize(
             **opened.companions,
             "config.json": json.dumps(config, indent=2).encode() + b"\n",
         }
-        form = SavedForm(kept, opened.saved_form.constants)
+        form = replace(opened.saved_form, parts=kept)
         origins = {spec.name: opened.weights.origin(spec.name) for spec in parameters}
         write_checkpoint(
             directory,
@@ -218,10 +219,8 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
                     where, found, "unquantised weights", "use it as it is, or quantise the original"
                 )
             (_, module, leaf), *_ = model.places_of(spec.name)
-            parts, is_linear = (
-                model.saved_form.parts_of(spec),
-                leaf == "weight" and type(module) is nn.Linear,
-            )
+            parts = model.saved_form.parts_of(spec)
+            is_linear = leaf == "weight" and type(module) is nn.Linear
             # a matrix for each
             is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__
             is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
@@ -283,7 +282,9 @@ def _tensors(
     progress: Callable[[int, int], object],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors, with their names from ``_specs``."""
-    done, total, suffixes = 0, sum(spec.nbytes for spec in parameters), SUFFIXES[encoding.name]
+    done = 0
+    total = sum(spec.nbytes for spec in parameters)
+    suffixes = SUFFIXES[encoding.name]
     for spec in parameters:
         progress(done, total)
         done += spec.nbytes

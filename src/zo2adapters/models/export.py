@@ -48,12 +48,15 @@ from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
 Progress: TypeAlias = Callable[[int], object]  # is told the bytes of each parameter
 GGUFType = Literal["auto", "F32", "F16", "BF16", "Q8_0"]
-MODEL, ADAPTER, MODELFILE = "model.gguf", "adapter.gguf", "Modelfile"
+MODEL = "model.gguf"
+ADAPTER = "adapter.gguf"
+MODELFILE = "Modelfile"
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F32"}
 # written from the Hugging Face layout; llama.cpp calls them the same
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _FLOAT32_MATRICES = 4
-_LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
+_LAYER = ("lora_A.weight", "lora_B.weight")
+_TABLE = ("lora_embedding_A", "lora_embedding_B")
 _BASE = ".base_layer."  # within the name of a parameter that peft has wrapped
 
 
@@ -80,15 +83,20 @@ def export_adapter(
     tensors: dict[str, torch.Tensor] = {}
     targets: list[str] = []
     saved: dict[str, None] = {}  # modules that are written whole
-    rank, bias, is_transposed = 0, "none", False
+    rank = 0
+    bias = "none"
+    is_transposed = False
     with closing(replayer.learned()) as learned:
         for name, value in learned:
             for path, module, leaf in model.places_of(name):
-                forward, prefix = type(module).forward, f"{FILE_PREFIX}{path}"
+                forward = type(module).forward
+                prefix = f"{FILE_PREFIX}{path}"
                 if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
-                    saved[path], tensors[f"{prefix}.{leaf}"] = None, value.present().clone()
+                    saved[path] = None
+                    tensors[f"{prefix}.{leaf}"] = value.present().clone()
                 elif value.factors is None:
-                    bias, tensors[f"{prefix}.base_layer.{leaf}"] = "all", value.present().clone()
+                    bias = "all"
+                    tensors[f"{prefix}.base_layer.{leaf}"] = value.present().clone()
                 else:
                     targets.append(path)
                     is_transposed |= forward is Conv1D.forward
@@ -124,7 +132,8 @@ def _lora(
     """The matrices A and B of a LoRA adapter, from a matrix's factors of (inputs, columns) and
     (outputs, columns).
     """
-    columns, smaller = inputs.shape[1], min(len(inputs), len(outputs))
+    columns = inputs.shape[1]
+    smaller = min(len(inputs), len(outputs))
     if columns > smaller:
         expected = f"at most {smaller}, for {path} of {len(inputs)} x {len(outputs)}"
         remedy = "leave it out: a merged model is smaller"
@@ -183,7 +192,8 @@ def _whole_model(
 
 def adapter_values(runner: Engine, model: PeftBlockModel) -> dict[str, torch.Tensor]:
     """The adapter's parameters, which are all in memory."""
-    names, values = model.adapter.parameters, dict[str, torch.Tensor]()
+    names = model.adapter.parameters
+    values = dict[str, torch.Tensor]()
     with closing(runner.parameters_now()) as parameters:
         for name, tensor in parameters:
             if name in names:
@@ -298,7 +308,8 @@ def export_gguf(
     the base's path. ``template`` is that of the Modelfile.
     """
     optional_package("gguf", install=gguf_model.GGUF_EXTRA)
-    file, names = read_gguf(base) if is_gguf(base) else None, tokenizer(base)
+    file = read_gguf(base) if is_gguf(base) else None
+    names = tokenizer(base)
     if file is None and model.config.model_type not in _ARCHITECTURES:
         raise gguf_model.unwritable(
             base,

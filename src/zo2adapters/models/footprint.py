@@ -55,7 +55,9 @@ def forward_bytes(
     loss.
     """
     config = config.get_text_config()
-    itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
+    itemsize = _itemsize(config)
+    hidden = config.hidden_size
+    positions = rows * tokens
     feed_forward = (
         _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
     )

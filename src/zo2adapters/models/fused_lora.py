@@ -51,7 +51,8 @@ class Workspace:
         is_same = self._input is not None and self._input() is x
         if not is_same or x._version != self._version:
             self._widened = x.detach().float()
-            self._input, self._version = weakref.ref(x), x._version
+            self._input = weakref.ref(x)
+            self._version = x._version
         return self._widened
 
 
@@ -79,7 +80,8 @@ class FusedForward:
         widened = self._workspace.widened(x)
         scale = layer.scaling[active[0]]
         helpers = self._workspace.helpers
-        output: Any = _AddedTerm.apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
+        apply: Any = _AddedTerm.apply  # autograd's is untyped
+        output = apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
         return cast("torch.Tensor", output)
 
     def _forward_of_peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -146,7 +148,9 @@ class _AddedTerm(torch.autograd.Function):
             helpers=helpers,
         )
         ctx.save_for_backward(widened, down, up, rows)
-        ctx.scale, ctx.dtype, ctx.helpers = scale, x.dtype, helpers
+        ctx.scale = scale
+        ctx.dtype = x.dtype
+        ctx.helpers = helpers
         return output
 
     @staticmethod
@@ -183,7 +187,8 @@ def fuse(skeleton: nn.Module) -> None:
     workspace = Workspace()
     for layer in skeleton.modules():
         if type(layer) is lora.Linear and _is_plain(layer):
-            layer.forward = FusedForward(layer, workspace)
+            replaced: Any = layer
+            replaced.forward = FusedForward(layer, workspace)
 
 
 def unfuse(skeleton: nn.Module) -> None:

@@ -77,7 +77,8 @@ _LARGE_GEMMA2 = 46
 
 # architectures of experts in a stack a projection, all of which are routed to
 _MIXTURES = ("qwen3moe",)
-_EXPERTS, _ROUTER = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight"), ".ffn_gate_inp."
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+_ROUTER = ".ffn_gate_inp."
 
 
 class LlamaCppLayout:
@@ -97,10 +98,8 @@ class LlamaCppLayout:
         number = next(
             key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture
         )
-        known, names = (
-            gguf.get_tensor_name_map(number, self._config.num_hidden_layers),
-            dict[str, str](),
-        )
+        known = gguf.get_tensor_name_map(number, self._config.num_hidden_layers)
+        names = dict[str, str]()
         for name in parameters:
             path, _, leaf = name.rpartition(".")
             found = known.get_name(path)
@@ -152,10 +151,8 @@ class LlamaCppLayout:
         try:
             return self._reader.process(weights=values, name=name)
         except (ValueError, ArithmeticError, TypeError) as error:
-            found, remedy = (
-                f"{len(values)} rows, which do not fit the metadata ({error})",
-                "download the file again",
-            )
+            found = f"{len(values)} rows, which do not fit the metadata ({error})"
+            remedy = "download the file again"
             raise CheckpointError(
                 name, found, "as many rows as the heads of the metadata have", remedy
             ) from error
@@ -244,7 +241,8 @@ class GGUFModel:
                     "the tensors of this model",
                     "use a file that llama.cpp's converter made of a model of this kind",
                 )
-        entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
+        entries = dict[str, TensorEntry]()
+        encoded = dict[str, EncodedTensor]()
         self._processed: dict[str, TensorEntry] = {}
         for name, entry, heads in located:
             entries[name] = entry._replace(name=name)
@@ -304,10 +302,8 @@ class GGUFModel:
                     for key, value in self.file.metadata.items()
                     if isinstance(value, (int, float, str))
                 }
-                tokens, key = (
-                    self.file.metadata.get("tokenizer.ggml.tokens"),
-                    f"{self._architecture}.vocab_size",
-                )
+                tokens = self.file.metadata.get("tokenizer.ggml.tokens")
+                key = f"{self._architecture}.vocab_size"
                 size = (
                     {key: tokens.length}
                     if isinstance(tokens, StoredArray) and key not in short
@@ -315,8 +311,9 @@ class GGUFModel:
                 )
                 copied = replace(self.file, metadata=short)
                 write_gguf(Path(directory) / "model.gguf", self._architecture, size, [], [], copied)
-                options: Any = {"gguf_file": "model.gguf", "trust_remote_code": False}
-                config: PretrainedConfig = AutoConfig.from_pretrained(directory, **options)
+                config: PretrainedConfig = AutoConfig.from_pretrained(
+                    directory, gguf_file="model.gguf", trust_remote_code=False
+                )
         except Exception as error:
             # any: metadata of wrong types or ranges lead transformers to all kinds of errors
             first = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -467,7 +464,8 @@ def write_gguf(
         origin: Name of the tensors' file, for the error that refuses numbers that are not finite.
     """
     gguf = optional_package("gguf", install=GGUF_EXTRA)
-    types, file = gguf.GGUFValueType, gguf.GGUFWriter(path, architecture)
+    types = gguf.GGUFValueType
+    file = gguf.GGUFWriter(path, architecture)
     with contextlib.closing(file):
         for key, value in ({} if copied is None else copied.metadata).items():
             assert copied is not None
@@ -592,11 +590,9 @@ _DIGIT, _WORDS = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 )
 _SHORT, _SPACE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKS, _UPPER, _LOWER = (
-    r"[^\r\n\p{L}\p{N}]?",
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
-)
+_MARKS = r"[^\r\n\p{L}\p{N}]?"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LLAMA3 = rf"{_SHORT}|{_MARKS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACE}"
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
 _QWEN35 = _QWEN2.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(
@@ -626,6 +622,8 @@ _GROUPS = {
 }
 # The patterns that split text one after the other, by llama.cpp's names (llama-vocab.cpp).
 _SPLITS = {name: patterns for patterns, names in _GROUPS.items() for name in names.split(", ")}
+# All of these patterns, each of which takes a time proportional to the text.
+SPLIT_PATTERNS = frozenset(pattern for patterns in _GROUPS for pattern in patterns)
 # Names of vocabularies that take a whole piece which is a token, whatever the merges; they begin
 # with BOS by default.
 _WHOLE = {name for name in _SPLITS if _SPLITS[name] in (_SPLITS["llama3"], _SPLITS["tekken"])}
@@ -666,7 +664,8 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
         pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]
     ]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
     kinds = file.array("tokenizer.ggml.token_type") if "token_type" in values else ()
     added = [
         AddedToken(token, normalized=False, special=kind == _CONTROL)
@@ -705,7 +704,8 @@ def unwritable(where: Path, found: str, expected: str) -> UnsupportedModelError:
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> dict[str, Any]:
     """The metadata of a tokenizer, by key."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    found, is_whole = _splits(backend), bool(backend["model"].get("ignore_merges"))
+    found = _splits(backend)
+    is_whole = bool(backend["model"].get("ignore_merges"))
     name = next(
         (name for name in _WRITTEN if _SPLITS[name] == found and (name in _WHOLE) == is_whole), None
     )
@@ -718,10 +718,8 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
         raise unwritable(where, f"a tokenizer of {kind[:200]}", expected)
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(by_id) >= size:
-        expected, remedy = (
-            f"ids below {size}, the rows of the embedding",
-            "use the tokenizer that belongs to the model",
-        )
+        expected = f"ids below {size}, the rows of the embedding"
+        remedy = "use the tokenizer that belongs to the model"
         raise UnsupportedModelError(where, f"a token with id {max(by_id)}", expected, remedy)
     added = {
         token["id"]: _CONTROL if token["special"] else _USER_DEFINED

@@ -57,6 +57,7 @@ from zo2adapters.models.batches import (
     require_chunkable,
     require_separating_masks,
     stack_rows,
+    takes_images,
     whole_losses,
 )
 from zo2adapters.models.footprint import (
@@ -367,6 +368,13 @@ class HFBlockModel:
         return self._prepared(batch)
 
     def _prepared(self, batch: Batch) -> Batch:
+        if "pixel_values" in batch and not takes_images(self.skeleton):
+            raise BatchError(
+                "batch['pixel_values']",
+                f"images for {type(self.skeleton).__name__}, which is trained on text alone",
+                "text",
+                "leave the images out; docs/models.md lists the models that read them",
+            )
         prepared = PreparedBatch(batch)
         if prepared.is_packed:
             require_separating_masks(prepared, lambda: self.embed(prepared).calls.by_layer())
@@ -587,11 +595,10 @@ class HFBlockModel:
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula; images need masks and positions. See the contract."""
-        (rows, tokens), mask = batch["input_ids"].shape, batch.get("attention_mask")
-        positions, rope = (
-            batch.get("position_ids"),
-            getattr(self.config.get_text_config(), "rope_parameters", None),
-        )
+        (rows, tokens) = batch["input_ids"].shape
+        mask = batch.get("attention_mask")
+        positions = batch.get("position_ids")
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None)
         has_own_positions = "mrope_section" in (rope or {})
         return expected_held_bytes(
             self.config,
@@ -684,10 +691,8 @@ class HFHeadModel(HFBlockModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Refuse to predict next tokens."""
-        where, expected = (
-            f"model type {self.config.model_type}",
-            "a causal language model, to generate or to score",
-        )
+        where = f"model type {self.config.model_type}"
+        expected = "a causal language model, to generate or to score"
         raise UnsupportedModelError(
             where, f"a head for {self.kind.name}", expected, "open the checkpoint without head"
         )
@@ -832,7 +837,8 @@ class CalledForward:
 
     def forward_bytes(self, batch: Batch) -> int:
         """Return the expected bytes, with all logits. See the contract."""
-        model, called = self._model, _called(batch)
+        model = self._model
+        called = _called(batch)
         rows, tokens = called.inputs["input_ids"].shape
         nbytes = (
             model.forward_bytes(called.inputs)
@@ -865,10 +871,8 @@ def _affects_layers(key: str, value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         return True
-    where, remedy = (
-        f"the model's argument {key}",
-        "leave it out: attentions, hidden states and router logits are not kept",
-    )
+    where = f"the model's argument {key}"
+    remedy = "leave it out: attentions, hidden states and router logits are not kept"
     raise UnsupportedModelError(
         where, repr(value)[:80], "tensors, which go through the layers one after the other", remedy
     )
@@ -891,7 +895,8 @@ def _require_same(inputs: Batch, arguments: Mapping[str, Any]) -> None:
     for key in inputs.keys() | {
         key for key, value in arguments.items() if _affects_layers(key, value)
     }:
-        first, second = inputs.get(key), arguments.get(key)
+        first = inputs.get(key)
+        second = arguments.get(key)
         if first is not second and (
             first is None or second is None or not torch.equal(first, second)
         ):

@@ -95,7 +95,9 @@ class _Patch(ABC):
         """Perturb nothing in the next forwards, and free the memory: every block has its own
         modules.
         """
-        self.factors, self.vectors, self.joined = None, {}, None
+        self.factors = None
+        self.vectors = {}
+        self.joined = None
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces the module's forward."""
@@ -109,7 +111,8 @@ class _Patch(ABC):
     @contextmanager
     def _parameters(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """A context in which the module has these parameters."""
-        parameters, original = self.module._parameters, dict(self.module._parameters)
+        parameters = self.module._parameters
+        original = dict(self.module._parameters)
         parameters.update(
             {leaf: nn.Parameter(value, requires_grad=False) for leaf, value in values.items()}
         )
@@ -147,7 +150,8 @@ class _Linear(_Patch):
 
     def _join(self) -> torch.Tensor:
         """Factors and bias as rows: one product adds both, and is fastest from rows."""
-        rows, bias = self.factors.left.transpose(1, 2), self.vectors.get("bias")
+        rows = self.factors.left.transpose(1, 2)
+        bias = self.vectors.get("bias")
         return rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,13 +216,15 @@ class _Vectors(_Patch):
         }
         if any(len(size) != 1 for size in sizes.values()) or len({*sizes.values()}) != 1:
             return False
-        size, generator = next(iter(sizes.values()))[0], torch.Generator().manual_seed(0)
+        size = next(iter(sizes.values()))[0]
+        generator = torch.Generator().manual_seed(0)
         values = {leaf: torch.randn(_PROBE_STREAMS, size, generator=generator) for leaf in sizes}
         x = torch.randn(_PROBE_STREAMS * _PROBE_ROWS, 2, size, generator=generator)
         try:
             self.batch.rows = len(x)
             self.set_perturbations(values, _PROBE_STREAMS)
-            stacked, alone = self.forward(x), []
+            stacked = self.forward(x)
+            alone = []
             for stream, rows in enumerate(torch.split(x, _PROBE_ROWS)):
                 with self._parameters({leaf: value[stream] for leaf, value in values.items()}):
                     alone.append(self.original(rows))
@@ -242,7 +248,8 @@ class _Embedding(_Patch):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See the class."""
-        (factors, shared), out = self.factors, self.original(*args, **kwargs)
+        (factors, shared) = self.factors
+        out = self.original(*args, **kwargs)
         with self._parameters({"weight": self.joined}):
             thin = self.original(*args, **kwargs)
         if out.shape[0] == 1 and self.streams > 1:  # positions, until now shared by all rows

@@ -585,7 +585,8 @@ class PrefixKind(AdapterKind):
         require_whole("adapter.num_virtual_tokens", config.num_virtual_tokens, 1, most)
         wrapper, own = _wrapped(skeleton, config)
         for option in _BASE_SIZES:
-            given, expected = getattr(config, option), getattr(own, option)
+            given = getattr(config, option)
+            expected = getattr(own, option)
             if given not in (None, expected):
                 remedy = "leave it out, or use the base that the adapter was made for"
                 raise OptionError(
@@ -630,7 +631,8 @@ def _real_keys_and_values(
     at a time.
     """
     tokens, heads = config.num_virtual_tokens, config.num_attention_heads
-    generator, cache = torch.Generator().manual_seed(seed), DynamicCache()
+    generator = torch.Generator().manual_seed(seed)
+    cache = DynamicCache()
     ids = torch.randint(base.config.get_text_config().vocab_size, (1, tokens), generator=generator)
     # the base's up to the last layer, which writes all keys and values to the cache
     forward: Any = SimpleNamespace(
@@ -660,7 +662,8 @@ def _real_keys_and_values(
     return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
 
 
-_FACTORS, _INIT = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}, {"init_weights"}
+_FACTORS = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}
+_INIT = {"init_weights"}
 _KINDS = (
     LoRAKind(
         *("LORA", "LoRA"),
@@ -742,7 +745,8 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     if isinstance(config, (str, Path)):
         path = Path(config)
         if path.is_dir():
-            weights, path = weights_of(path), path / CONFIG_FILE
+            weights = weights_of(path)
+            path = path / CONFIG_FILE
             for file in (weights, path):
                 require_own_file(file, path.parent)
         config = _read_config(peft, path)
@@ -752,7 +756,8 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     if kind is None or not isinstance(config, config_classes[name]):
         remedy = f"use one of {', '.join(config_classes[known].__name__ for known in KINDS)}"
         raise OptionError("adapter", name, f"one of {', '.join(KINDS)} as peft_type", remedy)
-    plain, defaults = config.to_dict(), type(config)().to_dict()
+    plain = config.to_dict()
+    defaults = type(config)().to_dict()
     known = kind.decisive | kind.supported | _NEUTRAL | (set() if adapter.is_trained else _DROPOUT)
     unused_options = [
         key for key, value in plain.items() if key not in known and value != defaults.get(key)

@@ -97,10 +97,8 @@ class PeftBlockModel(HFBlockModel):
             "modules_to_save" if config.modules_to_save else None
         )
         if title is not None:
-            found, expected = (
-                f"{title} with low-rank perturbations",
-                "LoRA, whose matrices are linear layers",
-            )
+            found = f"{title} with low-rank perturbations"
+            expected = "LoRA, whose matrices are linear layers"
             raise UnsupportedModelError(
                 "adapter", found, expected, "leave --rank out, or use DensePerturbation()"
             )
@@ -186,7 +184,8 @@ class PrefixBlockModel(PeftBlockModel):
         elif cache.get_seq_length() == 0:
             for index, layer in enumerate(self._peft_model.get_prompt(rows).layers):
                 cache.update(layer.keys, layer.values, index)
-        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        mask = inputs.get("attention_mask")
+        positions = inputs.get("position_ids")
         if mask is not None:
             prefix = mask.new_ones(rows, self.virtual_tokens)
             inputs["attention_mask"] = torch.cat([prefix, mask], dim=1)
@@ -217,7 +216,8 @@ class PrefixBlockModel(PeftBlockModel):
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula. See the contract."""
-        prefix, rows = cache_bytes(self.config, 1, self.virtual_tokens), len(batch["input_ids"])
+        prefix = cache_bytes(self.config, 1, self.virtual_tokens)
+        rows = len(batch["input_ids"])
         # The positions of the prefix are removed by a view, which keeps their memory.
         return super().held_bytes(batch) + prefix + rows * self.virtual_tokens * POSITION_BYTES
 
@@ -255,7 +255,8 @@ def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
 
     def of_layer(prefix: LayerPrefix) -> DynamicCache:
         layer: Any = DynamicLayer  # its constructor is untyped
-        own, cache = layer(), DynamicCache()
+        own = layer()
+        cache = DynamicCache()
         own.update(*(tensor.expand(rows, -1, -1, -1) for tensor in prefix))
         others: list[Any] = [_OtherLayer() for _ in range(index)]
         cache.layers = [*others, own]

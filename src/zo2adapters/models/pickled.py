@@ -39,7 +39,8 @@ def write_as_safetensors(reader: LimitedProcess, source: Path, target: Path) -> 
         nbytes = os.fstat(file.fileno()).st_size
     request = {"source": str(source), "target": str(target)}
     try:
-        seconds, memory = SECONDS + SECONDS_PER_BYTE * nbytes, MEMORY + MEMORY_PER_BYTE * nbytes
+        seconds = SECONDS + SECONDS_PER_BYTE * nbytes
+        memory = MEMORY + MEMORY_PER_BYTE * nbytes
         result = reader.ask(request, seconds=seconds, memory=memory)
     except LimitedProcessError as error:
         raise CheckpointError(

@@ -197,7 +197,8 @@ class Quantization:
         """A checkpoint's tensors as if none were encoded, and the encoded ones, by the parameters'
         names.
         """
-        mark, own = _MARKS[self.method], "" if self.method == "mxfp4" else ".weight"
+        mark = _MARKS[self.method]
+        own = "" if self.method == "mxfp4" else ".weight"
         layers = sorted(name.removesuffix(mark) for name in entries if name.endswith(mark))
         if self.method == "nf4":
             _refuse_fp4(entries)
@@ -334,7 +335,8 @@ class Quantization:
         """Whether columns of a group are not neighbours."""
         content = bytearray(_read(order, max(4 * columns, 1), "I32"))
         groups = torch.frombuffer(content, dtype=torch.int32)
-        least, most = int(groups.min()), int(groups.max())
+        least = int(groups.min())
+        most = int(groups.max())
         if self.method == "int4" and least == -1:  # compressed-tensors' mark for no order
             return False
         count = -(-columns // group)
@@ -493,7 +495,8 @@ def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTenso
             found[name] = matrix
     for name, by_number in stacks.items():
         matrices = [by_number[number] for number in sorted(by_number)]
-        entry, shapes = matrices[0].parts[0], sorted({matrix.shape for matrix in matrices})
+        entry = matrices[0].parts[0]
+        shapes = sorted({matrix.shape for matrix in matrices})
         if len(shapes) > 1 or max(by_number) != len(matrices) - 1:
             raise malformed_tensor(
                 entry,
@@ -510,11 +513,9 @@ def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
     """Read encoding and shape from the JSON object beside a matrix."""
     try:
         state = json.loads(_read(entry))
-        shape, block, nested = (
-            tuple(state["shape"]),
-            state["blocksize"],
-            state.get("nested_blocksize"),
-        )
+        shape = tuple(state["shape"])
+        block = state["blocksize"]
+        nested = state.get("nested_blocksize")
         offset = float(state["nested_offset"]) if nested is not None else 0.0
     except (
         ValueError,

@@ -127,7 +127,8 @@ class RoutedExperts:
 
     @torch.inference_mode()
     def _fill(self, spec: ParameterSpec, expert: int) -> None:
-        of_expert, target = self._ranges[spec.name][expert], self._targets[spec.name][expert]
+        of_expert = self._ranges[spec.name][expert]
+        target = self._targets[spec.name][expert]
         stored = self._stored(spec, expert, of_expert)
         if spec.encoding is None:
             target.view(-1).copy_(stored)

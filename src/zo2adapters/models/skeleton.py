@@ -9,6 +9,7 @@ Build a model from its config alone: parameters without memory, buffers with tra
 from __future__ import annotations
 
 import math
+import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.batches import CAUSAL_LM, Head
+from zo2adapters.models.batches import CAUSAL_LM, Head, left_out_for_text
 from zo2adapters.models.library_names import build_glob_alternation
 from zo2core.errors import UnsupportedModelError
 
@@ -242,7 +243,8 @@ class _InPlaceWrites(TorchFunctionMode):
         self.written: list[tuple[str, str]] = []  # parameter and function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
         is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if is_in_place and isinstance(first, torch.Tensor):
             # views of a parameter share its storage
@@ -274,6 +276,26 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
         )
 
 
+def _leave_out(model: PreTrainedModel, patterns: Sequence[str]) -> None:
+    """Remove the modules all of whose tensors have names like these, which loading then ignores."""
+    if not patterns:
+        return
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = [*known, *patterns]
+    left_out = "\0"
+    for path, module in [*model.named_modules()]:
+        names = [f"{path}.{name}" for name in module.state_dict()]
+        is_inside = path.startswith(f"{left_out}.")
+        if path and names and not is_inside and all(_matches(patterns, name) for name in names):
+            parent, _, leaf = path.rpartition(".")
+            model.get_submodule(parent)._modules[leaf] = None
+            left_out = path
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
 def build_skeleton(
     config: PretrainedConfig,
     dtype: torch.dtype,
@@ -290,12 +312,12 @@ def build_skeleton(
     model.train(mode=False)
     _initialize_again(model, where)
     _keep_dtypes(model, dtype)
+    if head is CAUSAL_LM:
+        _leave_out(model, left_out_for_text(config))
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
-            where, found, remedy = (
-                f"{where}: {name}",
-                "a buffer without values",
-                "write an adapter for this architecture",
-            )
+            where = f"{where}: {name}"
+            found = "a buffer without values"
+            remedy = "write an adapter for this architecture"
             raise UnsupportedModelError(where, found, "buffers that follow from the config", remedy)
     return model

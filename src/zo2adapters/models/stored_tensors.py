@@ -46,7 +46,7 @@ from zo2core.encodings.forms import MatrixEncoding, MatrixStack
 from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.io.direct_file import byte_view
 from zo2core.protocols import TensorReader
-from zo2core.types import Encoding, SavedForm, SavedPart
+from zo2core.types import CopiedTensor, Encoding, FileRange, SavedForm, SavedPart
 
 # operations that only move whole rows; old versions of transformers have no Split
 _ROW_OPERATIONS = {
@@ -68,10 +68,8 @@ def encodings_of(
     parameters: Mapping[str, Sequence[Piece]], encoded: Mapping[str, EncodedTensor]
 ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, Encoding]]:
     """The pieces to read for all parameters, and the encodings of encoded ones."""
-    pieces, found = (
-        {name: tuple(of_parameter) for name, of_parameter in parameters.items()},
-        dict[str, Encoding](),
-    )
+    pieces = {name: tuple(of_parameter) for name, of_parameter in parameters.items()}
+    found = dict[str, Encoding]()
     for name, of_parameter in parameters.items():
         matrices = [
             encoded[piece.entry.name] for piece in of_parameter if piece.entry.name in encoded
@@ -105,6 +103,7 @@ def encodings_of(
 def match_tensors(
     directory: Path,
     entries: Mapping[str, TensorEntry],
+    encoded: Mapping[str, EncodedTensor],
     skeleton: PreTrainedModel,
     architecture: Architecture,
 ) -> tuple[dict[str, tuple[Piece, ...]], SavedForm]:
@@ -113,15 +112,12 @@ def match_tensors(
 
     Returns:
         The pieces, and how the checkpoint stores buffers and parameters that have other names or
-        parts in the model.
+        parts in the model, and what transformers leaves out.
     """
-    pieces, prefix = parameter_pieces(entries, skeleton), skeleton.base_model_prefix
+    pieces, ignored = _pieces_of(entries, skeleton, architecture)
+    prefix = skeleton.base_model_prefix
     state = skeleton.state_dict()
-    unexpected = [
-        name
-        for name in pieces
-        if name not in state and not _is_ignored(name, skeleton, architecture)
-    ]
+    unexpected = [name for name in pieces if name not in state]
     if unexpected:
         found = (
             f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one "
@@ -158,7 +154,15 @@ def match_tensors(
         constants[first.entry.name] = value = read_tensor(first.entry)
         path, _, leaf = name.rpartition(".")
         skeleton.get_submodule(path)._buffers[leaf] = value.to(state[name].dtype)
-    return parameters, SavedForm(parts, constants)
+    copied = {entry.name: _copied(entry, encoded.get(entry.name)) for entry in ignored}
+    return parameters, SavedForm(parts, constants, copied)
+
+
+def _copied(entry: TensorEntry, encoded: EncodedTensor | None) -> CopiedTensor:
+    parts = (entry,) if encoded is None else encoded.parts
+    ranges = tuple(FileRange(part.path, part.start, part.nbytes) for part in parts)
+    encoding = None if encoded is None else encoded.encoding
+    return CopiedTensor(entry.shape, DTYPES[entry.dtype], ranges, encoding)
 
 
 def require_dtype(
@@ -223,10 +227,8 @@ def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
                 or extent != other_extent
                 or not same_samples(first, other)
             ):
-                found, expected = (
-                    f"other values than in {copies[0][0].entry.name}",
-                    f"equal values: config.json ties both to {name}",
-                )
+                found = f"other values than in {copies[0][0].entry.name}"
+                expected = f"equal values: config.json ties both to {name}"
                 raise malformed_tensor(
                     copy[0].entry,
                     found,
@@ -235,24 +237,35 @@ def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
                 )
 
 
-def parameter_pieces(
-    entries: Mapping[str, TensorEntry], model: PreTrainedModel
-) -> dict[str, tuple[Piece, ...]]:
-    """Apply transformers' rules to the names of a checkpoint's tensors."""
+def _pieces_of(
+    entries: Mapping[str, TensorEntry], model: PreTrainedModel, architecture: Architecture
+) -> tuple[dict[str, tuple[Piece, ...]], list[TensorEntry]]:
+    """Apply transformers' rules to the names of a checkpoint's tensors.
+
+    Returns:
+        The pieces of the model's tensors, and the tensors that transformers ignores: those of
+        layers that predict several tokens, for example.
+    """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    prefix, state = model.base_model_prefix, model.state_dict()
+    prefix = model.base_model_prefix
+    state = model.state_dict()
     pieces: dict[str, tuple[Piece, ...]] = {}
+    ignored: list[TensorEntry] = []
     joined: dict[str, list[tuple[str, TensorEntry]]] = {}  # target to pattern and tensor
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         entry = entries[name]
+        names = (name, target)
+        if target not in state and any(_is_ignored(one, model, architecture) for one in names):
+            ignored.append(entry)
+            continue
         if pattern is not None and target in state:
             joined.setdefault(target, []).append((pattern, entry))
             continue
@@ -269,7 +282,7 @@ def parameter_pieces(
             if name in pieces:
                 raise _duplicate(converted_pieces[0].entry, name, pieces[name][0].entry)
             pieces[name] = converted_pieces
-    return pieces
+    return pieces, ignored
 
 
 def _converted(

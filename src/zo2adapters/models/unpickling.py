@@ -42,7 +42,8 @@ class _RefusedError(Exception):
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Convert one file."""
-    source, target = Path(request["source"]), Path(request["target"])
+    source = Path(request["source"])
+    target = Path(request["target"])
     try:
         tensors = _read(source)
     except _RefusedError as error:

@@ -72,7 +72,9 @@ def _pair(
     return _template(prompt, candidates, *labels)
 
 
-_NO_YES, _YES_NO, _YES_NO_MAYBE = ("No", "Yes"), ("Yes", "No"), ("Yes", "No", "Maybe")
+_NO_YES = ("No", "Yes")
+_YES_NO = ("Yes", "No")
+_YES_NO_MAYBE = ("Yes", "No", "Maybe")
 
 
 def _boolq(row: Row) -> Rows:
@@ -135,7 +137,8 @@ def _record(row: Row) -> Rows:
     if isinstance(row["passage"], str):
         return _record_question(row["passage"], row["query"], row["entities"], row["answers"])
     # a line of the benchmark's own files is a passage
-    text, spans = row["passage"]["text"], row["passage"]["entities"]
+    text = row["passage"]["text"]
+    spans = row["passage"]["entities"]
     entities = list(dict.fromkeys(text[span["start"] : span["end"] + 1] for span in spans))
     return [
         converted
@@ -185,7 +188,8 @@ def _winogrande(row: Row) -> Rows:
 def _wsc(row: Row) -> Rows:
     """Winograd schemas: does a pronoun refer to a noun?"""
     spans = row.get("target", row)  # an object in the benchmark's own files
-    noun, pronoun = spans["span1_text"], spans["span2_text"].lower()
+    noun = spans["span1_text"]
+    pronoun = spans["span2_text"].lower()
     prompt = (
         f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? '
         "Yes or No?\n"
@@ -268,7 +272,8 @@ def benchmark_rows(
     """
     training = _questions(benchmark, directory, ("train",))
     held_out = _questions(benchmark, directory, _HELD_OUT)
-    count, order = len(training), shuffled(len(training), f"train {seed}")
+    count = len(training)
+    order = shuffled(len(training), f"train {seed}")
     others = dev if train + dev <= count else min(dev, max(count // 4, count - train))
     most = min(train, count - others)
     chosen = {"train": order[:most], "dev": order[most : most + others]}
@@ -300,7 +305,8 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Rows:
-    path, questions = _file(benchmark, directory, names), Rows()
+    path = _file(benchmark, directory, names)
+    questions = Rows()
     for number, row in parsed_rows(path):
         with at_row(path, number):
             try:

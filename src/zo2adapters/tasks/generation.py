@@ -294,13 +294,16 @@ class Generation:
         new, allowed = self.max_new_tokens, self.allowed
         plan = plan_generation(self.model.config, **sizes, new_tokens=new, allowed=allowed)
         forward = NextToken(self.model, self.sampling)
-        waiting, groups, started = deque(range(len(prompts))), list[_Group](), 0
+        waiting = deque(range(len(prompts)))
+        groups = list[_Group]()
+        started = 0
         while waiting or groups:
             free = plan.places - sum(group.places for group in groups)
             while waiting and (not groups or free >= _JOIN_AT * plan.places) and free > 0:
                 rows = [waiting.popleft() for _ in range(min(free, plan.starting, len(waiting)))]
                 groups.append(self._started(started, rows, [prompts[row] for row in rows]))
-                started, free = started + 1, free - len(rows)
+                started = started + 1
+                free = free - len(rows)
             yield self._advance(forward, groups)
             groups = [group for group in groups if self._shrunk(forward, group)]
 
@@ -406,13 +409,15 @@ def generate(  # noqa: D417 - six arguments share a line
     Raises:
         UnsupportedModelError, BatchError, OptionError, NonFiniteLossError: As ``Generation`` does.
     """
-    given: Any = {
-        "sampling": sampling,
-        "eos_token_ids": eos_token_ids,
-        "pad_token_id": pad_token_id,
-        "evaluations": [at],
-    }
-    for tokens in Generation(engine, model, max_new_tokens=max_new_tokens, **given).sweeps(prompts):
+    for tokens in Generation(
+        engine,
+        model,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_token_id,
+        evaluations=[at],
+    ).sweeps(prompts):
         by_row = {token.row: token.id for token in tokens}
         yield tuple(by_row.get(row) for row in range(len(prompts)))
 

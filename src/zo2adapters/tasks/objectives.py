@@ -121,10 +121,12 @@ class LogLikelihood:
         rows, columns = predictions(batch)
         chunk = self._model.loss_chunk or len(rows)
         hidden = self._model.by_token(activations.hidden)
-        sequences, count = rows, len(targets)
+        sequences = rows
+        count = len(targets)
         if is_packed(batch):
             numbers = sequence_numbers(batch)
-            sequences, count = numbers[rows, columns], int(numbers.max()) + 1
+            sequences = numbers[rows, columns]
+            count = int(numbers.max()) + 1
         sums = torch.zeros(count, dtype=torch.float64, device=targets.device)
         keeps = self._model.keeps_logits or len(rows) <= chunk
         for start in range(0, len(rows), chunk):
@@ -183,7 +185,8 @@ def score(
         for name, tokens in sequences:
             if not tokens:
                 raise BatchError(f"{name}[{number}]", "nothing", "at least one token", "add tokens")
-        longest_row, longest = len(prompt) + max(map(len, answers)), model.longest_row
+        longest_row = len(prompt) + max(map(len, answers))
+        longest = model.longest_row
         if longest is not None and longest_row > longest:
             found = f"{counted(len(prompt), 'token')}, {longest_row} with the longest candidate"
             expected = f"at most {longest} together, the model's longest sequence"

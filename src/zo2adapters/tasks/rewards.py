@@ -148,9 +148,11 @@ class Rewards:
         if any(name.file is None and name.name == "json-schema" for name in names):
             optional_package("jsonschema", install="zo2core[rewards]")  # which the process imports
         self.names = names
-        self._seconds, self._memory, self._start_seconds = seconds, memory, start_seconds
+        self._seconds = seconds
+        self._memory = memory
+        self._start_seconds = start_seconds
         self._sources = [
-            None if name.file is None else _source(name.file, name.name) for name in names
+            None if name.file is None else function_source(name.file, name.name) for name in names
         ]
         self._process = LimitedProcess(_PROGRAM)
 
@@ -267,7 +269,7 @@ class Rewards:
         )
 
 
-def _source(path: Path, function: str) -> str:
+def function_source(path: Path, function: str, *, option: str = "reward") -> str:
     """The text of a file, which is not run here, with a function of this name."""
     try:
         with open_regular(path) as file:
@@ -275,7 +277,7 @@ def _source(path: Path, function: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
         raise OptionError(
-            "reward", f"{path}: {found}", "a readable file", "check the path"
+            option, f"{path}: {found}", "a readable file", "check the path"
         ) from error
     try:
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
@@ -285,7 +287,7 @@ def _source(path: Path, function: str) -> str:
             if isinstance(error, SyntaxError)
             else f"{path}: {error}"
         )
-        raise OptionError("reward", found, "a file of Python", "correct the file") from error
+        raise OptionError(option, found, "a file of Python", "correct the file") from error
     names = sorted(
         symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
     )
@@ -293,5 +295,5 @@ def _source(path: Path, function: str) -> str:
         found = f"{path} without {function}" + (
             f", but with {', '.join(names[:_MOST_NAMES])}" if names else ""
         )
-        raise OptionError("reward", found, "the name of a function in the file", "check the name")
+        raise OptionError(option, found, "the name of a function in the file", "check the name")
     return source

@@ -18,7 +18,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
-from zo2adapters.tasks.row_source import at_row, parsed_rows, row_error
+from zo2adapters.tasks.row_source import at_row, first_row, parsed_rows, row_error
 from zo2adapters.tasks.row_values import Cell, Row, shown
 from zo2core.errors import DataError, OptionError, without_effect
 from zo2core.ranges import counted
@@ -289,10 +289,8 @@ class RowOptions:
         if index is None and self._by_index and type(number) in (int, float) and number % 1 == 0:
             index = int(number)
         if index is None or not 0 <= index < len(self.labels):
-            listed, found = (
-                self.labels[:_LISTED],
-                f"{shown(label)} in the column {self.label_column or 'label'!r}",
-            )
+            listed = self.labels[:_LISTED]
+            found = f"{shown(label)} in the column {self.label_column or 'label'!r}"
             remedy = (
                 _nearest(str(label), self.labels)
                 or "correct the label, or name all labels with --labels"
@@ -348,10 +346,8 @@ class RowOptions:
         }
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
-                found, remedy = (
-                    f"{shown(value)} in the column {column!r}",
-                    "name another column in the template",
-                )
+                found = f"{shown(value)} in the column {column!r}"
+                remedy = "name another column in the template"
                 raise row_error(found, "text or a number for --prompt-template", remedy)
         parts = (
             (with_line_breaks(text), column) for text, column, _, _ in Formatter().parse(template)
@@ -359,6 +355,37 @@ class RowOptions:
         return "".join(
             text if column is None else f"{text}{values[column]}" for text, column in parts
         )
+
+
+def require_columns(path: Path, options: RowOptions) -> None:
+    """Refuse a file whose first row lacks a column that the options name."""
+    numbered = first_row(path)
+    if numbered is None:
+        return
+    number, row = numbered
+    named = {column: f"--columns {key}" for key, column in options._columns.items()}
+    if options.prompt_template is not None:
+        named |= dict.fromkeys(options.prompt_columns, "--prompt-template")
+    with at_row(path, number):
+        for column, option in named.items():
+            _column(row, column, option)
+
+
+def first_format(path: Path, options: RowOptions, *, takes_labels: bool) -> RowFormat | None:
+    """The format of a file's rows by the first one, which is refused if it cannot be read.
+
+    None: other rows decide, such as those with other labels.
+    """
+    numbered = first_row(path)
+    if numbered is None:
+        return None
+    number, row = numbered
+    with at_row(path, number):
+        converted = options.converted(row, takes_labels=takes_labels)
+    if takes_labels:
+        return RowFormat.LABELS
+    has_label = {"prompt", "label"} <= converted.keys() and not converted.keys() & _LEARNED
+    return None if has_label else RowFormat.of(converted)
 
 
 def label_text(label: Any) -> str:
@@ -397,7 +424,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _require_template(template: str) -> None:
     """Refuse a template without plain names of columns."""
-    found, is_plain = repr(template[:60]), False
+    found = repr(template[:60])
+    is_plain = False
     try:
         parts = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
         is_plain = bool(parts) and all(
@@ -477,7 +505,8 @@ def survey(path: Path, options: RowOptions, *, takes_labels: bool) -> Survey:
     labels = () if takes_labels else chosen.labels or chosen.labels_in(rows)
     with at_row(path, 1):
         first = replace(chosen, labels=labels).converted(rows[0], takes_labels=takes_labels)
-    use, read = ColumnUse(), columns_read(chosen, first, takes_labels=takes_labels)
+    use = ColumnUse()
+    read = columns_read(chosen, first, takes_labels=takes_labels)
     for row in rows:
         use.add(row, read)
     unused = tuple(use.unread)
@@ -556,7 +585,8 @@ def _completed(path: Path, rows: Sequence[Row], options: RowOptions) -> RowOptio
     """The options with the columns that the user has not named."""
     if not options.names_columns:
         return _named(path, rows, options)
-    columns, answer = _columns_of(rows), options.label_column or options.completion_column
+    columns = _columns_of(rows)
+    answer = options.label_column or options.completion_column
     if options.text_column is not None or options.messages_column is not None:
         return options
     if options.prompt_template is None and options.prompt_column is None:
@@ -621,7 +651,8 @@ def _named(path: Path, rows: Sequence[Row], options: RowOptions) -> RowOptions:
         return _with_prompt(replace(options, label_column=label), rows, texts)
     if set(columns) & _KNOWN:
         return options
-    found, example = ", ".join(map(repr, columns[:_LISTED])), f"text={columns[0]}"
+    found = ", ".join(map(repr, columns[:_LISTED]))
+    example = f"text={columns[0]}"
     if len(columns) > 1:
         example = f"prompt={columns[0]},completion={columns[1]}"
     expected = "columns of a prompt and of a completion or label, text, or messages"

@@ -31,6 +31,7 @@ _JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON
 _UNREADABLE = {"expected": "a readable file", "remedy": "check the path"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the byte order mark, and space
 _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
+_SHORT_LIST = 1 << 24  # bytes of a list of rows that takes less than a second to read
 _BATCH = 1024  # rows that are read at a time from a file of columns
 
 
@@ -141,10 +142,20 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, Row]]:
         yield from file.rows()
 
 
-def require_there(path: Path) -> None:
-    """Refuse the path of no data file; whether a dataset is there is seen when it is read."""
-    if _dataset(path) is None and not path.exists():
-        raise DataError(path, found="No such file or directory", **_UNREADABLE)
+def first_row(path: Path) -> tuple[int, Row] | None:
+    """Number and values of a data file's first row.
+
+    Refused is a path that has none. None: the rows are those of a dataset, or of a long list, of
+    which reading one takes as long as reading all.
+    """
+    if (dataset := _dataset(path)) is not None:
+        _require_saved(path, dataset)
+        return None
+    with DataFile(path) as file:
+        is_list = path.suffix.lower() == ".json" and not _counts_lines(path)
+        if is_list and path.stat().st_size > _SHORT_LIST:
+            return None
+        return next(file.rows())
 
 
 def row_error(found: str, expected: str, remedy: str) -> DataError:
@@ -228,7 +239,8 @@ def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
         if not raw.strip(_BLANK):
             continue
         try:
-            row, cause = _parsed(raw), None
+            row = _parsed(raw)
+            cause = None
             found = json.dumps(row)[:40]
         except (ValueError, RecursionError) as error:
             row, cause = None, error
@@ -268,7 +280,8 @@ def _list_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
 def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     csv.field_size_limit(_LARGEST_CELL)
-    reader, number = csv.reader(text, strict=True), 0
+    reader = csv.reader(text, strict=True)
+    number = 0
     try:
         header = next(reader, [])
         if len(header) == 1 and {*";\t"} & {*header[0]}:
@@ -303,7 +316,8 @@ def _csv_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
                 raise _bad_row(path, number, f"{len(cells)} cells", expected, remedy)
             yield number, dict(zip(header, map(Cell, cells), strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        found, remedy = f"text that is not CSV in UTF-8 ({error})", "save the file as CSV in UTF-8"
+        found = f"text that is not CSV in UTF-8 ({error})"
+        remedy = "save the file as CSV in UTF-8"
         raise _bad_row(path, number + 1, found, "cells with commas between them", remedy) from error
     finally:
         text.detach()
@@ -336,15 +350,18 @@ def _parquet_rows(path: Path, parquet: Any, file: IO[bytes]) -> Iterator[RowDict
     yield from arrow_rows(stored.iter_batches(batch_size=_BATCH))
 
 
-def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
+def _require_saved(path: Path, dataset: _Dataset) -> None:
+    """Refuse a directory that datasets has not saved."""
     directory = Path(dataset.name)
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
-        found, expected = (
-            "no regular file, but a directory that datasets has not saved",
-            " or ".join(_SAVED),
-        )
+        found = "no regular file, but a directory that datasets has not saved"
+        expected = " or ".join(_SAVED)
         remedy = "pass a file of it, or save the rows with save_to_disk"
         raise DataError(path, found, f"a data file, or a directory with {expected}", remedy)
+
+
+def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:
+    _require_saved(path, dataset)
     package = optional_package("datasets", install=_INSTALL_DATASETS)
     loaded: Any = (
         package.load_from_disk(dataset.name)
@@ -369,10 +386,8 @@ def _split_of(path: Path, dataset: _Dataset, splits: dict[str, Any]) -> Any:
     if dataset.split is None and len(splits) == 1:
         return next(iter(splits.values()))
     if dataset.split not in splits:
-        found, names = (
-            "no split" if dataset.split is None else f"the split {dataset.split!r}",
-            [*splits, "train"],
-        )
+        found = "no split" if dataset.split is None else f"the split {dataset.split!r}"
+        names = [*splits, "train"]
         raise DataError(
             path, found, f"one of the splits {', '.join(splits)}", f"pass {dataset.name}:{names[0]}"
         )

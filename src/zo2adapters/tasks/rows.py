@@ -32,7 +32,9 @@ from zo2core.ranges import counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
 # keys of a batch that the model's forward does not take
-PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"
+PROMPT = "prompt"
+ANSWER = "is_answer"
+REFERENCE = "reference"
 T = TypeVar("T")
 Prompts: TypeAlias = Sequence[Sequence[int]]  # token ids of each prompt
 Candidates: TypeAlias = Sequence[Prompts]  # token ids of the candidates of each prompt
@@ -430,13 +432,17 @@ class RowReader:
         with DataFile(path) as file:
             takes_labels = self.labelled_for is not None
             options = self.options if takes_labels else _with_labels(self.options, file)
-            rows, lengths, use = [], [], ColumnUse()
-            kind, columns = RowFormat.LABELS, tuple[str, ...]()
+            rows = []
+            lengths = []
+            use = ColumnUse()
+            kind = RowFormat.LABELS
+            columns = tuple[str, ...]()
             for line, source in file.rows():
                 with at_row(path, line):
                     row = options.converted(source, takes_labels=takes_labels)
                     if not columns:
-                        kind, columns = self._format_of(row), tuple(source)
+                        kind = self._format_of(row)
+                        columns = tuple(source)
                     use.add(source, self._columns_read(options, row, source))
                     tokenized, length = self._tokenized(kind, row, source, line)
                     lengths.append(length)
@@ -445,10 +451,8 @@ class RowReader:
                         rows.append(tokenized)
             digest = file.sha256() if self.digests else ""
         self._require_unjudged(path, options, use)
-        long, dropped = (
-            sum(length > self._most(kind) for length in lengths),
-            len(lengths) - len(rows),
-        )
+        long = sum(length > self._most(kind) for length in lengths)
+        dropped = len(lengths) - len(rows)
         if not rows:
             found = (
                 f"{counted(dropped, 'row')}, all of more than "
@@ -505,7 +509,8 @@ class RowReader:
 
     def _is_kept(self, kind: RowFormat, tokens: int) -> bool:
         """Whether a row of this length is kept, perhaps shortened."""
-        choice, is_cut = self.options.too_long, kind in (RowFormat.TEXT, RowFormat.LABELS)
+        choice = self.options.too_long
+        is_cut = kind in (RowFormat.TEXT, RowFormat.LABELS)
         if tokens <= self._most(kind) or choice == "drop":
             return tokens <= self._most(kind)
         if is_cut and choice != "refuse":
@@ -556,10 +561,8 @@ class RowReader:
         return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
 
     def _text(self, row: Row, source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
-        kept, most = (
-            json.dumps({**source, **row}) if self.keeps_sources else "",
-            self.sequence_length,
-        )
+        kept = json.dumps({**source, **row}) if self.keeps_sources else ""
+        most = self.sequence_length
         if self.keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
             row["completion"] = self.tokenizer.eos_token or " "
         ids, prompt, later = self._sequence(row)
@@ -882,7 +885,8 @@ def padding_of(config: PretrainedConfig) -> int:
     """The config's padding token, by which a decoder that classifies finds the last token of
     a row.
     """
-    pad, vocabulary = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
+    pad = getattr(config, "pad_token_id", None)
+    vocabulary = config.get_text_config().vocab_size
     if pad is None or not 0 <= pad < vocabulary:
         expected = f"a token from 0 to {vocabulary - 1}, by which the model finds the end of a row"
         remedy = "write the tokenizer's padding token into config.json"
@@ -893,7 +897,8 @@ def padding_of(config: PretrainedConfig) -> int:
 def _label(row: Row, config: PretrainedConfig) -> Label:
     """A row's label as the model's loss takes it."""
     value = row["label"]
-    count, found = int(config.num_labels or 1), row.at("label")
+    count = int(config.num_labels or 1)
+    found = row.at("label")
     held = value.value if isinstance(value, Cell) else value
     if classifies(config):
         names: dict[str, Any] = dict(config.label2id or {})
@@ -902,7 +907,8 @@ def _label(row: Row, config: PretrainedConfig) -> Label:
         expected = f"a class from 0 to {count - 1}, or one of {', '.join(list(names)[:8])}"
         _require(type(index) is int and 0 <= index < count, found, expected, "correct the label")
         return int(index)
-    numbers, is_one = held if isinstance(held, list) else [held], rates_once(config)
+    numbers = held if isinstance(held, list) else [held]
+    is_one = rates_once(config)
     are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
     is_valid = are_numbers and len(numbers) == count and isinstance(held, list) is not is_one
     _require(

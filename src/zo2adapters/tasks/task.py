@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -140,7 +141,8 @@ def standard_error(sums: Sequence[float], weights: Sequence[float]) -> float | N
 
     It is that of a ratio estimator; with a weight of 1 for each row, the usual one of a mean.
     """
-    count, total = len(sums), math.fsum(weights)
+    count = len(sums)
+    total = math.fsum(weights)
     if count < 2 or not all(map(math.isfinite, sums)):
         return None
     mean = math.fsum(sums) / total
@@ -159,7 +161,8 @@ def f1_of_words(text: str, right: str) -> float:
     """The F1 of the words that two texts share, from 0 to 1; for a right text of "no answer" it is
     0 or 1.
     """
-    words, right_words = normalized(text).split(), normalized(right).split()
+    words = normalized(text).split()
+    right_words = normalized(right).split()
     if right in ("CANNOTANSWER", "no answer"):
         return float(words == right_words)
     shared = sum((Counter(words) & Counter(right_words)).values())
@@ -197,7 +200,8 @@ def _texts_by_row(
     on their size.
     """
     groups = file_batches(rows, options.micro_batch_size or options.batch_size)
-    made, forward = partial(_text_batch, options=options), objectives.LogLikelihood(model)
+    made = partial(_text_batch, options=options)
+    forward = objectives.LogLikelihood(model)
     likelihoods, sweeps = sharded_forwards(engine, groups, made, forward, options.progress)
     losses = [-value for values in likelihoods for value in values]
     tokens = [labelled_tokens(_text_batch([row], options)) for row in rows]
@@ -219,10 +223,8 @@ def _of_texts(loss: float, error: float | None, tokens: int, rows: int, sweeps: 
 
 def _labels(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptions) -> Evaluated:
     """The model's own loss, which takes no micro-batches, and, for rows with a class, accuracy."""
-    groups, pad = (
-        file_batches(rows, options.micro_batch_size or options.batch_size),
-        padding_of(model.config),
-    )
+    groups = file_batches(rows, options.micro_batch_size or options.batch_size)
+    pad = padding_of(model.config)
     forward = CalledForward(model, _losses_and_right)
     values, _ = sharded_forwards(
         engine, groups, lambda group: collate(group, pad_token_id=pad), forward, options.progress
@@ -241,8 +243,10 @@ def _losses_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """A batch's loss times its number of rows, its number of rows whose likeliest class is right,
     and the loss of each row: (2 + rows,), float64.
     """
-    output, labels = model(**batch), batch["labels"]
-    logits, numbers = output.logits.double(), labels.reshape(len(labels), -1)
+    output = model(**batch)
+    labels = batch["labels"]
+    logits = output.logits.double()
+    numbers = labels.reshape(len(labels), -1)
     right = (logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
     kind = model.config.problem_type  # which transformers' forward has set
     if kind == "regression":
@@ -284,9 +288,14 @@ def _scored(
         or options.micro_batch_size
         or options.batch_size * max(len(row.candidates) for row in rows)
     )
-    given: Any = {"batch_size": size, "pad_token_id": options.pad, "progress": options.progress}
     return objectives.score(
-        engine, model, [row.prompt for row in rows], [row.candidates for row in rows], **given
+        engine,
+        model,
+        [row.prompt for row in rows],
+        [row.candidates for row in rows],
+        batch_size=size,
+        pad_token_id=options.pad,
+        progress=options.progress,
     )
 
 
@@ -301,20 +310,24 @@ def _answers(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptio
     """F1 over words and exact match, as in SQuAD, of answers that are generated greedily up to the
     end of the line.
     """
-    tokenizer, own = options.tokenizer, list[list[float]]()
+    tokenizer = options.tokenizer
+    own = list[list[float]]()
     ends = {
         *end_token_ids(model, tokenizer),
         *tokenizer("\n", add_special_tokens=False)["input_ids"][-1:],
     }
-    given: Any = {
-        "max_new_tokens": rows.new_tokens,
-        "eos_token_ids": ends,
-        "pad_token_id": options.pad,
-    }
     for number, group in enumerate(file_batches(rows, options.batch_size)):
         if is_own_shard(engine, number):
             answers = zip(
-                *generate(engine, model, [row.prompt for row in group], **given), strict=True
+                *generate(
+                    engine,
+                    model,
+                    [row.prompt for row in group],
+                    max_new_tokens=rows.new_tokens,
+                    eos_token_ids=ends,
+                    pad_token_id=options.pad,
+                ),
+                strict=True,
             )
             judged = [
                 _judged(row, answer, tokenizer) for row, answer in zip(group, answers, strict=True)
@@ -438,7 +451,8 @@ class ChoiceTask(Task):
                 [with_completion(row.prompt, row.candidates[row.answer]) for row in rows],
                 pad_token_id=pad,
             )
-        prompts, candidates = [row.prompt for row in rows], [row.candidates for row in rows]
+        prompts = [row.prompt for row in rows]
+        candidates = [row.candidates for row in rows]
         return choice_batch(prompts, candidates, [row.answers for row in rows], pad_token_id=pad)
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:
@@ -486,7 +500,8 @@ class PreferenceTask(Task):
         """Make a batch with two sequences for each row, and their log-likelihoods under the
         reference model.
         """
-        prompts, completions = [row.prompt for row in rows], [row.candidates for row in rows]
+        prompts = [row.prompt for row in rows]
+        completions = [row.candidates for row in rows]
         references = [self._references[row] for row in rows]
         return preference_batch(prompts, completions, references, pad_token_id=self._options.pad)
 
@@ -535,6 +550,9 @@ class GeneratedTask(Task):
     def _losses(self, continued: Sequence[Continued]) -> list[float]:
         """The loss of each row."""
 
+    def _note_measured(self, engine: Engine) -> None:
+        """Record what a step has measured beside its losses, before the step is taken."""
+
     def _sampling(self, step: int) -> Sampling | None:
         """How the tokens of a step are sampled; None takes the likeliest token, as
         evaluations do.
@@ -545,6 +563,7 @@ class GeneratedTask(Task):
         """Take a step; text is generated at all of its evaluations together."""
         continued = self._continued(engine, rows, engine.ask(), self._sampling(engine.version))
         losses = self._losses([of_row for of_evaluation in continued for of_row in of_evaluation])
+        self._note_measured(engine)
         starts = range(0, len(losses), len(rows))
         return engine.tell(
             [math.fsum(losses[start : start + len(rows)]) / len(rows) for start in starts]
@@ -657,12 +676,17 @@ class RewardTask(GeneratedTask):
             sampled["further end tokens"] = further
         self.provenance = {"rewards": self._rewards.provenance, "generation": sampled}
         self._kept: _Kept | None = None
+        # of each completion of this worker in the present step: reward, each reward, tokens
+        self._written: list[list[float]] = []
+        self._drift: Mapping[str, float] = {}  # of the present step, if it is measured
 
     def _require_room(self, rows: Rows, option: str) -> None:
         """Refuse rows of an option's file whose prompt leaves no room for a completion."""
-        longest, limit = max(rows, key=lambda row: row.prompt_length), self._model.longest_row
+        longest = max(rows, key=lambda row: row.prompt_length)
+        limit = self._model.longest_row
         if limit is not None:
-            most, new = limit - longest.prompt_length, self._settings.max_new_tokens
+            most = limit - longest.prompt_length
+            new = self._settings.max_new_tokens
             prompt = (
                 f"the prompt of {counted(limit - most, 'token')} in the row on line "
                 f"{longest.line} of --{option}"
@@ -721,9 +745,8 @@ class RewardTask(GeneratedTask):
                 remedy,
                 best_step=max(engine.version - _DRIFT_EVERY, 0),
             )
-        result = super().step(engine, rows, batch)
-        self.measured = {**self.measured, **drift}  # of the completions of this worker
-        return result
+        self._drift = drift
+        return super().step(engine, rows, batch)
 
     def close(self) -> None:
         """End the process of the rewards. See the contract."""
@@ -760,21 +783,26 @@ class RewardTask(GeneratedTask):
     def _losses(self, continued: Sequence[Continued]) -> list[float]:
         """Minus the weighted sum of the rewards of each completion."""
         each = self._rewards.of(self._completions(continued))
-        totals, count = self._rewards.total(each), len(continued)
-        self.measured = {}
-        if continued:
-            tokens = sum(len(tokens) for _, tokens in continued)
-            measured: dict[str, float] = {
-                "reward": math.fsum(totals) / count,
-                "best_reward": max(totals),
-            }
-            measured |= {name: math.fsum(values) / count for name, values in self._named(each)}
-            self.measured = {
-                **measured,
-                "completion_tokens": tokens / count,
-                "generated_tokens": tokens,
-            }
+        totals = self._rewards.total(each)
+        lengths = [len(tokens) for _, tokens in continued]
+        self._written = [list(numbers) for numbers in zip(totals, *each, lengths, strict=True)]
         return [-total for total in totals]
+
+    def _note_measured(self, engine: Engine) -> None:
+        """Record the rewards and lengths of all workers' completions in the journal."""
+        of_workers = engine.workers.all_gather(self._written, "rewards")
+        totals, *each, lengths = zip(*chain.from_iterable(of_workers), strict=True)
+        count = len(totals)
+        tokens = sum(lengths)
+        self.measured = {
+            "reward": math.fsum(totals) / count,
+            "best_reward": max(totals),
+            **{name: math.fsum(values) / count for name, values in self._named(each)},
+            "completion_tokens": tokens / count,
+            "generated_tokens": tokens,
+            **self._drift,
+        }
+        engine.note_measured(self.measured)
 
     def _completions(self, continued: Sequence[Continued]) -> list[Completion]:
         completions = []

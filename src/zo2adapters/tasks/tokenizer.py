@@ -21,8 +21,12 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.checkpoint import companion_files
 from zo2adapters.models.gguf_model import gguf_tokenizer
+from zo2adapters.models.model_files import require_tokenizer, unusable_tokenizer
+from zo2adapters.tasks.limited_backend import limit
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.row_source import row_error
+from zo2adapters.tasks.tokenizer_files import require_loadable
+from zo2adapters.tasks.tokenizer_growth import Growth
 from zo2core import ZO2Error
 from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import DataError
@@ -32,33 +36,25 @@ _MEMORY = 1 << 28  # bytes that the child may allocate after its start
 _LONGEST = 1 << 20  # characters of a rendered text, in addition to those for the messages
 _LONGEST_PER_CHARACTER = 16  # additional characters for each character of the messages
 # stand for texts; no template has them
-_SYSTEM, _PROMPT, _RESPONSE, _NEXT = "\ue001", "\ue002", "\ue003", "\ue004"
-# Beginnings of the names of the files that hold a tokenizer.
-_TOKENIZER_FILES = (
-    "tokenizer",
-    "vocab",
-    "merges",
-    "spiece",
-    "sentencepiece",
-    "spm",
-    "tekken",
-    "bpe",
-    "dict",
-    "prophetnet",
-)
+_SYSTEM = "\ue001"
+_PROMPT = "\ue002"
+_RESPONSE = "\ue003"
+_NEXT = "\ue004"
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or of a GGUF file, without running remote code."""
+    """Load the tokenizer of a model directory or of a GGUF file, without running remote code.
+
+    It works under limits of time and memory. See ``limited_backend``.
+    """
+    growth: Growth | None = None
     if not is_gguf(directory):
         companion_files(directory)  # refuses links that lead out of the directory
-        names = {path.name for path in directory.iterdir()}
-        if not any(name.startswith(_TOKENIZER_FILES) for name in names):
-            # transformers' own errors mislead
-            raise _unusable(directory, "none of its files has one")
+        require_tokenizer(directory)  # transformers' own errors mislead
         for path in directory.iterdir():
             if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
-                raise _unusable(directory, f"{path.name} is not a regular file")
+                raise unusable_tokenizer(directory, f"{path.name} is not a regular file")
+        growth = require_loadable(directory)
     try:
         tokenizer: Any = (
             gguf_tokenizer(directory)
@@ -70,22 +66,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an
     # Exception.
     except BaseException as error:
-        raise _unusable(
+        raise unusable_tokenizer(
             directory, (str(error).splitlines() or [type(error).__name__])[0][:200]
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise _unusable(directory, f"a {type(tokenizer).__name__}")
+        raise unusable_tokenizer(directory, f"a {type(tokenizer).__name__}")
+    limit(tokenizer, growth)
     return tokenizer
-
-
-def _unusable(directory: Path, why: str) -> DataError:
-    remedy = "copy the tokenizer files of the base model into it"
-    return DataError(
-        directory,
-        f"no usable tokenizer ({why})",
-        "tokenizer files in the model's directory",
-        remedy,
-    )
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:
@@ -128,10 +115,8 @@ def render_chat(
         }
         return str(_renderer().ask(request, seconds=SECONDS, memory=_MEMORY))
     except (LimitedProcessError, ValueError, RecursionError) as error:
-        found, expected = (
-            f"messages that the chat template refuses ({error})",
-            "messages that it can render",
-        )
+        found = f"messages that the chat template refuses ({error})"
+        expected = "messages that it can render"
         raise row_error(found, expected, "check their roles, and the template") from error
 
 
@@ -185,7 +170,8 @@ def template_of_chats(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return text.removeprefix(tokenizer.bos_token or "")  # which ollama puts there itself
 
     try:
-        chat, alone = rendered(_PROMPT, _RESPONSE, _NEXT), rendered(_PROMPT)
+        chat = rendered(_PROMPT, _RESPONSE, _NEXT)
+        alone = rendered(_PROMPT)
         before, _, asked = alone.partition(_PROMPT)
         answered = chat.partition(_RESPONSE)[2].partition(_NEXT)[0].removesuffix(before)
         turns = [f"{before}{user}{asked}{reply}{answered}" for user, reply in ("ab", "cd")]

@@ -228,10 +228,8 @@ def _with_precision(options: TrainOptions, model: HFBlockModel, reasons: dict[st
             )
             changed = {"dtype": "bfloat16"}
             if stored is torch.float32:
-                changed, why = (
-                    {"precision": "mixed"},
-                    f"mixed keeps the weights in float32 and computes in 16 bits: {why}",
-                )
+                changed = {"precision": "mixed"}
+                why = f"mixed keeps the weights in float32 and computes in 16 bits: {why}"
     if changed:
         options = options.having(**changed)
         model = options.opened(resolve_directory(options.model))
@@ -291,7 +289,8 @@ def _fitting(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
     The number of rows at a time is the largest whose activations leave room for blocks, and whose
     plan fits.
     """
-    storage, rows = inputs.options.storage, min(_BATCH, len(inputs.data))
+    storage = inputs.options.storage
+    rows = min(_BATCH, len(inputs.data))
     budget = free_memory() if storage.memory == "auto" else parse_size(storage.memory)
     possible = [
         at_once
@@ -372,7 +371,9 @@ def _reasons(
     options: TrainOptions, surveyed: Survey, inputs: RunInputs, plan: RunPlan
 ) -> dict[str, str]:
     """The reasons for what was chosen for the rows and the memory."""
-    rows, batch_size, host = len(inputs.data), options.batching.batch_size, plan.host_plan
+    rows = len(inputs.data)
+    batch_size = options.batching.batch_size
+    host = plan.host_plan
     unused = f"; not used: {', '.join(surveyed.unused[:_LISTED])}" if surveyed.unused else ""
     unused += ", ..." if len(surveyed.unused) > _LISTED else ""
     limit = "are free" if options.storage.memory == "auto" else "are allowed"
@@ -424,7 +425,8 @@ def _reasons(
         )
         return reasons
     reasons["keep_best"] = "The result is the model of the best evaluation, not of the last step."
-    count, seconds = len(inputs.evaluation), duration(plan.evaluation_seconds)
+    count = len(inputs.evaluation)
+    seconds = duration(plan.evaluation_seconds)
     reasons["evaluation"] = (
         f"About {seconds} each time, on {counted(count, 'row')} instead of training on them."
     )

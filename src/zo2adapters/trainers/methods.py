@@ -134,7 +134,9 @@ class RunMethod(ABC):
         shared: SharedBase | None = None,
         workers: Workers | None = None,
     ) -> None:
-        self.options, self.shared, self.workers = options, shared, workers
+        self.options = options
+        self.shared = shared
+        self.workers = workers
 
     @abstractmethod
     def steps(self) -> ZerothOrder | FirstOrder:
@@ -146,12 +148,14 @@ class RunMethod(ABC):
 
     def reserved_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
         """Memory to reserve for activations: what a step needs, or what the user gives."""
-        needed, given = self.needed_bytes(model, longest), self.options.storage.activation_memory
+        needed = self.needed_bytes(model, longest)
+        given = self.options.storage.activation_memory
         return needed if given is None else needed._replace(nbytes=parse_size(given))
 
     def policy(self, activations: int, least: int | None = None) -> MemoryPolicy:
         """The memory that the run may use; a shared base has the limits of its runs."""
-        storage, least = self.options.storage, least if self.spills else None
+        storage = self.options.storage
+        least = least if self.spills else None
         given: Any = (
             {}
             if self.shared is not None
@@ -194,10 +198,8 @@ class RunMethod(ABC):
         be closed.
         """
         given = {"workers": self.workers, **given}
-        rows, device = (
-            self.options.batching.micro_batch_size,
-            local_device(self.options.storage.device, given["workers"]),
-        )
+        rows = self.options.batching.micro_batch_size
+        device = local_device(self.options.storage.device, given["workers"])
         given |= {
             "micro_batch_size": rows,
             "device": device,
@@ -337,7 +339,8 @@ class ZerothOrderRun(RunMethod):
     def steps(self) -> ZerothOrder:
         """See the contract."""
         optimization = self.options.optimization
-        noise, perturbation = optimization.generator(), optimization.perturbation
+        noise = optimization.generator()
+        perturbation = optimization.perturbation
         return ZerothOrder(
             self.estimator, noise=noise, perturbation=perturbation, seed=self.options.seed
         )
@@ -348,30 +351,29 @@ class ZerothOrderRun(RunMethod):
         See the contract.
         """
         options, optimization = self.options, self.options.optimization
-        rows, tokens, micro_rows = (
-            longest.rows,
-            round(longest.tokens),
-            options.batching.micro_batch_size,
-        )
-        streams, stacked, loss_rows = (
-            optimization.evaluations,
-            optimization.stacked,
-            optimization.loss_rows(rows),
-        )
+        rows = longest.rows
+        tokens = round(longest.tokens)
+        micro_rows = options.batching.micro_batch_size
+        streams = optimization.evaluations
+        stacked = optimization.stacked
+        loss_rows = optimization.loss_rows(rows)
         running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
         adapter = 0
         if isinstance(model, PeftBlockModel):
             adapter = model.adapter_bytes(
                 running, -(-streams // stacked) * -(-rows * stacked // running)
             )
-        given: Any = {
-            "streams": streams,
-            "micro_rows": micro_rows,
-            "loss_chunk": model.loss_chunk,
-            "stacked": stacked,
-        }
         apart = loss_rows if optimization.per_row else None
-        nbytes = adapter + activation_bytes(model.config, rows, tokens, loss_rows=apart, **given)
+        nbytes = adapter + activation_bytes(
+            model.config,
+            rows,
+            tokens,
+            loss_rows=apart,
+            streams=streams,
+            micro_rows=micro_rows,
+            loss_chunk=model.loss_chunk,
+            stacked=stacked,
+        )
         least = adapter + least_activation_bytes(
             model.config, running, tokens, loss_chunk=model.loss_chunk
         )
@@ -404,10 +406,8 @@ class ZerothOrderRun(RunMethod):
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
         """See the contract."""
-        optimization, device = (
-            self.options.optimization,
-            "cpu" if self.options.storage.device == "cpu" else "cuda",
-        )
+        optimization = self.options.optimization
+        device = "cpu" if self.options.storage.device == "cpu" else "cuda"
         return replace(
             super().request(model, memory),
             noise=optimization.generator() or SequentialNoise(model.layouts, device),
@@ -435,10 +435,8 @@ class ZerothOrderRun(RunMethod):
         if storage.write_back_every == "never":
             return "no factors of finished periods, because of --write-back-every never"
         limit = None if storage.write_limit_tb is None else storage.write_limit_tb * 1e9
-        nbytes, what = (
-            kept_bytes_a_step(perturbation, model.layouts, limit),
-            "factors of finished periods",
-        )
+        nbytes = kept_bytes_a_step(perturbation, model.layouts, limit)
+        what = "factors of finished periods"
         return (
             f"{what}, {_per_1000_steps(nbytes)}"
             if nbytes
@@ -447,7 +445,8 @@ class ZerothOrderRun(RunMethod):
 
     def after_step(self, engine: Engine, report: StepResult) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
-        updates, lines = engine.journal.updates, []
+        updates = engine.journal.updates
+        lines = []
         if (
             not self._warned_of_rounding
             and report.share_applied is not None
@@ -491,7 +490,8 @@ class ZerothOrderRun(RunMethod):
                 for plus, minus, grad in sides
             )
 
-        expected, loss = steps * median(map(fall, updates)), updates[0].losses[0]
+        expected = steps * median(map(fall, updates))
+        loss = updates[0].losses[0]
         if expected >= LEAST_FALL * abs(loss):
             return None
         return (
@@ -535,7 +535,8 @@ class ZerothOrderRun(RunMethod):
         )
         losses = [update.losses[0] for update in updates]
         share = max(len(losses) // 10, 1)
-        first, last = fmean(losses[:share]), fmean(losses[-share:])
+        first = fmean(losses[:share])
+        last = fmean(losses[-share:])
         if moved <= 1 and last <= first + abs(first) + 1:
             return None
         changes = (
@@ -557,7 +558,8 @@ WRITE_BUDGET_TB = 1.2
 bears in a year. One of 1 TB is rated for about 600 TB in its five years, which are 120 a year.
 """
 
-_ADAPTER_RATES, _FEW_ADAPTER_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), (3e-4, 1e-3, 3e-3)
+_ADAPTER_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+_FEW_ADAPTER_RATES = (3e-4, 1e-3, 3e-3)
 
 
 class GradientRun(RunMethod):
@@ -580,7 +582,8 @@ class GradientRun(RunMethod):
         options.learning_rate()  # refuses a warm-up that is too long
         self.of_adapter = options.model_options.trains_adapter
         self.streams = first_order.stream_blocks and not self.of_adapter
-        self.spills, self.commit_every = not self.streams, (every or 1) if self.streams else None
+        self.spills = not self.streams
+        self.commit_every = (every or 1) if self.streams else None
         self._policy = SnapshotPolicy(every, time.perf_counter)
         if self.of_adapter:
             self.learning_rates, self.few_learning_rates = _ADAPTER_RATES, _FEW_ADAPTER_RATES
@@ -594,7 +597,8 @@ class GradientRun(RunMethod):
     def update(self) -> BlockUpdate | None:
         """The optimizer of all parameters; None: an adapter is trained."""
         options = self.options
-        decay, seed = options.optimization.weight_decay, options.seed % (1 << 62)
+        decay = options.optimization.weight_decay
+        seed = options.seed % (1 << 62)
         return (
             None
             if self.of_adapter
@@ -603,11 +607,9 @@ class GradientRun(RunMethod):
 
     def steps(self) -> FirstOrder:
         """See the contract."""
-        asked, rate, lr = (
-            self.options.first_order,
-            self.options.learning_rate(),
-            self.options.optimization.rate,
-        )
+        asked = self.options.first_order
+        rate = self.options.learning_rate()
+        lr = self.options.optimization.rate
         if self.update is not None:
             scaling = LossScaling() if asked.loss_scaling else None
             return FirstOrder(
@@ -635,11 +637,9 @@ class GradientRun(RunMethod):
 
         See the contract.
         """
-        rows, tokens, given = (
-            longest.rows,
-            round(longest.tokens),
-            self.options.batching.micro_batch_size,
-        )
+        rows = longest.rows
+        tokens = round(longest.tokens)
+        given = self.options.batching.micro_batch_size
         micro_rows = rows if given is None else min(rows, given)
         blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
         if isinstance(model, PeftBlockModel):
@@ -715,7 +715,8 @@ class GradientRun(RunMethod):
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
         """Snapshots and how often they are taken, or blocks that change. See the contract."""
         if not self.streams:
-            every, what = self._policy.every, "adapter" if self.of_adapter else "weights"
+            every = self._policy.every
+            what = "adapter" if self.of_adapter else "weights"
             often = "at most one a minute" if every is None else f"one every {every} steps"
             return (
                 f"snapshots of {what} and optimizer, {shown_bytes(self.snapshot_size(model))} "
@@ -735,7 +736,8 @@ class GradientRun(RunMethod):
 
         See the contract.
         """
-        step, is_last = engine.version, engine.version == self.options.steps
+        step = engine.version
+        is_last = engine.version == self.options.steps
         if self.streams:
             if is_last:
                 engine.commit()
@@ -758,15 +760,14 @@ class GradientRun(RunMethod):
 
     def how_to_continue(self, engine: Engine) -> str:
         """From which snapshot or commit. See the contract."""
-        stopped, resume = (
-            f"stopped after {counted(engine.version, 'step')};",
-            self.options.resume_command,
-        )
+        stopped = f"stopped after {counted(engine.version, 'step')};"
+        resume = self.options.resume_command
         if self.streams:
             return (
                 f"{stopped} the run goes on from the commit of step {engine.committed}:\n  {resume}"
             )
-        last, exported = engine.snapshots.last or 0, "adapter" if self.of_adapter else "model"
+        last = engine.snapshots.last or 0
+        exported = "adapter" if self.of_adapter else "model"
         export = f"zo2 export --run {self.options.output} --at {last} --output DIR"
         return (
             f"{stopped} to go on from the snapshot of step {last}, or to get its {exported}:\n  "

@@ -3,8 +3,8 @@
 The file of metrics is for people and plots and has no checksums. The journal has the same numbers,
 except speed and memory, so damaged rows are restored from it. No content of the file can block a
 run or decide which step is exported. It gives one piece of information that the journal cannot: a
-row is written after its step is durable, so rows of steps that the journal does not have mean that
-the journal has lost these steps.
+row is written after its record is durable, so rows of steps or evaluations that the journal does
+not have mean that the journal has lost them.
 
 Bars stand on standard error, in a terminal only: of long work, and of the passes within it that
 take seconds each.
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.trainers.process import peak_memory
-from zo2core.errors import OutputError, system_errors_as
+from zo2core.errors import JournalError, OutputError, system_errors_as
 from zo2core.ranges import counted
 
 if TYPE_CHECKING:
@@ -42,12 +42,27 @@ class MetricsRows(NamedTuple):
 
     rows: list[Row]  # one row per step and per evaluation, in order, as the file should have them
     steps_seen: int  # number of steps that the journal had when the last row was written
+    lost: list[int]  # steps whose evaluation the journal had, and has no more
+
+    def require_whole(self, journal: Journal, where: str) -> None:
+        """Refuse a journal that has lost what a file with these rows knows of."""
+        journal.require_version(self.steps_seen, where)
+        if self.lost:
+            at = self.lost[0]
+            raise JournalError(
+                journal.name,
+                f"no evaluation of step {at}",
+                f"its result, since {where} has it",
+                f"restore the journal from a copy: a record is gone; or remove {where} to do "
+                "without it",
+            )
 
 
 def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
     """Keep the rows that agree with the journal, and restore lost or damaged rows from it."""
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
-    known, evaluations = [row_of(step) for step in journal.steps], journal.evaluations
+    known = [recorded_row(journal, step) for step in range(journal.version)]
+    evaluations = journal.evaluations
     at_steps: dict[int, list[Row]] = {}
     for row in rows:
         at_steps.setdefault(row["step"], []).append(row)
@@ -61,7 +76,9 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
             next((row for row in at_steps.get(step, ()) if _agrees(row, record)), record)
             for record in restored
         ]
-    return MetricsRows(aligned, _steps_seen([row for row in rows if "loss" in row], known))
+    of_steps = [row for row in rows if "loss" in row]
+    lost = _lost(rows, evaluations, journal.version) if _is_of_run(of_steps, known) else []
+    return MetricsRows(aligned, _steps_seen(of_steps, known), lost)
 
 
 def row_of(update: Update | Commit) -> dict[str, Any]:
@@ -84,6 +101,11 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
     }
 
 
+def recorded_row(journal: Journal, step: int) -> dict[str, Any]:
+    """The row of a step, with what the step has measured, as far as the journal has it."""
+    return {**row_of(journal.steps[step]), **journal.measured.get(step, {})}
+
+
 def losses_of(journal: Journal) -> list[float]:
     """The loss of each step of a journal, before its update."""
     return [row_of(step)["loss"] for step in journal.steps]
@@ -97,15 +119,34 @@ def _steps_seen(rows: Sequence[Row], known: Sequence[Row]) -> int:
     agree with the journal, and if they are not rows of the journal's steps with a damaged step
     number.
     """
-    below = [row for row in rows if row["step"] < len(known)]
-    if 2 * sum(_agrees(row, known[row["step"]]) for row in below) < len(below):
-        return len(known)  # the file belongs to another run
+    if not _is_of_run(rows, known):
+        return len(known)
     losses = {row["loss"] for row in known}
     beyond = {row["step"] for row in rows if row["loss"] not in losses}
     seen = len(known)
     while seen in beyond:
         seen += 1
     return seen
+
+
+def _is_of_run(rows: Sequence[Row], known: Sequence[Row]) -> bool:
+    """Whether most rows of the journal's steps agree with it."""
+    below = [row for row in rows if row["step"] < len(known)]
+    return 2 * sum(_agrees(row, known[row["step"]]) for row in below) >= len(below)
+
+
+def _lost(rows: Sequence[Row], evaluations: Mapping[int, Results], version: int) -> list[int]:
+    """Steps with a row of an evaluation that the journal lacks.
+
+    A row with the results of another evaluation is that one's, with a damaged step number.
+    """
+    lost = set()
+    for row in rows:
+        results = results_of_row(row)
+        is_result = math.isfinite(criterion(results)) and results not in evaluations.values()
+        if is_result and row["step"] not in evaluations and row["step"] <= version:
+            lost.add(row["step"])
+    return sorted(lost)
 
 
 def _agrees(row: Row, known: Row) -> bool:
@@ -154,7 +195,8 @@ def progress(record: dict[str, Any]) -> str:
     """The text that the progress bar displays for a step."""
     from zo2core.types import shown_bytes
 
-    memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
+    memory = shown_bytes(record["rss_bytes"])
+    peak = shown_bytes(record["peak_rss_bytes"])
     number = (
         f"reward {record['reward']:.4f}" if "reward" in record else f"loss {record['loss']:.4f}"
     )
@@ -180,7 +222,8 @@ def best_step(evaluations: Mapping[int, Results]) -> int | None:
 
 def best_line(evaluations: Mapping[int, Results]) -> str | None:
     """A line about the best evaluation; None if there is none with a number."""
-    best, counts = best_step(evaluations), counted(len(evaluations), "evaluation")
+    best = best_step(evaluations)
+    counts = counted(len(evaluations), "evaluation")
     return (
         None
         if best is None
@@ -238,7 +281,8 @@ def shown_results(results: Results) -> str:
 
 def write_row(file: IO[bytes], record: Row) -> None:
     """Append a row to the file."""
-    line, expected = json.dumps(record).encode() + b"\n", "a file that can be written"
+    line = json.dumps(record).encode() + b"\n"
+    expected = "a file that can be written"
     remedy = "free space and resume the run; the journal is whole, so no step is lost"
     with system_errors_as(OutputError, file.name, expected=expected, remedy=remedy):
         while line:
@@ -251,7 +295,8 @@ class LiveMetrics:
     def __init__(
         self, tracker: TrackerName, folder: Path, file: IO[bytes], options: Mapping[str, Any]
     ) -> None:
-        self._opened, self._file = ExitStack(), file
+        self._opened = ExitStack()
+        self._file = file
         self._report: Callable[[int, Mapping[str, float]], object] = lambda step, numbers: None
         if tracker == "tensorboard":
             module = optional_package("torch.utils.tensorboard", install="tensorboard")
@@ -361,13 +406,15 @@ def sweep_bars(runner: Engine, *, quiet: bool = False) -> Iterator[None]:
         nonlocal bar
         if done == 1:
             bar.close()  # that of a sweep that failed
-            options: Any = {
-                "file": sys.stderr,
-                "leave": False,
-                "dynamic_ncols": True,
-                "delay": _SECONDS,
-            }
-            bar = tqdm(total=total, unit="block", desc="pass", **options)
+            bar = tqdm(
+                total=total,
+                unit="block",
+                desc="pass",
+                file=sys.stderr,
+                leave=False,
+                dynamic_ncols=True,
+                delay=_SECONDS,
+            )
         bar.update()
         if done == total:
             bar.close()
@@ -414,15 +461,16 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         self._evaluated = 0.0  # seconds of all evaluations so far
         # seconds of the longest evaluation; the one before the first step also reads the weights
         self._longest = 0.0
-        given: Any = {
-            "desc": label,
-            "leave": label is None,
-            "total": steps,
-            "initial": initial,
-            "disable": quiet,
-        }
         super().__init__(
-            bar_format=_FORMAT, unit="step", file=sys.stderr, dynamic_ncols=True, **given
+            bar_format=_FORMAT,
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            desc=label,
+            leave=label is None,
+            total=steps,
+            initial=initial,
+            disable=quiet,
         )
 
     def count_step(self, record: dict[str, Any]) -> None:
@@ -432,7 +480,8 @@ class StepBar(tqdm):  # type: ignore[type-arg]
 
     def count_evaluation(self, seconds: float, *, left: int) -> None:
         """Exclude an evaluation from the time of the steps."""
-        self._evaluations, self._evaluated = left, self._evaluated + seconds
+        self._evaluations = left
+        self._evaluated = self._evaluated + seconds
         self._longest = max(self._longest, seconds)
         if not self.disable:  # a disabled bar has no clock
             self.start_t += seconds
@@ -449,7 +498,8 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         values: dict[str, Any] = dict(super().format_dict)
         if values.get("initial") is None:  # the bar was never displayed
             return values
-        taken, elapsed = values["n"] - values["initial"], values["elapsed"]
+        taken = values["n"] - values["initial"]
+        elapsed = values["elapsed"]
         rate = values["rate"] or (taken / elapsed if elapsed else 0.0)
         left = "?"
         if rate and taken:

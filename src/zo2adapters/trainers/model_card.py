@@ -58,7 +58,8 @@ def model_card(
 ) -> bytes:
     """Write the card of a model that a run has trained."""
     header = {} if journal.header is None else journal.header
-    name, causal = _called(base), head == "causal-lm"
+    name = _called(base)
+    causal = head == "causal-lm"
     first_order = any(isinstance(step, Commit) for step in journal.steps)
     lines = [*_summary(header, version, name, is_adapter=is_adapter, first_order=first_order)]
     if is_merged and version:
@@ -91,14 +92,23 @@ def model_card(
     datasets = None if hub_data is None else [hub_data[1]]
     relation = "adapter" if is_adapter else "finetune" if version else None
     title = f"{name}, fine-tuned" if version else name
-    entries: Any = {"library_name": "peft" if is_adapter else "transformers", "datasets": datasets}
     tags = [*kinds, *(["lora"] if is_adapter or is_merged else [])]
-    return _card(title, lines, base=base, causal=causal, relation=relation, tags=tags, **entries)
+    return _card(
+        title,
+        lines,
+        base=base,
+        causal=causal,
+        relation=relation,
+        tags=tags,
+        library_name="peft" if is_adapter else "transformers",
+        datasets=datasets,
+    )
 
 
 def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
     """Write the card of a model into whose weights a saved adapter was merged."""
-    name, causal = _called(base), head == "causal-lm"
+    name = _called(base)
+    causal = head == "causal-lm"
     lines = [
         f"The weights of `{name}` with the adapter `{_plain(name_of(adapter))}` merged into them "
         "by zo2core.",
@@ -129,7 +139,8 @@ def _card(
     **entries: Any,
 ) -> bytes:
     """A card with the header that the hub reads; entries of None are left out."""
-    hub_id, task = _hub_id(base), "text-generation" if causal else "text-classification"
+    hub_id = _hub_id(base)
+    task = "text-generation" if causal else "text-classification"
     related = {"base_model": hub_id, "base_model_relation": None if hub_id is None else relation}
     header = {"library_name": "transformers", "pipeline_tag": task, **related, **entries}
     yaml = ModelCardData(**header, tags=["zo2core", *tags]).to_yaml()
@@ -234,7 +245,8 @@ def _results(journal: Journal, version: int) -> Iterator[str]:
     losses = losses_of(journal)[:version]
     if losses:
         few = max(len(losses) // 20, 1)
-        first, last = fmean(losses[:few]), fmean(losses[-few:])
+        first = fmean(losses[:few])
+        last = fmean(losses[-few:])
         yield (
             f"Training loss, mean of the first and of the last 5 % of the steps: {first:.4f} and "
             f"{last:.4f}."

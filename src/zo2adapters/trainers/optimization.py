@@ -255,11 +255,11 @@ class Optimization(StepSize):
         """Refuse options that cannot be combined with the estimator, or with directions of low
         rank.
         """
-        name, noise, apart = self.estimator.value, self.noise, "leave one of the two out"
-        is_mezo, is_fzoo = (
-            self.estimator is EstimatorName.MEZO,
-            self.estimator is EstimatorName.FZOO,
-        )
+        name = self.estimator.value
+        noise = self.noise
+        apart = "leave one of the two out"
+        is_mezo = self.estimator is EstimatorName.MEZO
+        is_fzoo = self.estimator is EstimatorName.FZOO
         has_fitness = self.fitness is not Fitness.SCALED and self.estimator is not EstimatorName.ES
         in_order, any_order = (
             "MeZO's numbers, which are drawn in sequence",
@@ -301,7 +301,8 @@ class Optimization(StepSize):
         classes, q = self._classes, self.queries
         kind: Callable[..., Any] = classes.multi_query  # a dataclass
         if self.per_row and classes.per_row is not None:
-            kind, q = classes.per_row, rows if q == 1 else q
+            kind = classes.per_row
+            q = rows if q == 1 else q
         elif q == 1 and classes.single_query is not None:
             kind = classes.single_query
         known = {option.name for option in fields(kind)}  # type: ignore[arg-type]

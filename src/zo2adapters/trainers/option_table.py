@@ -76,13 +76,11 @@ _SGD = Effect("--method sgd", ("sgd",))
 _BADAM = Effect("--method badam", ("badam",))
 # options on which the effects of others depend
 DECIDING = ("method", "adapter", "lora_rank")
-_NEVER, _BRANCH, _RESUME, _MOVED, _CALL = (
-    Change.NEVER,
-    Change.BRANCH,
-    Change.RESUME,
-    Change.MOVED,
-    Change.CALL,
-)
+_NEVER = Change.NEVER
+_BRANCH = Change.BRANCH
+_RESUME = Change.RESUME
+_MOVED = Change.MOVED
+_CALL = Change.CALL
 
 
 def _whole(least: int, most: int = LARGEST, otherwise: str = "") -> Check:
@@ -321,10 +319,8 @@ def _require_effect(
             needed = " or ".join(dict.fromkeys(map(flag, others)))
             remedy = "pass it, or leave this out"
             if SETTING_OF.get(name, ("",))[0] in others:
-                needed, remedy = (
-                    f"{needed} with a value, too",
-                    "write it before a colon, or leave this out",
-                )
+                needed = f"{needed} with a value, too"
+                remedy = "write it before a colon, or leave this out"
             raise OptionError(name, asked[name], needed, remedy)
     if "method" not in values:
         return
@@ -372,7 +368,8 @@ def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of options and settings by field as values of options; None stands for what is left
     out.
     """
-    written, settings = dict[str, Any](), dict[str, dict[str, Any]]()
+    written = dict[str, Any]()
+    settings = dict[str, dict[str, Any]]()
     for name, value in values.items():
         option, key = SETTING_OF.get(name, (name, ""))
         if value is None or (key and value is False):
@@ -417,7 +414,8 @@ def described(options: Any) -> Iterator[tuple[type, str, Any, Any]]:
 
 def filled(options: Any, values: Mapping[str, Any]) -> Any:
     """The options with these values, also in groups; a class is made with them."""
-    is_new, given = isinstance(options, type), dict[str, Any]()
+    is_new = isinstance(options, type)
+    given = dict[str, Any]()
     for option in fields(options):
         if option.default_factory is not MISSING:
             group = option.default_factory() if is_new else getattr(options, option.name)
@@ -468,10 +466,8 @@ def require_unchanged(
 def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as JSON by name, without those that have no effect on a run."""
     values = flat(options)
-    method, trains_adapter = (
-        values.get("method"),
-        any(values.get(name) is not None for name in ("adapter", "lora_rank")),
-    )
+    method = values.get("method")
+    trains_adapter = any(values.get(name) is not None for name in ("adapter", "lora_rank"))
 
     needed = dict(NEEDED)
     there = {name for name, value in values.items() if value not in (None, False, [])}

@@ -469,7 +469,8 @@ class RunOptions:
         every, rank = storage.write_back_every, self.optimization.rank
         if isinstance(every, int) and (model_options.trains_adapter or rank is not None):
             other = "rank" if rank is not None else model_options.adapter_option
-            found, expected = f"{every} with {flag(other)}", "no value, because no weights change"
+            found = f"{every} with {flag(other)}"
+            expected = "no value, because no weights change"
             raise OptionError("write_back_every", found, expected, "leave it out")
         if storage.device == "cpu" and storage.device_memory != "auto":
             raise without_effect(
@@ -614,7 +615,8 @@ class TrainOptions(RunOptions):
 
     def precision_asked(self) -> PrecisionName:
         """Precision to open the model in."""
-        model_options, on_cpu = self.model_options, self.storage.device == "cpu"
+        model_options = self.model_options
+        on_cpu = self.storage.device == "cpu"
         # Factors and adapters are float32 in either precision.
         exact = (
             self.optimization.exact_mezo
@@ -702,10 +704,8 @@ class TrainOptions(RunOptions):
     @classmethod
     def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
         """Convert the values of ``to_json`` back to options."""
-        given, hints = (
-            {**flat(values), "output": str(output)},
-            {name: hint for _, name, hint, _ in described(cls)},
-        )
+        given = {**flat(values), "output": str(output)}
+        hints = {name: hint for _, name, hint, _ in described(cls)}
         options: TrainOptions = filled(
             cls, {name: _value(given[name], hint, name) for name, hint in hints.items()}
         )
@@ -746,7 +746,8 @@ def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None
     """Refuse options that trials of learning rates, and of these scales of perturbations, do not
     have.
     """
-    decay, perturbs = options.optimization.decay, options.first_order.method is None
+    decay = options.optimization.decay
+    perturbs = options.first_order.method is None
     perturbed = "" if perturbs else ", ".join(map(str, zo_eps))
     apart = "no evaluation, because trials are compared by their training losses"
     for option, found, expected in (
@@ -763,7 +764,8 @@ def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None
 def _value(value: Any, hint: Any, name: str) -> Any:
     """The value as its field has it."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
-        origin, items = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
+        items = get_args(kind)
         if (
             origin is tuple
             and isinstance(value, list)

@@ -64,7 +64,10 @@ def unless_it_fails(unknown: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except ZO2Error:
                 raise
             except Exception as error:  # any: it runs the code of models and adapters
-                if isinstance(error.__context__, KeyboardInterrupt):
+                lacks_memory = isinstance(error, MemoryError) or any(
+                    words in str(error) for words in ("allocate memory", "bad_alloc")
+                )
+                if lacks_memory or isinstance(error.__context__, KeyboardInterrupt):
                     raise
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 note = f"not all of the plan is known, since a measurement failed ({text})"
@@ -106,7 +109,8 @@ def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | Non
     with torch.no_grad(), evenly_routed(model):
         activations, _ = _embedded(model, shape, running)
         forward = _fastest(lambda: model.block(0, activations))
-    hidden, leaves = activations.hidden.detach().requires_grad_(), dict(model.leaves(1))
+    hidden = activations.hidden.detach().requires_grad_()
+    leaves = dict(model.leaves(1))
     wanted = [
         hidden,
         *(leaf.requires_grad_() for name, leaf in leaves.items() if name in trained),
@@ -167,10 +171,8 @@ def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
     if not encoded:
         return 0.0
     largest = max(encoded, key=lambda spec: spec.numel)
-    stored, out = (
-        torch.zeros(largest.nbytes, dtype=torch.uint8),
-        torch.empty(largest.numel, dtype=largest.dtype),
-    )
+    stored = torch.zeros(largest.nbytes, dtype=torch.uint8)
+    out = torch.empty(largest.numel, dtype=largest.dtype)
     # the first one also touches the memory
     best = _best(lambda: decode(largest, stored, out), _ROUNDS)
     return best / largest.numel * sum(spec.numel for spec in encoded)
@@ -206,7 +208,8 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
 def require_packable(model: HFBlockModel) -> None:
     """Refuse a model whose attention would not keep packed rows apart."""
     _bind(model)
-    ids, positions = torch.ones(1, 4, dtype=torch.long), torch.tensor([[0, 1, 0, 1]])
+    ids = torch.ones(1, 4, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 0, 1]])
     model.prepared({"input_ids": ids, "labels": ids, "position_ids": positions})
 
 
@@ -251,7 +254,8 @@ def _embedded(
     shares = _routed(model)
     numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
     _bind(model)
-    rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
+    rows = min(shape.rows, running or shape.rows)
+    tokens = max(round(shape.tokens), 1)
     rows = min(rows, max(int(_PROBED_PRODUCTS / (numel * tokens)), 1))
     tokens = min(tokens, max(int(_PROBED_PRODUCTS / (numel * rows)), 1))
     return _embed(model, rows, tokens), rows * tokens

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from zo2core.errors import without_effect
+from zo2adapters.trainers.option_table import flag, leaves, plain
+from zo2core.errors import WorkerError, without_effect
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
@@ -77,6 +78,51 @@ def worker_trace(trace: Path | None, workers: Workers | None) -> Path | None:
         return trace
     assert workers is not None
     return trace.with_name(f"{trace.stem}.worker-{workers.rank}{trace.suffix}")
+
+
+# options of this machine, or of this worker's files, which workers need not share
+_OF_MACHINE = {
+    *("model", "data", "architecture", "output", "resume", "run_directory", "trace", "report_to"),
+    *("memory", "device", "device_memory", "activation_memory"),
+    *("snapshot_every", "write_back_every", "write_limit_tb"),
+}
+_FILES = {"evaluation", "adapter"}  # files that may lie elsewhere, but not be left out
+
+
+def require_same_command(name: str, command: Any, workers: Workers | None) -> None:
+    """Refuse a worker whose command, or an option that was given to any, is not the first one's.
+
+    Args:
+        name: Name of the command.
+        command: Its options, of which it knows which were given.
+        workers: All of them; None: this process works alone.
+    """
+    if workers is None or workers.size == 1:
+        return
+    values = {option: _told(option, value) for option, value, _ in leaves(command)}
+    given = sorted(command.given & values.keys() - _OF_MACHINE)
+    told = workers.all_gather([name, given, values], "commands")
+    first_name, _, first = told[0]
+    compared = sorted({option for _, options, _ in told for option in options})
+    for rank, (other_name, _, other) in enumerate(told):
+        if other_name != first_name:
+            raise _other_command(rank, f"zo2 {other_name}", f"zo2 {first_name}")
+        for option in compared:
+            if other[option] != first[option]:
+                found, expected = (f"{flag(option)} {shown[option]}" for shown in (other, first))
+                raise _other_command(rank, found, expected)
+
+
+def _told(option: str, value: object) -> str:
+    """What an option's value is to other workers."""
+    if value in (None, ()):
+        return "left out"
+    return "given" if option in _FILES else str(plain(value))
+
+
+def _other_command(rank: int, found: str, expected: str) -> WorkerError:
+    remedy = "start all workers with the same command"
+    return WorkerError(f"worker {rank}", found, f"{expected}, as worker 0 has it", remedy)
 
 
 def require_same_steps(steps: int, workers: Workers | None) -> None:

@@ -32,8 +32,14 @@ from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import torchrun_rank
+from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
-from zo2core.io.durable import make_directory, open_no_follow, partial_path, read_regular
+from zo2core.io.durable import (
+    make_directory,
+    open_no_follow,
+    partial_path,
+    read_regular,
+)
 from zo2core.io.durable import replace_file as replace_bytes
 from zo2core.ranges import require_whole
 
@@ -67,7 +73,9 @@ class RunDirectory:
     def __init__(self, path: Path, *, resume: bool) -> None:
         if not resume:
             require_new(path)
-        self.path, self._resumed, self._lock = path, resume, directory_lock(path)
+        self.path = path
+        self._resumed = resume
+        self._lock = directory_lock(path)
         self._checksums: dict[str, str] = {}
         self._record: dict[str, Any] = {}
         self._created = [] if resume else missing_directories(path)  # deepest first
@@ -134,7 +142,8 @@ class RunDirectory:
         room for the next export. If that name exists, because a process was killed right after it
         had renamed a model, a number is appended.
         """
-        before, now = self._record["options"], options.to_json()
+        before = self._record["options"]
+        now = options.to_json()
         if now == before:
             self._write_recipe(options)
             return
@@ -164,7 +173,8 @@ class RunDirectory:
         """Write the run's recipe, unless it has been written: a process may have been killed before
         it was.
         """
-        path, text = self.path / RECIPE, recipe_text(options, self._record.get("branch"))
+        path = self.path / RECIPE
+        text = recipe_text(options, self._record.get("branch"))
         with contextlib.suppress(OSError):
             if not path.is_symlink() and read_regular(path) == text.encode():
                 return
@@ -172,9 +182,10 @@ class RunDirectory:
 
     def metrics(self, journal: Journal) -> IO[bytes]:
         """Repair the metrics from the journal, and open them for further rows."""
-        path, raw = self.path / METRICS, metrics_of(self.path)
+        path = self.path / METRICS
+        raw = metrics_of(self.path)
         aligned = align_rows(raw, journal)
-        journal.require_version(aligned.steps_seen, METRICS)
+        aligned.require_whole(journal, METRICS)
         trials: list[Row] = [
             {f"trial_{name}": value for name, value in row.items()}
             for row in read_trials(self.path)
@@ -218,11 +229,9 @@ def record_of(path: Path, inputs: RunInputs) -> dict[str, Any]:
     options, tokens = inputs.options, inputs.tokens
     with refusing_damage(path):
         record = json.loads(read_regular(path / OPTIONS))
-        saved, saved_tokens, checksums = (
-            record["options"],
-            dict(record["tokens"]),
-            checksums_at(options, record),
-        )
+        saved = record["options"]
+        saved_tokens = dict(record["tokens"])
+        checksums = checksums_at(options, record)
     for option, file in (("data", options.data), ("evaluation", options.evaluation)):
         at = None if file is None else saved_path(file)
         if at is not None and (now := inputs.checksums[at]) != (before := checksums.get(at)):
@@ -259,14 +268,16 @@ def _require_same_base(
     """
     from zo2core import Journal
 
-    before, now = record["options"], options.to_json()
+    before = record["options"]
+    now = options.to_json()
     option = next(
         (option for option in ("model", "adapter") if now[option] != before.get(option)), None
     )
     if option is None:
         return
     with contextlib.closing(Journal(path / JOURNAL)) as journal:
-        header, fingerprint = journal.header, model.weights.fingerprint[:12]
+        header = journal.header
+        fingerprint = model.weights.fingerprint[:12]
     if header is None:
         found = (
             f"{now[option]}, of a run that took no step, so that no fingerprint tells whether "
@@ -307,7 +318,8 @@ def holds_run(output: Path) -> bool:
 
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:
     """Saved checksums of a run's data files, by the files' present paths."""
-    now, saved = options.to_json(), record["options"]
+    now = options.to_json()
+    saved = record["options"]
     roles = [role for role in ("data", "evaluation") if now[role] is not None]
     return {now[role]: record["checksums"].get(saved[role]) for role in roles}
 
@@ -324,7 +336,8 @@ def metrics_of(run: Path) -> bytes:
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """Read the samples of a run's directory. Damaged or missing ones are left out."""
-    kinds, samples = {"step": int, "row": int, "prompt": str, "expected": str, "generated": str}, []
+    kinds = {"step": int, "row": int, "prompt": str, "expected": str, "generated": str}
+    samples = []
     with contextlib.suppress(OSError):
         for line in read_regular(directory / SAMPLES).splitlines():
             with contextlib.suppress(ValueError, RecursionError):
@@ -350,6 +363,13 @@ def read_trials(directory: Path) -> list[dict[str, Any]]:
         return list(trials)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []
+
+
+def require_free(path: Path) -> None:
+    """Refuse an output directory that is in use. Nothing is changed; see ``require_new``."""
+    _require_unstarted(path)
+    if not _ended_before_start(path):
+        refuse_used(path)
 
 
 def require_new(path: Path) -> None:
@@ -546,19 +566,15 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
     from zo2core.checkpoint.export import new_directory
 
     options.require_valid()
-    estimator, output, created = (
-        options.estimator(),
-        options.output,
-        missing_directories(options.output),
-    )
+    estimator = options.estimator()
+    output = options.output
+    created = missing_directories(options.output)
     require_new(output)
     with contextlib.closing(Journal(parent / JOURNAL)) as journal:
         header = journal.header
         require_branch(options, journal, step)
-        own, (evaluated, schedule) = (
-            None if header is None else header.get("provenance"),
-            _varying(options),
-        )
+        own = None if header is None else header.get("provenance")
+        (evaluated, schedule) = _varying(options)
         own = None if own is None else {**own, **evaluated, "schedule": schedule}
         with new_directory(output) as partial:
             branch_journal(
@@ -595,7 +611,9 @@ def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> d
     and the number of steps.
     """
     options = inputs.options
-    batching, opening, objective = options.batching, options.model_options, options.objective
+    batching = options.batching
+    opening = options.model_options
+    objective = options.objective
     declared: dict[str, Any] = {}
     if opening.architecture is not None:
         declared["architecture sha256"] = file_sha256(opening.architecture)
@@ -654,28 +672,25 @@ _TAKEN = (
 
 
 def require_resumable(options: TrainOptions, journal: Journal) -> None:
-    """Refuse files other than those that the run began with, before they are parsed or imported,
-    and fewer steps than it has taken.
-    """
-    _require_same_files(options, journal.header)
+    """Refuse fewer steps than a run has taken, and other files than those that it began with."""
+    require_same_files(options, journal.header)
     require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
 
 
-def _require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
+def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
     """Refuse files other than those that the run began with, before they are parsed or imported."""
     saved = {} if header is None else header.get("provenance", {})
     if not saved:
         return
-    objective, compared = (
-        function_file(options.objective),
-        list[tuple[str, object, object, str, str]](),
-    )
+    objective = function_file(options.objective)
+    compared = list[tuple[str, object, object, str, str]]()
     for option, path in (
         ("objective", objective),
         ("architecture", options.model_options.architecture),
     ):
         if path is not None:
-            digest, now = str(saved.get(f"{option} sha256")), file_sha256(path)
+            digest = str(saved.get(f"{option} sha256"))
+            now = file_sha256(path)
             compared.append(
                 (
                     option,
@@ -687,13 +702,12 @@ def _require_same_files(options: TrainOptions, header: Mapping[str, Any] | None)
             )
     if "rewards" in saved:
         digests = [name.file and file_sha256(name.file) for name in options.rewards.names]
-        before, found = (
-            [digest for *_, digest in saved["rewards"]],
-            "functions in files with other digests",
-        )
+        before = [digest for *_, digest in saved["rewards"]]
+        found = "functions in files with other digests"
         compared.append(("reward", digests, before, found, "the files as they were,"))
     if objective is not None:
-        function, named = options.objective.rpartition(":")[2], saved.get("objective")
+        function = options.objective.rpartition(":")[2]
+        named = saved.get("objective")
         compared.append(("objective", function, named, f"the function {function}", f"{named}, as"))
     for option, is_now, was, found, expected in compared:
         if is_now != was:

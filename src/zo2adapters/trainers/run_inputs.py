@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.limited_backend import release
 from zo2adapters.tasks.registry import MODEL_LOSS
 from zo2adapters.tasks.row_options import RowFormat
 from zo2adapters.tasks.row_source import saved_path
@@ -69,10 +70,8 @@ def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchS
     shapes = []
     for batch in batches:
         sequences = [sequence for row in batch for sequence in row]
-        lengths, predictions = (
-            [length for length, _ in sequences],
-            sum(predicted for _, predicted in sequences),
-        )
+        lengths = [length for length, _ in sequences]
+        predictions = sum(predicted for _, predicted in sequences)
         shapes.append(
             BatchShape(*((1, sum(lengths)) if pack else (len(lengths), max(lengths))), predictions)
         )
@@ -118,19 +117,21 @@ class RunInputs:
         if not is_dated(tokenizer):
             options = options.having(rendered_at=None)
         length = options.batching.length_for(model)
-        labelled_for, vocabulary = (
-            model.config if options.takes_labels else None,
-            vocabulary_of(model.config),
-        )
+        labelled_for = model.config if options.takes_labels else None
+        vocabulary = vocabulary_of(model.config)
         sources = bool(options.rewards.reward)
-        more: Any = {
-            "keeps_sources": sources,
-            "rewards_read": options.rewards.columns,
-            "vocabulary": vocabulary,
-            "digests": digests,
-        }
-        reader = RowReader(tokenizer, length, options.rows, labelled_for, **more)
+        reader = RowReader(
+            tokenizer,
+            length,
+            options.rows,
+            labelled_for,
+            keeps_sources=sources,
+            rewards_read=options.rewards.columns,
+            vocabulary=vocabulary,
+            digests=digests,
+        )
         data, evaluation = reader.read_files(options.data, options.evaluation, options.eval_split)
+        release()  # the memory of a process that tokenised
         inputs = cls(
             options, directory, model, tokenizer, pad_token_id(tokenizer), length, data, evaluation
         )
@@ -200,7 +201,9 @@ class RunInputs:
 
     def shapes(self) -> RowShapes:
         """The shapes of the run's batches."""
-        options, batching, evaluated = self.options, self.options.batching, self.evaluation
+        options = self.options
+        batching = self.options.batching
+        evaluated = self.evaluation
         # of a row's candidates
         learns_one = options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES
         sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
@@ -209,7 +212,9 @@ class RunInputs:
             [[row.sequences[row.answer]] if learns_one else row.sequences for row in rows]
             for rows in steps
         )
-        step, mean, count = _mean_shape(trained, pack=batching.pack), None, 0
+        step = _mean_shape(trained, pack=batching.pack)
+        mean = None
+        count = 0
         if evaluated is not None:
             batches = file_batches(evaluated, batching.batch_size)
             mean = _mean_shape(
@@ -220,8 +225,12 @@ class RunInputs:
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
-        options, model, data, evaluation = self.options, self.model, self.data, self.evaluation
-        rows, batch_size = len(data), options.batching.batch_size
+        options = self.options
+        model = self.model
+        data = self.data
+        evaluation = self.evaluation
+        rows = len(data)
+        batch_size = options.batching.batch_size
         lines = [_precision(options, model)]
         settings = model.config.get_text_config().to_dict().items()
         rates = [

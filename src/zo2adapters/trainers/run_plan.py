@@ -178,7 +178,9 @@ class RunPlan:
 
     def summary(self) -> list[str]:
         """Lines that say whether the run fits, how long it takes, and how much it writes."""
-        host, device, each = self.host_plan, self.device_plan, f"{duration(self.seconds)} a step"
+        host = self.host_plan
+        device = self.device_plan
+        each = f"{duration(self.seconds)} a step"
         streamed = f"blocks are streamed from disk, {host.buckets} at a time"
         where = "all blocks stay in memory" if host.buckets is None else streamed
         memory = (
@@ -186,14 +188,10 @@ class RunPlan:
             f"{where}."
         )
         if self.together is not None:
-            memory, each = (
-                f"{memory} {self.together.most_runs} runs fit at most.",
-                f"{each} of all runs",
-            )
-        lines, time = (
-            [memory],
-            f"about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}",
-        )
+            memory = f"{memory} {self.together.most_runs} runs fit at most."
+            each = f"{each} of all runs"
+        lines = [memory]
+        time = f"about {f'{duration(self.run_seconds)} in all, {each}' if self.steps else each}"
         if device is not None and self.transfers is not None:
             used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}"
             kept = f"{device.kept} of {self.transfers.blocks} blocks stay there"
@@ -204,7 +202,8 @@ class RunPlan:
 
     def table(self) -> str:
         """The plan as a table."""
-        buckets, all_steps = self.host_plan.buckets, counted(self.steps, "step")
+        buckets = self.host_plan.buckets
+        all_steps = counted(self.steps, "step")
         rows: list[tuple[str, object]] = [
             (
                 "blocks",
@@ -311,7 +310,8 @@ def plan_run(
     """
     method = method_of(options)
     options, storage = method.options, method.options.storage
-    on_device, speeds = storage.device != "cpu", MeasuredSpeeds(model.weights)
+    on_device = storage.device != "cpu"
+    speeds = MeasuredSpeeds(model.weights)
     if on_device and (method.has_gradient or runs is not None):
         expected = (
             "none with --method or --runs, which are planned on the CPU: it has no effect otherwise"
@@ -336,7 +336,8 @@ def plan_run(
         if isinstance(method, GradientRun)
         else forecast.of_zeroth_order()
     )
-    nbytes, evaluations = sum(layout.nbytes for layout in spec.layouts), options.evaluations_from(0)
+    nbytes = sum(layout.nbytes for layout in spec.layouts)
+    evaluations = options.evaluations_from(0)
     planned = replace(planned, model_bytes=nbytes, steps=options.steps, evaluations=evaluations)
     if not evaluations:
         planned = replace(planned, evaluation_seconds=0.0)
@@ -355,21 +356,23 @@ class _Forecast(NamedTuple):
 
     def of_zeroth_order(self) -> RunPlan:
         """The plan of zeroth-order steps on the CPU."""
-        request, speeds, layouts, every = (
-            self.request,
-            self.speeds,
-            self.spec.layouts,
-            self.spec.write_back_every,
-        )
+        request = self.request
+        speeds = self.speeds
+        layouts = self.spec.layouts
+        every = self.spec.write_back_every
         # a sweep for each token
-        write_back, generated = request.write_back, self.options.rewards.new_tokens or 1
+        write_back = request.write_back
+        generated = self.options.rewards.new_tokens or 1
         assert write_back is not None, "a run on the CPU may write blocks back"
         host_plan = with_kept_memory(self.spec.host_plan, request.memory.activation_bytes)
-        read, write_seconds, lag = streamed_bytes(layouts, host_plan.buckets) * generated, 0.0, 0.0
+        read = streamed_bytes(layouts, host_plan.buckets) * generated
+        write_seconds = 0.0
+        lag = 0.0
         if isinstance(request.perturbation, LowRankPerturbation):
             written = kept_bytes_a_step(request.perturbation, layouts, write_back.bytes_a_step)
         else:
-            written, lag = 1e9 * terabytes_written(layouts, every), 1.0
+            written = 1e9 * terabytes_written(layouts, every)
+            lag = 1.0
             if host_plan.buckets is not None and every is not None:
                 lag = (every + 1) / 2
                 write_seconds = (
@@ -393,18 +396,14 @@ class _Forecast(NamedTuple):
         """The plan of first-order steps on the CPU; memory that is left over is filled with inputs
         and graphs of blocks.
         """
-        options, model, shapes, spec, update = (
-            self.options,
-            self.model,
-            self.shapes,
-            self.spec,
-            method.update,
-        )
-        layouts, activations, turn = (
-            spec.layouts,
-            self.request.memory.activation_bytes,
-            update and update.turn,
-        )
+        options = self.options
+        model = self.model
+        shapes = self.shapes
+        spec = self.spec
+        update = method.update
+        layouts = spec.layouts
+        activations = self.request.memory.activation_bytes
+        turn = update and update.turn
         micro_rows = options.batching.micro_batch_size
         measures = update is not None and options.first_order.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
@@ -416,25 +415,22 @@ class _Forecast(NamedTuple):
         parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * expected))
         host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
 
-        sweeps, moving = 2 if measures else 1, host_plan.buckets
+        sweeps = 2 if measures else 1
+        moving = host_plan.buckets
         forward = probes.measured_forward_seconds(model, shapes.step, running=micro_rows)
         forward *= sweeps * (
             probes.measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks
         )
         if moving is not None and turn is not None:
             moving -= 1  # that of the block whose turn it is
-        read, evaluated = (
-            sweeps * 2 * streamed_bytes(layouts, moving),
-            streamed_bytes(layouts, moving),
-        )
+        read = sweeps * 2 * streamed_bytes(layouts, moving)
+        evaluated = streamed_bytes(layouts, moving)
         if moving is not None and method.commit_every is not None and turn is None:
             read = read_bytes(layouts, moving, method.commit_every, measures=measures)
             evaluated = streamed_bytes(model.layouts, moving)
-        spilled, decoding, disk = (
-            unplaced - inputs,
-            probes.decoding_seconds(layouts),
-            options.output,
-        )
+        spilled = unplaced - inputs
+        decoding = probes.decoding_seconds(layouts)
+        disk = options.output
         spill = sweeps * spilled  # bytes of inputs that have no room
         spill_seconds = self._read_seconds(spill) + (
             spill / self.speeds.writing(disk) if spill else 0.0
@@ -447,7 +443,8 @@ class _Forecast(NamedTuple):
             scratch = slot_bytes(layouts, 1 if turn is not None else blocks)
             written = method.written(model, host_plan.buckets)
         else:
-            snapshot, limit = method.snapshot_size(model), options.storage.write_limit_tb
+            snapshot = method.snapshot_size(model)
+            limit = options.storage.write_limit_tb
             # the reads' where compute is not known
             seconds = max(self._read_seconds(read), forward + arithmetic)
             written = (
@@ -471,7 +468,9 @@ class _Forecast(NamedTuple):
 
     def on_device(self) -> RunPlan:
         """The plan of zeroth-order steps on a GPU."""
-        device_plan, low_bit, layouts = self.spec.device_plan, self.spec.low_bit, self.spec.layouts
+        device_plan = self.spec.device_plan
+        low_bit = self.spec.low_bit
+        layouts = self.spec.layouts
         assert device_plan is not None, "a device with memory of its own has a plan"
         blocks = [layout for layout in layouts if not layout.resident]
         uploads = sum(
@@ -479,10 +478,8 @@ class _Forecast(NamedTuple):
         )
         moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
         limit, perturbation = self.options.storage.write_limit_tb, self.request.perturbation
-        returned, written = (
-            0,
-            kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9),
-        )
+        returned = 0
+        written = kept_bytes_a_step(perturbation, layouts, None if limit is None else limit * 1e9)
         if not isinstance(perturbation, LowRankPerturbation):  # otherwise weights are only read
             returned = moved if low_bit in (None, "device") else 0
             written = 1e9 * terabytes_written(
@@ -506,14 +503,14 @@ class _Forecast(NamedTuple):
 
     def together(self, run: RunPlan, runs: int) -> RunPlan:
         """The plan of equal runs on the CPU that share their base."""
-        options, request, base = self.options, self.request, base_model(self.options)
+        options = self.options
+        request = self.request
+        base = base_model(self.options)
         least = request.with_least_activations(in_place=True).memory.activation_bytes
         has_gradient = options.first_order.method is not None
         graph = probes.measured_graph_bytes(self.model, self.shapes.step)[0] if has_gradient else 0
-        speeds, on_disk = (
-            MeasuredSpeeds(base.weights),
-            laid_out_as_on_disk(base.layouts, base.weights),
-        )
+        speeds = MeasuredSpeeds(base.weights)
+        on_disk = laid_out_as_on_disk(base.layouts, base.weights)
         blocks = sum(not layout.resident for layout in base.layouts)
 
         def planned(count: int) -> HostPlan:
@@ -537,16 +534,13 @@ class _Forecast(NamedTuple):
         except MemoryBudgetError as error:
             found = f"{error.found} for {runs} runs, of which {most} fit"
             raise MemoryBudgetError("runs", found, error.expected, error.remedy) from error
-        passes, layouts = (
-            2 if has_gradient else 1,
-            base.layouts if host_plan.buckets is None else on_disk,
-        )
+        passes = 2 if has_gradient else 1
+        layouts = base.layouts if host_plan.buckets is None else on_disk
         read = passes * streamed_bytes(layouts, host_plan.buckets)
-        disk, decoding = (
-            read / speeds.reading(layouts) if read else 0.0,
-            passes * probes.decoding_seconds(base.layouts),
-        )
-        own, free_runs = max(run.forward_seconds + run.update_seconds - decoding, 0.0), 0
+        disk = read / speeds.reading(layouts) if read else 0.0
+        decoding = passes * probes.decoding_seconds(base.layouts)
+        own = max(run.forward_seconds + run.update_seconds - decoding, 0.0)
+        free_runs = 0
         if own == 0.0:
             free_runs = MOST_RUNS
         elif not math.isnan(own):
@@ -571,12 +565,12 @@ class _Forecast(NamedTuple):
 
     def _update_seconds(self, lag: float) -> float:
         """Seconds of a step's noise and arithmetic."""
-        noise, layouts, optimization = (
-            self.request.noise,
-            self.spec.layouts,
-            self.options.optimization,
-        )
-        forwards, queries, rank = optimization.evaluations, optimization.queries, optimization.rank
+        noise = self.request.noise
+        layouts = self.spec.layouts
+        optimization = self.options.optimization
+        forwards = optimization.evaluations
+        queries = optimization.queries
+        rank = optimization.rank
         replay = replay_seconds(noise, layouts, in_place=not isinstance(noise, CounterNoise))
         if rank is not None:
             # weights are only read; factors are drawn for the evaluations and again for the update
@@ -600,7 +594,9 @@ class _Forecast(NamedTuple):
 
         Generation runs the prompts, and then one token of each row at a time.
         """
-        options, model, shape = self.options, self.model, self.shapes.step
+        options = self.options
+        model = self.model
+        shape = self.shapes.step
         optimization, micro_rows = options.optimization, options.batching.micro_batch_size
         stacked, new_tokens = optimization.stacked, options.rewards.new_tokens
         if new_tokens is not None:
@@ -625,13 +621,13 @@ class _Forecast(NamedTuple):
 
         As many batches share a sweep as fit in the memory for activations.
         """
-        model, shape, batches = self.model, self.shapes.evaluation, self.shapes.evaluation_batches
+        model = self.model
+        shape = self.shapes.evaluation
+        batches = self.shapes.evaluation_batches
         if shape is None:
             return 0.0
-        tokens, running = (
-            math.ceil(shape.tokens),
-            min(shape.rows, self.options.batching.micro_batch_size or shape.rows),
-        )
+        tokens = math.ceil(shape.tokens)
+        running = min(shape.rows, self.options.batching.micro_batch_size or shape.rows)
         held = expected_held_bytes(model.config, running, tokens) * -(-shape.rows // running)
         left = self.request.memory.activation_bytes
         left -= forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
@@ -643,12 +639,12 @@ class _Forecast(NamedTuple):
 
     def _waiting_bytes(self, activation_bytes: int) -> int:
         """Bytes of activations between two segments that do not fit in device memory."""
-        config, optimization, longest = (
-            self.model.config,
-            self.options.optimization,
-            self.shapes.longest,
-        )
-        stacked, rows, tokens = optimization.stacked, longest.rows, round(longest.tokens)
+        config = self.model.config
+        optimization = self.options.optimization
+        longest = self.shapes.longest
+        stacked = optimization.stacked
+        rows = longest.rows
+        tokens = round(longest.tokens)
         running = min(rows, self.options.batching.micro_batch_size or rows)
         held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
         streams = -(-optimization.evaluations // stacked) * -(-rows // running)
@@ -708,10 +704,13 @@ def plan_of_options(
         RunTasks.of(inputs).task.close()
         if continues:
             record_of(options.output, inputs)
-        options, model, shapes = inputs.options, inputs.model, inputs.shapes()
+        options = inputs.options
+        model = inputs.model
+        shapes = inputs.shapes()
     else:
         options.require_rows(None)
-        model, batching = options.opened(resolve_directory(options.model)), options.batching
+        model = options.opened(resolve_directory(options.model))
+        batching = options.batching
         shapes = RowShapes.of_length(batching, batching.length_for(model))
     with closing(model.weights):
         return plan_run(options, model, shapes, runs=runs)

@@ -34,7 +34,9 @@ class RunTasks(NamedTuple):
     @classmethod
     def of(cls, inputs: RunInputs, *, evaluates: bool = True) -> RunTasks:
         """The tasks of a run."""
-        options, model, data = inputs.options, inputs.model, inputs.data
+        options = inputs.options
+        model = inputs.model
+        data = inputs.data
         task_options = TaskOptions(
             objective=options.objective,
             pad=inputs.pad,
@@ -58,7 +60,9 @@ class Samples:
     """The prompts of a run that are answered."""
 
     def __init__(self, inputs: RunInputs) -> None:
-        self._model, self._tokenizer, self._pad = inputs.model, inputs.tokenizer, inputs.pad
+        self._model = inputs.model
+        self._tokenizer = inputs.tokenizer
+        self._pad = inputs.pad
         rows = inputs.data if inputs.evaluation is None else inputs.evaluation
         self._prompts = [self._prompt(row) for row in rows[: inputs.options.samples]]
         self.longest_prompt = max(len(ids) for ids, _ in self._prompts)
@@ -83,19 +87,17 @@ class Samples:
         """Answer the prompts with a runner's current weights, unless the run has the answers of
         this step.
         """
-        earlier, step = read_samples(run.path), engine.version
+        earlier = read_samples(run.path)
+        step = engine.version
         if any(sample["step"] == step for sample in earlier):
             return
-        given: Any = {
-            "eos_token_ids": end_token_ids(self._model, self._tokenizer),
-            "pad_token_id": self._pad,
-        }
         columns = generate(
             engine,
             self._model,
             [ids for ids, _ in self._prompts],
             max_new_tokens=self._most,
-            **given,
+            eos_token_ids=end_token_ids(self._model, self._tokenizer),
+            pad_token_id=self._pad,
         )
         samples = list(earlier)
         for number, ((ids, expected), answer) in enumerate(

@@ -41,6 +41,7 @@ from zo2adapters.trainers.run_directory import (
     RunDirectory,
     provenance,
     require_resumable,
+    require_same_files,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import duration, first_line, planned
@@ -84,7 +85,9 @@ class Trainer:
         options.require_packages()
         # checks the options that depend on neither model nor data
         self._method = method_of(options, shared, workers)
-        self._quiet, self._workers, self._label = quiet, workers, label
+        self._quiet = quiet
+        self._workers = workers
+        self._label = label
         execution = Execution() if execution is None else execution
         self._run = run = RunDirectory(options.output, resume=resume)
         with ExitStack() as on_error:
@@ -92,7 +95,7 @@ class Trainer:
             self._first_step = 0
             if resume:
                 with closing(Journal(options.output / JOURNAL)) as journal:
-                    require_resumable(options, journal)
+                    require_same_files(options, journal.header)
                     self._first_step = self._method.first_step(journal)
             self._inputs = inputs = RunInputs.read(options, workers, resume=resume, digests=True)
             self.options, self._model = options, model = inputs.options, inputs.model
@@ -127,7 +130,8 @@ class Trainer:
         """Memory for activations, those of generated answers included, and the least of it that a
         device needs.
         """
-        options, memory = self.options, self._method.reserved_bytes(inputs.model, inputs.largest)
+        options = self.options
+        memory = self._method.reserved_bytes(inputs.model, inputs.largest)
         if options.storage.activation_memory is not None:
             return memory
         generated = [] if self._samples is None else [self._samples.shape]
@@ -218,7 +222,8 @@ class Trainer:
             ) as bar,
             sweep_bars(engine, quiet=self._quiet or self._method.shared is not None),
         ):
-            snapshots, seconds = self._method.snapshot_bytes(engine), list[float]()
+            snapshots = self._method.snapshot_bytes(engine)
+            seconds = list[float]()
             while True:
                 at = engine.version
                 is_due = options.is_evaluated_after(at)
@@ -233,7 +238,8 @@ class Trainer:
                 batch = self._task.batch(rows)
                 result = self._task.step(engine, rows, batch)
                 lines = self._method.after_step(engine, result)
-                written, snapshots = snapshots, self._method.snapshot_bytes(engine)
+                written = snapshots
+                snapshots = self._method.snapshot_bytes(engine)
                 measured = {**self._task.measured, "snapshot_bytes": snapshots - written}
                 is_known = result.step < recorded
                 record = metrics.step(
@@ -250,11 +256,13 @@ class Trainer:
         """A line with the measured time and memory of a long run's first steps, unless the plan
         told the same.
         """
-        step, used = statistics.median(seconds), peak_memory()
+        step = statistics.median(seconds)
+        used = peak_memory()
         left = (self.options.steps - self.engine.version) * step + bar.evaluation_seconds
         if self._quiet or self._label is not None or left < _LONG:
             return None
-        measured, memory = f"{duration(step)} a step", f"peak memory {shown_bytes(used)}"
+        measured = f"{duration(step)} a step"
+        memory = f"peak memory {shown_bytes(used)}"
         if self.plan is not None:
             told, planned = self.plan.seconds, self._told_plan.nbytes
             is_streamed = self.host_plan.buckets is not None and not self._method.has_gradient
@@ -265,10 +273,8 @@ class Trainer:
             is_right = grows or (is_known and max(step, told) <= _WRONG_TIME * min(step, told))
             if is_right and used <= _WRONG_MEMORY * planned:
                 return None
-            measured, memory = (
-                f"{measured} (planned: {duration(told)})",
-                f"{memory} (planned: {shown_bytes(planned)})",
-            )
+            measured = f"{measured} (planned: {duration(told)})"
+            memory = f"{memory} (planned: {shown_bytes(planned)})"
         return (
             f"measured in {counted(len(seconds), 'step')}: {measured}, about {duration(left)} "
             f"left; {memory}"
@@ -278,19 +284,23 @@ class Trainer:
         """Write the model, unless an earlier process did: a directory appears whole or not at
         all.
         """
-        options, engine, exported = self.options, self.engine, self._run.model
+        options = self.options
+        engine = self.engine
+        exported = self._run.model
         if self._run.has_model():
             return exported
         best = best_step(engine.journal.evaluations) if options.keep_best else None
         step = engine.version if best is None else best
-        card: Any = {
-            "head": options.model_options.head,
-            "is_adapter": options.model_options.trains_adapter,
-        }
         # with the labels of the rows
         rows = None if options.takes_labels else self._inputs.data.options
         files = files_of_run(
-            engine.journal, version=step, base=options.model, options=options, rows=rows, **card
+            engine.journal,
+            version=step,
+            base=options.model,
+            options=options,
+            rows=rows,
+            head=options.model_options.head,
+            is_adapter=options.model_options.trains_adapter,
         )
         with ExitStack() as opened:
             if step != engine.version:  # updates cannot be undone: the model is made from the base

@@ -147,19 +147,19 @@ def tune(
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most."""
     # each trial has its own rate
-    optimization, method = options.optimization, method_of(options.with_rate("auto"))
+    optimization = options.optimization
+    method = method_of(options.with_rate("auto"))
     require_tunable(options, zo_eps)
-    rates, scales = learning_rates or method.learning_rates, zo_eps or [optimization.zo_eps]
+    rates = learning_rates or method.learning_rates
+    scales = zo_eps or [optimization.zo_eps]
     trials = [
         _trial(options, method, lr, eps)
         for lr in dict.fromkeys(rates)
         for eps in dict.fromkeys(scales)
     ]
     schedule = Schedule.of(len(trials), forwards, method.forwards)
-    table, trained = (
-        options.output / TABLE,
-        replace(options, storage=storage_of_one(options.storage, workers)),
-    )
+    table = options.output / TABLE
+    trained = replace(options, storage=storage_of_one(options.storage, workers))
     settings = _open_directory(options, forwards, trials, workers)
     try:
         before(schedule)
@@ -313,7 +313,8 @@ def _judged(trial: Trial, options: TrainOptions, journal: Journal) -> Trial:
 
     A trial that the guard held back has diverged.
     """
-    losses, refused = losses_of(journal), sum(map(is_refused, journal.updates))
+    losses = losses_of(journal)
+    refused = sum(map(is_refused, journal.updates))
     if method_of(options).verdict(journal) is not None or 2 * refused > journal.version:
         return replace(trial, steps=journal.version, loss=math.inf)
     return replace(trial, steps=len(losses), loss=fmean(losses[int(len(losses) * (1 - _JUDGED)) :]))
@@ -326,7 +327,8 @@ def _open_directory(
 
     The first worker of the run comes before the others.
     """
-    table, names = options.output / TABLE, [trial.directory.name for trial in trials]
+    table = options.output / TABLE
+    names = [trial.directory.name for trial in trials]
     settings = {"forwards": forwards, "trials": names, "options": options.to_json()}
     if workers is not None:
         workers.require_same("trials", zlib.crc32(repr((forwards, names)).encode()))
@@ -369,10 +371,12 @@ def with_chosen_rate(
         try:
             inputs = RunInputs.read(options, resume=resume, digests=True)
             RunTasks.of(inputs).task.close()  # refuses rows before the trials
-            options, plan = inputs.options, planned(inputs)
+            options = inputs.options
+            plan = planned(inputs)
             run.begin(inputs)
             inputs.model.weights.close()
-            tried, method = _tried(options), method_of(options)
+            tried = _tried(options)
+            method = method_of(options)
             rates, schedule = schedule_of(tried)
             trials = [_trial(tried, method, rate, options.optimization.zo_eps) for rate in rates]
             for line in _cost(inputs, plan, schedule):
@@ -409,15 +413,15 @@ def _tried(options: TrainOptions) -> TrainOptions:
     """Options of the trials: those of the run at a constant rate, without evaluations, samples and
     trackers.
     """
-    others: Any = {
-        "evaluation": None,
-        "evaluate_every": None,
-        "keep_best": False,
-        "samples": 0,
-        "report_to": "none",
-    }
     tried = options.having(
-        **others, lr=type(options.optimization).lr, decay=Decay.CONSTANT, warmup_steps=0
+        evaluation=None,
+        evaluate_every=None,
+        keep_best=False,
+        samples=0,
+        report_to="none",
+        lr=type(options.optimization).lr,
+        decay=Decay.CONSTANT,
+        warmup_steps=0,
     )
     digest = zlib.crc32(json.dumps(tried.to_json(), sort_keys=True).encode())
     return tried.having(output=options.output / f"{TRIALS}{digest:08x}")
@@ -426,7 +430,8 @@ def _tried(options: TrainOptions) -> TrainOptions:
 def schedule_of(options: TrainOptions) -> tuple[Sequence[float], Schedule]:
     """The rates that a run with this number of steps tries, and the steps of its trials."""
     method = method_of(options)
-    rates, budget = method.learning_rates, round(_SHARE * options.steps * method.forwards)
+    rates = method.learning_rates
+    budget = round(_SHARE * options.steps * method.forwards)
     if least_forwards(len(rates), method.forwards, continues=False) > budget:
         rates = method.few_learning_rates
     budget = max(budget, least_forwards(len(rates), method.forwards, continues=False))

@@ -63,12 +63,15 @@ def verify(
         if method is None
         else opening.precision
     )
-    given: Any = {
-        "architecture": opening.architecture,
-        "dtype": opening.dtype,
-        "precision": precision,
-    }
-    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
+    model = open_checkpoint(
+        directory,
+        head=opening.head,
+        loss_chunk=None,
+        adapter=adapter,
+        architecture=opening.architecture,
+        dtype=opening.dtype,
+        precision=precision,
+    )
     _require_fit(model, rows, tokens)
     whole = _whole_model(model, directory, opening.head, adapter)
     parameters = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
@@ -218,7 +221,8 @@ def _require_fit(model: HFBlockModel, rows: int, tokens: int) -> None:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_whole("tokens", tokens, 1, longest or LARGEST, otherwise=", the model's limit")
     weights = sum(layout.nbytes for layout in model.layouts)
-    needed, free = 2 * weights + activation_bytes(model.config, rows, tokens), free_memory()
+    needed = 2 * weights + activation_bytes(model.config, rows, tokens)
+    free = free_memory()
     if needed > free:
         expected = (
             f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations"
@@ -269,11 +273,9 @@ def _share_trained(
 
 def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:
     """The batch with random labels for its rows and the config's padding token."""
-    generator, rows, classes = (
-        torch.Generator().manual_seed(seed),
-        len(batch["input_ids"]),
-        int(config.num_labels or 1),
-    )
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(batch["input_ids"])
+    classes = int(config.num_labels or 1)
     shape = (rows,) if rates_once(config) else (rows, classes)
     numbers = torch.rand(shape, generator=generator)
     labels = torch.randint(classes, (rows,), generator=generator) if classifies(config) else numbers
@@ -306,7 +308,8 @@ def _first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
     if not len(unequal):
         return None
     index = int(unequal[0])
-    a, b = ours.flatten()[index].item(), theirs.flatten()[index].item()
+    a = ours.flatten()[index].item()
+    b = theirs.flatten()[index].item()
     return (
         f", element {index} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, "
         f"whole {b!r}"

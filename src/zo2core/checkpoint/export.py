@@ -30,8 +30,12 @@ from zo2core.checkpoint.shards import (
     INDEX_FILE,
     MAX_SHARD,
     SINGLE_FILE,
+    SafetensorsReader,
+    TensorEntry,
     header_bytes,
 )
+from zo2core.checkpoint.unused import refuse_used
+from zo2core.encodings.decoding import decoded
 from zo2core.errors import CheckpointError, OutputError, ZO2Warning, system_errors_as
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import (
@@ -43,7 +47,7 @@ from zo2core.io.durable import (
     open_regular,
     sync_path,
 )
-from zo2core.types import ParameterSpec, SavedForm, shown_bytes
+from zo2core.types import CopiedTensor, ParameterSpec, SavedForm, shown_bytes
 
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # of file systems
 
@@ -72,12 +76,7 @@ def require_unused(directory: Path) -> None:
     processes have left of it.
     """
     remove_leftovers(directory)
-    if directory.is_dir() and not any(directory.iterdir()):
-        return
-    if directory.exists() or directory.is_symlink():
-        expected = "a path that does not exist yet, or an empty directory"
-        remedy = "choose another output directory, or remove this one"
-        raise OutputError(directory, "something at this path", expected, remedy)
+    refuse_used(directory)
 
 
 def write_checkpoint(
@@ -106,9 +105,11 @@ def write_checkpoint(
         for name in runs
         for part in runs[name]
     }
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in form.constants.items()}
+    shapes |= {name: (copied.shape, copied.dtype) for name, copied in form.copied.items()}
     others = [
-        ParameterSpec(name, tuple(t.shape), t.dtype, index=-1, decays=False)
-        for name, t in form.constants.items()
+        ParameterSpec(name, shape, stored, index=-1, decays=False)
+        for name, (shape, stored) in shapes.items()
     ]
     with new_checkpoint(directory, [*saved.values(), *others], companions, max_shard) as locations:
         missing = set(written)
@@ -131,6 +132,32 @@ def write_checkpoint(
             file, start = locations[name]
             file.seek(start)
             file.write(byte_view(tensor.contiguous().view(-1)))
+        for name, copied in form.copied.items():
+            file, start = locations[name]
+            file.seek(start)
+            _copy(name, copied, file)
+
+
+def _copy(name: str, copied: CopiedTensor, file: IO[bytes]) -> None:
+    """Write a tensor of another file, decoded."""
+    with contextlib.closing(SafetensorsReader({})) as reader:
+        entries = [TensorEntry(name, "U8", (part.nbytes,), *part) for part in copied.parts]
+        if copied.encoding is None:
+            [entry] = entries
+            for begin in range(0, entry.nbytes, _STAGING):
+                chunk = bytearray(min(_STAGING, entry.nbytes - begin))
+                reader.read_bytes(entry, begin, memoryview(chunk))
+                file.write(chunk)
+            return
+        stored = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8)
+        parts = torch.split(stored, [entry.nbytes for entry in entries])
+        for entry, part in zip(entries, parts, strict=True):
+            reader.read_bytes(entry, 0, byte_view(part))
+    spec = ParameterSpec(
+        name, copied.shape, copied.dtype, index=-1, decays=False, encoding=copied.encoding
+    )
+    weights = decoded(spec, stored)  # named: the view does not keep the memory alive
+    file.write(byte_view(weights))
 
 
 def _converted(
@@ -159,10 +186,12 @@ def not_finite(
     index = int((~written.float().isfinite()).view(-1).nonzero()[0])
     value = given.reshape(-1)[index].item()
     dtype = dtype or str(written.dtype).removeprefix("torch.")
-    found, expected = f"{value:g}", "finite weights"
+    found = f"{value:g}"
+    expected = "finite weights"
     remedy = "get the file again, or use another adapter or an earlier step of the run"
     if math.isfinite(value):
-        found, expected = f"{value:g}, which {dtype} cannot hold", f"numbers in {dtype}'s range"
+        found = f"{value:g}, which {dtype} cannot hold"
+        expected = f"numbers in {dtype}'s range"
         remedy = "choose a dtype with a larger range"
     return CheckpointError(where, found, expected, remedy)
 

@@ -250,14 +250,16 @@ def _read_file(path: Path) -> GGUFFile:
                 "convert the model with a recent llama.cpp",
             )
             raise UnsupportedModelError(path, found, expected, remedy)
-        tensors, values = cursor.integer(), cursor.integer()
+        tensors = cursor.integer()
+        values = cursor.integer()
         for count, most, what in (
             (tensors, _MOST_TENSORS, "tensors"),
             (values, _MOST_VALUES, "metadata values"),
         ):
             if count > most:
                 raise malformed(path, f"{count} {what}", f"at most {most}")
-        metadata, kinds = dict[str, Value](), dict[str, int]()
+        metadata = dict[str, Value]()
+        kinds = dict[str, int]()
         for _ in range(values):
             key = cursor.text(cursor.integer(), "a key", _KEY_BYTES)
             if key in metadata:
@@ -287,7 +289,8 @@ def _placed(
     placed: dict[str, TensorEntry] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.start):
-        where, offset = f"{path}: {entry.name}", entry.start
+        where = f"{path}: {entry.name}"
+        offset = entry.start
         if entry.name in placed:
             raise malformed(where, "a name that occurs twice", "each tensor once")
         if offset % alignment:
@@ -311,17 +314,17 @@ def _placed(
 def _tensor(cursor: _Cursor) -> TensorEntry:
     """Read the header's entry of a tensor. Its ``start`` counts from the beginning of the data."""
     name = cursor.text(cursor.integer(), "a tensor's name", _NAME_BYTES)
-    where, axes = f"{cursor.path}: {name}", cursor.integer("I")
+    where = f"{cursor.path}: {name}"
+    axes = cursor.integer("I")
     if not 1 <= axes <= _MOST_AXES:
         raise malformed(where, f"{axes} axes", f"1 to {_MOST_AXES}")
     shape = tuple(reversed([cursor.integer() for _ in range(axes)]))
-    number, offset = cursor.integer("I"), cursor.integer()
+    number = cursor.integer("I")
+    offset = cursor.integer()
     kind = _TYPES.get(number, f"type {number}")
     if kind not in GGUF_BLOCKS:
-        expected, remedy = (
-            f"one of {', '.join(GGUF_BLOCKS)}",
-            "use a file in one of these types; llama-quantize makes one",
-        )
+        expected = f"one of {', '.join(GGUF_BLOCKS)}"
+        remedy = "use a file in one of these types; llama-quantize makes one"
         raise UnsupportedModelError(where, f"a tensor in {kind}", expected, remedy)
     block = GGUF_BLOCKS[kind]
     if not all(0 < size < 1 << 40 for size in shape) or shape[-1] % block.weights:
@@ -347,7 +350,8 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Value:
         raise malformed(
             f"{cursor.path}: {key[:80]}", f"a value of type {kind}", "a type from 0 to 12"
         )
-    element, count = cursor.integer("I"), cursor.integer()
+    element = cursor.integer("I")
+    count = cursor.integer()
     start = cursor.file.tell()
     if element in _SCALARS:
         cursor.skip(count * struct.calcsize(f"<{_SCALARS[element]}"), "an array")

@@ -83,7 +83,9 @@ def decode(
     assert isinstance(spec.encoding, MatrixEncoding | MXFP4Stack | MatrixStack), (
         "only encoded parameters are decoded"
     )
-    whole, first, begin = out.view(-1, spec.shape[-1]), 0, 0
+    whole = out.view(-1, spec.shape[-1])
+    first = 0
+    begin = 0
     of_all = (
         spec.encoding.matrices
         if isinstance(spec.encoding, MatrixStack)
@@ -93,7 +95,8 @@ def decode(
         matrix = whole[first : first + rows]
         shape = spec.shape if isinstance(encoding, MXFP4Stack) else tuple(matrix.shape)
         parts = _Parts(encoding.parts(shape), stored[begin:])
-        first, begin = first + rows, begin + encoded_bytes(encoding, shape)
+        first = first + rows
+        begin = begin + encoded_bytes(encoding, shape)
         if not dispatch.decodes(stored, out):
             _decode(encoding, parts, matrix)
             continue
@@ -115,7 +118,9 @@ def _compiled(
     """The compiled kernel: number of units of work, and a function that does those from a first one
     to a last one.
     """
-    compiled, (rows, columns), stored = dispatch.functions(), matrix.shape, parts.bytes
+    compiled = dispatch.functions()
+    (rows, columns) = matrix.shape
+    stored = parts.bytes
     memory = dispatch.DTYPES[matrix.dtype], matrix.data_ptr(), stored["codes"].data_ptr()
     if isinstance(encoding, MXFP4Stack):
         *stack, inputs, outputs = shape
@@ -159,7 +164,8 @@ def _compiled(
     scales = parts["scales"].float()
 
     def run_rows(first: int, last: int) -> None:
-        out, codes = matrix[first:last], stored["codes"][first * columns :].data_ptr()
+        out = matrix[first:last]
+        codes = stored["codes"][first * columns :].data_ptr()
         if isinstance(encoding, Int8Rows):
             scaled = scales[first:].data_ptr(), INT8_UNIT, *out.shape
             compiled.zo2core_decode_int8(memory[0], out.data_ptr(), codes, *scaled)
@@ -183,7 +189,8 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
         return
-    codes, (rows, columns) = parts["codes"], matrix.shape
+    codes = parts["codes"]
+    (rows, columns) = matrix.shape
     step = max(1, _DECODED_AT_ONCE // max(columns, 1))
     if isinstance(encoding, GGUFRows):
         order = row_order(encoding, rows, matrix.device)
@@ -206,10 +213,8 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor
 def _decode_mxfp4(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:
     """Decode the matrices of a stack one by one, and exchange their axes."""
     *_, outputs, blocks, _ = codes.shape
-    codes, scales = (
-        codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2),
-        scales.view(-1, outputs, blocks),
-    )
+    codes = codes.view(-1, outputs, blocks, MXFP4_BLOCK // 2)
+    scales = scales.view(-1, outputs, blocks)
     table = torch.tensor(FP4_TABLE, device=codes.device)
     for of_one, packed, powers in zip(
         matrix.view(len(codes), -1, outputs), codes.int(), scales.int(), strict=True
@@ -273,7 +278,8 @@ class _Parts:
 
         A part at an address not aligned to its dtype is copied: it is small.
         """
-        part, raw = self._parts[role], self.bytes[role]
+        part = self._parts[role]
+        raw = self.bytes[role]
         if raw.data_ptr() % part.dtype.itemsize or raw.storage_offset() % part.dtype.itemsize:
             raw = raw.clone()
         return raw.view(part.dtype).view(part.shape)
@@ -289,7 +295,8 @@ class _Groups(NamedTuple):
 
 def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
     """Unpack a matrix's scales and zeros from its parts."""
-    scales, zeros = parts["scales"].float(), parts.get("zeros")
+    scales = parts["scales"].float()
+    zeros = parts.get("zeros")
     if encoding.name == "nvfp4":
         return _Groups((scales / parts["global"]).contiguous(), None, None)
     if encoding.inputs_first:
@@ -307,7 +314,9 @@ def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
 
 
 def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
-    codes, groups, (rows, columns) = parts["codes"], _groups(encoding, parts), matrix.shape
+    codes = parts["codes"]
+    groups = _groups(encoding, parts)
+    (rows, columns) = matrix.shape
     if encoding.name == "nvfp4":
         table = torch.tensor(FP4_TABLE, device=matrix.device)
         weights = table[torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, -1).long()]
@@ -340,7 +349,9 @@ def _block_scales(encoding: NF4Blocks, parts: _Parts) -> Tensor:
 
 
 def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: Tensor) -> None:
-    table, codes, scales = parts["table"], parts["codes"], _block_scales(encoding, parts)
+    table = parts["table"]
+    codes = parts["codes"]
+    scales = _block_scales(encoding, parts)
     length = _DECODED_AT_ONCE // encoding.block * encoding.block
     for first in range(0, len(out), length):
         memory = out[first : first + length]
@@ -378,7 +389,8 @@ def _encode_nf4(exact: Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Mapping[
     """Scale each block so that its largest magnitude is 1, and take the nearest numbers of the
     table.
     """
-    numel, table = len(exact), torch.tensor(NF4_TABLE)
+    numel = len(exact)
+    table = torch.tensor(NF4_TABLE)
     blocks = torch.nn.functional.pad(exact, (0, -numel % encoding.block)).view(-1, encoding.block)
     scales = blocks.abs().amax(dim=1)
     relative = blocks / torch.where(scales == 0, torch.ones_like(scales), scales)[:, None]

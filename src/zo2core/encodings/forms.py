@@ -179,23 +179,17 @@ class FourBitGroups:
         rows, columns = shape
         groups = -(-columns // self.group)
         if self.name == "nvfp4":
-            codes, scales = (
-                EncodedPart("codes", torch.uint8, (rows, columns // 2)),
-                EncodedPart("scales", FP8, (rows, groups)),
-            )
+            codes = EncodedPart("codes", torch.uint8, (rows, columns // 2))
+            scales = EncodedPart("scales", FP8, (rows, groups))
             return codes, scales, EncodedPart("global", torch.float32, (1,))
         if self.inputs_first:
             packed = (columns, rows // 8) if self.name == "awq" else (columns // 8, rows)
-            scales, zeros = (
-                EncodedPart("scales", self.scale_dtype, (groups, rows)),
-                (groups, rows // 8),
-            )
+            scales = EncodedPart("scales", self.scale_dtype, (groups, rows))
+            zeros = (groups, rows // 8)
         else:
             packed = rows, -(-columns // 8)
-            scales, zeros = (
-                EncodedPart("scales", self.scale_dtype, (rows, groups)),
-                (-(-rows // 8), groups),
-            )
+            scales = EncodedPart("scales", self.scale_dtype, (rows, groups))
+            zeros = (-(-rows // 8), groups)
         parts = [EncodedPart("codes", torch.int32, packed), scales]
         parts += [EncodedPart("zeros", torch.int32, zeros)] if self.has_zeros else []
         parts += [EncodedPart("order", torch.int32, (columns,))] if self.is_ordered else []

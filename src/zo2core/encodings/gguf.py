@@ -63,7 +63,8 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    low, high = _shifted(blocks[:, 96:104], 4, 8), _shifted(blocks[:, 104:108], 2, 4)
+    low = _shifted(blocks[:, 96:104], 4, 8)
+    high = _shifted(blocks[:, 104:108], 2, 4)
     scales = _numbers(blocks, 108, 110) * ((low | high << 4).to(torch.int8) - 32).float()
     missing = (_shifted(blocks[:, :32], 1, 32) ^ 1) << 2  # 4 is subtracted where the bit is not set
     return _scaled(
@@ -73,7 +74,9 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The scales and the minima of the groups of 32 codes, 6 bits each."""
-    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    both = blocks[:, 12:16]
     codes = torch.cat([first & 63, (both & 15) | (first >> 2 & 48)], dim=1)
     least = torch.cat([second & 63, (both >> 4) | (second >> 2 & 48)], dim=1)
     return _numbers(blocks, 0, 2) * codes.float(), _numbers(blocks, 2, 4) * least.float()
@@ -142,10 +145,8 @@ def grid_of(name: str) -> Tensor | None:
     try:
         table = getattr(importlib.import_module("gguf.quants"), name)
     except ImportError as error:
-        found, expected = (
-            f"weights of the type {name}",
-            "the package gguf, which has the values of its codes",
-        )
+        found = f"weights of the type {name}"
+        expected = "the package gguf, which has the values of its codes"
         raise OptionError("the model's file", found, expected, "pip install gguf") from error
     table.init_grid()
     return torch.tensor(table.grid).view(-1, table.grid.shape[-1]).to(torch.int8)
@@ -207,7 +208,8 @@ def _iq1_s(blocks: Tensor) -> Tensor:
 
 
 def _iq1_m(blocks: Tensor) -> Tensor:
-    parts, high = _integers(blocks, 48, 56, 2), _shifted(blocks[:, 32:48], 4, 1)
+    parts = _integers(blocks, 48, 56, 2)
+    high = _shifted(blocks[:, 32:48], 4, 1)
     whole = (parts >> 12 << torch.arange(0, 16, 4, device=blocks.device)).sum(dim=1, keepdim=True)
     whole = (
         torch.where(whole < 1 << 15, whole, whole - (1 << 16))

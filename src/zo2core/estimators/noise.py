@@ -109,7 +109,8 @@ def agrees(dtype: torch.dtype) -> bool:
     if dispatch.library() is None or dtype not in dispatch.DTYPES:
         return False
     for seed in _SEEDS:
-        reference, compiled = TorchGenerator(seed, torch.device("cpu")), CompiledGenerator(seed)
+        reference = TorchGenerator(seed, torch.device("cpu"))
+        compiled = CompiledGenerator(seed)
         for size in _SIZES:
             expected, drawn = torch.empty(2, size, dtype=dtype)
             reference.fill(expected)

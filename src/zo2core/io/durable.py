@@ -176,6 +176,20 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
+def require_new_file(path: Path) -> None:
+    """Refuse the path of a new file that exists, or whose directory cannot be written.
+
+    Raises:
+        OSError: if it is refused.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(path)  # fails where the name is too long, say
+        raise FileExistsError(errno.EEXIST, "something at this path")
+    if not os.access(path.parent, os.W_OK):
+        reason = "a directory that does not exist, or is not writable"
+        raise PermissionError(errno.EACCES, reason)
+
+
 def create_file(path: Path) -> BinaryIO:
     """Open a new file for writing.
 

@@ -23,6 +23,7 @@ from zo2core.journal.records import (
     DIGESTS,
     DRAWN,
     EVALUATION,
+    MEASURED,
     METHOD,
     Header,
     ImpossibleRecordError,
@@ -30,10 +31,10 @@ from zo2core.journal.records import (
     damaged,
     decode,
     decode_digests,
-    decode_evaluation,
+    decode_results,
     differences,
     encode,
-    encode_evaluation,
+    encode_results,
     json_object,
     may_be_torn_header,
     require_header,
@@ -61,6 +62,8 @@ class Journal:
             far as noted. Only read it.
         evaluations: Results of evaluations, by number of updates in the weights and then by name.
             Only read them.
+        measured: What steps have measured beside their losses, by step and then by name. Only read
+            it.
         torn: Whether the file ended with an incomplete record, which was dropped. A crash during a
             write leaves one, and damage to the last record looks the same; ``require_version``
             detects it.
@@ -75,6 +78,7 @@ class Journal:
         self.header: Header | None = None
         self.base_digests: dict[str, str] = {}
         self.evaluations: dict[int, Mapping[str, float]] = {}
+        self.measured: dict[int, Mapping[str, float]] = {}
         self.torn = False
         self._steps: list[Update] | list[Commit] = []
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
@@ -216,7 +220,7 @@ class Journal:
             self.header = None
             self._chain = [0]
             self._started_at = None
-            for kept in (self._steps, self.base_digests, self.evaluations):
+            for kept in (self._steps, self.base_digests, self.evaluations, self.measured):
                 kept.clear()
             if self._file is not None:
                 self._file.remove()
@@ -271,11 +275,29 @@ class Journal:
             JournalError: if the file cannot be written.
         """
         assert 0 <= step <= self.version, "the evaluated step belongs to the run"
-        record = encode_evaluation(step, values)
-        before = self.evaluations.get(step)
-        self._write(
-            record, partial(self._add, record), lambda: self.evaluations.get(step) is not before
-        )
+        self._note(EVALUATION, self.evaluations, step, values)
+
+    def note_measured(self, values: Mapping[str, float]) -> None:
+        """Add what the next step has measured beside its losses; on return it is durable if the
+        journal is a file.
+
+        Args:
+            values: Results by name. They replace earlier ones of a step that was not taken then;
+                equal ones are not written again.
+
+        Raises:
+            JournalError: if the file cannot be written.
+        """
+        if self.measured.get(self.version) != values:
+            self._note(MEASURED, self.measured, self.version, values)
+
+    def _note(
+        self, kind: str, kept: Mapping[int, object], step: int, values: Mapping[str, float]
+    ) -> None:
+        """Add a record of results of a step."""
+        record = encode_results(kind, step, values)
+        before = kept.get(step)
+        self._write(record, partial(self._add, record), lambda: kept.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that has lost durable steps.
@@ -316,23 +338,25 @@ class Journal:
         copy.evaluations = {
             version: values for version, values in self.evaluations.items() if version <= step
         }
+        copy.measured = {taken: values for taken, values in self.measured.items() if taken < step}
         copy._steps = self._steps[:step]
         copy._chain = self._chain[: step + 1]
         return copy
 
     def excerpt(self, begin: int) -> bytes:
-        """Lines of a file: header, digests of the base, steps from ``begin`` on, evaluations; empty
-        without a header.
+        """Lines of a file: header, digests of the base, steps from ``begin`` on, and the results of
+        all; empty without a header.
 
-        An evaluation precedes the update of its step, as in the run's file, so that the files of
-        all workers are equal.
+        The results of a step precede its update, as in the run's file, so that the files of all
+        workers are equal.
         """
         if self.header is None:
             return b""
         written = [self.header, *([{DIGESTS: self.base_digests}] if self.base_digests else [])]
         for step in range(self.version + 1):
-            if step in self.evaluations:
-                written.append(encode_evaluation(step, self.evaluations[step]))
+            for kind, results in ((EVALUATION, self.evaluations), (MEASURED, self.measured)):
+                if step in results:
+                    written.append(encode_results(kind, step, results[step]))
             if begin <= step < self.version:
                 written.append(encode(self._steps[step]))
         return b"".join(map(durable.to_line, written))
@@ -368,6 +392,8 @@ class Journal:
                 for evaluated in sorted(theirs.evaluations.keys() - self.evaluations.keys()):
                     if evaluated <= version:
                         self.note_evaluation(evaluated, theirs.evaluations[evaluated])
+                if version in theirs.measured:
+                    self.note_measured(theirs.measured[version])
                 if version < theirs.version:
                     self.append(theirs.steps[version])
         finally:
@@ -456,8 +482,11 @@ class Journal:
         elif DIGESTS in record:
             self.base_digests |= decode_digests(record, self.base_digests)
         elif EVALUATION in record:
-            evaluated, values = decode_evaluation(record, self.version)
+            evaluated, values = decode_results(EVALUATION, record, self.version)
             self.evaluations[evaluated] = values  # replaces an earlier result
+        elif MEASURED in record:
+            step_of, values = decode_results(MEASURED, record, self.version)
+            self.measured[step_of] = values
         elif (step := self._decoded(record)).step == self.version:
             self._count(step, record)
         elif not 0 <= step.step < known:

@@ -209,6 +209,7 @@ def _listed(leaves: Mapping[str, Any], keys: list[str]) -> str:
 
 DIGESTS = "base_digests"  # the only key of a record of digests
 EVALUATION = "evaluation"  # the only key of a record of an evaluation's result
+MEASURED = "measured"  # the only key of a record of what a step measures beside its losses
 COMMIT = "commit"  # the only key of a commit's record
 DIGEST = re.compile("[0-9a-f]+")
 
@@ -234,29 +235,29 @@ def decode_digests(record: durable.Record, known: Mapping[str, str]) -> dict[str
     return digests
 
 
-def encode_evaluation(step: int, values: Mapping[str, float]) -> durable.Record:
-    """The record of an evaluation's result; null stands for a value that is not finite, which JSON
+def encode_results(kind: str, step: int, values: Mapping[str, float]) -> durable.Record:
+    """The record of results of a step; null stands for a value that is not finite, which JSON
     lacks.
     """
     assert _STEP not in values, "the name of the step is reserved"
     results = {
         name: float(value) if math.isfinite(value) else None for name, value in values.items()
     }
-    return {EVALUATION: {_STEP: step, **results}}
+    return {kind: {_STEP: step, **results}}
 
 
-def decode_evaluation(record: durable.Record, version: int) -> tuple[int, Mapping[str, float]]:
-    """Number of updates in the evaluated weights, and the results by name."""
-    result = record[EVALUATION]
+def decode_results(
+    kind: str, record: durable.Record, version: int
+) -> tuple[int, Mapping[str, float]]:
+    """Number of updates in the weights of the results, and the results by name."""
+    result = record[kind]
     if len(record) != 1 or not isinstance(result, dict):
         raise ImpossibleRecordError(
-            f"{EVALUATION} {shown(result)}", "an object of results and no other key"
+            f"{kind} {shown(result)}", "an object of results and no other key"
         )
     step = result.get(_STEP)
     if type(step) is not int or not 0 <= step <= version:
-        raise ImpossibleRecordError(
-            f"an evaluation of step {shown(step)}", f"a step from 0 to {version}"
-        )
+        raise ImpossibleRecordError(f"{kind} of step {shown(step)}", f"a step from 0 to {version}")
     values = {
         name: math.nan if value is None else value
         for name, value in result.items()
@@ -265,7 +266,7 @@ def decode_evaluation(record: durable.Record, version: int) -> tuple[int, Mappin
     for name, value in values.items():
         if type(value) is not float:
             raise ImpossibleRecordError(
-                f"{shown(value)} as {shown(name)} of an evaluation", "a float, or null"
+                f"{shown(value)} as {shown(name)} in {kind}", "a float, or null"
             )
     return step, values
 

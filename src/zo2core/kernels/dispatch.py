@@ -87,17 +87,18 @@ def _require_whole(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(64)
         if len(header) == 64 and header[:6] == b"\x7fELF\x02\x01":
-            (offset,), (size, number) = (
-                struct.unpack_from("<Q", header, 40),
-                struct.unpack_from("<HH", header, 58),
-            )
+            (offset,) = struct.unpack_from("<Q", header, 40)
+            (size, number) = struct.unpack_from("<HH", header, 58)
             length = file.seek(0, 2)
             if offset + size * number > length:
                 raise OSError(f"{path}: {length} bytes of {offset + size * number}")
 
 
 def _declare(loaded: ctypes.CDLL) -> None:
-    integer, real, size, pointer = ctypes.c_int, ctypes.c_float, ctypes.c_size_t, ctypes.c_void_p
+    integer = ctypes.c_int
+    real = ctypes.c_float
+    size = ctypes.c_size_t
+    pointer = ctypes.c_void_p
     u32, u64 = ctypes.c_uint32, ctypes.c_uint64
     matrix = (integer, pointer, pointer, pointer)
     for name, arguments in {
@@ -227,15 +228,14 @@ def apply(
     assert (out is None) == (program.then is None)
     draw, zs = (z, ()) if isinstance(z, Draw) else (None, z)
     if takes(theta, *zs) and rounds_to(out, rounded):
-        coded, in_place = table(program, theta.device), len(program.instructions)
+        coded = table(program, theta.device)
+        in_place = len(program.instructions)
         if draw is not None:
             directions: object = coded.directions.data_ptr()
             drawn = _DISTRIBUTIONS[draw.distribution], draw.parameter, draw.start
         else:
-            directions, drawn = (
-                (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs]),
-                (0, 0, 0),
-            )
+            directions = (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs])
+            drawn = (0, 0, 0)
         memory = (
             DTYPES[theta.dtype],
             theta.data_ptr(),
@@ -289,10 +289,8 @@ def perturb_each(
             rounded once.
     """
     if takes(theta) and rounds_to(out):
-        coded, memory = (
-            table(perturbations, theta.device),
-            (DTYPES[out.dtype], out.data_ptr(), theta.numel()),
-        )
+        coded = table(perturbations, theta.device)
+        memory = (DTYPES[out.dtype], out.data_ptr(), theta.numel())
         moves = (
             coded.instructions.data_ptr(),
             len(perturbations.instructions),

@@ -92,10 +92,8 @@ def decode(encoded: Tensor, scales: Tensor | None, out: Tensor) -> None:
         out: Memory for the weights, 1-D, of the stored dtype.
     """
     if scales is not None and dispatch.decodes(encoded, out):
-        rows, addresses = (
-            out.view(len(scales), -1),
-            (tensor.data_ptr() for tensor in (out, encoded, scales)),
-        )
+        rows = out.view(len(scales), -1)
+        addresses = (tensor.data_ptr() for tensor in (out, encoded, scales))
         block = 1, max(rows.shape[1], 1)
         dispatch.functions().zo2core_decode_float8(
             dispatch.DTYPES[out.dtype], *addresses, 0, *rows.shape, *block
@@ -116,7 +114,8 @@ def round_low_bit(spec: ParameterSpec, theta: Tensor, out: Tensor, memory: Tenso
         memory: uint8 memory to overwrite, ``low_bit_bytes`` long.
     """
     assert spec.transfer_dtype is not None
-    nbytes, at = spec.numel * spec.transfer_dtype.itemsize, _low_bit_bytes(spec)
+    nbytes = spec.numel * spec.transfer_dtype.itemsize
+    at = _low_bit_bytes(spec)
     encoded = memory[:nbytes].view(spec.transfer_dtype)
     scales = (
         memory[at : at + _scales(spec).nbytes].view(torch.float32)

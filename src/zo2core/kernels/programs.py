@@ -184,12 +184,14 @@ def _coded(program: Program, device: torch.device) -> Table:
     instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)
     directions = torch.tensor([(seed, 0) for seed in program.seeds], dtype=torch.int64)
     # One copy for both. Both are aligned alike: Triton would compile again for another alignment.
-    begin, end = aligned(instructions.nbytes), aligned(instructions.nbytes) + directions.nbytes
+    begin = aligned(instructions.nbytes)
+    end = aligned(instructions.nbytes) + directions.nbytes
     packed = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed[: instructions.nbytes] = instructions.view(-1).view(torch.uint8)
     packed[begin:] = directions.view(-1).view(torch.uint8)
     on_device = packed.to(device, non_blocking=True)
-    words, seeds = on_device[: instructions.nbytes], on_device[begin:].view(torch.int64)
+    words = on_device[: instructions.nbytes]
+    seeds = on_device[begin:].view(torch.int64)
     return Table(
         words.view(torch.int32).view(-1, 5),
         words.view(torch.float32).view(-1, 5),

@@ -124,15 +124,22 @@ def words(seed: int, parameter: int, first: int, count: int, device: torch.devic
     2**32.
     """
     block = torch.arange(first, first + count, device=device)
-    c0, c1 = block & _WORD, block >> 32
-    c2, c3 = torch.full_like(block, parameter), torch.zeros_like(block)
-    k0, k1 = seed & _WORD, seed >> 32
+    c0 = block & _WORD
+    c1 = block >> 32
+    c2 = torch.full_like(block, parameter)
+    c3 = torch.zeros_like(block)
+    k0 = seed & _WORD
+    k1 = seed >> 32
     for _ in range(10):
         # the product wraps, which leaves its 64 bits right
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD
-        c2, c3 = (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
+        p0 = c0 * 0xD2511F53
+        p1 = c2 * 0xCD9E8D57
+        c0 = (p1 >> 32 & _WORD) ^ c1 ^ k0
+        c1 = p1 & _WORD
+        c2 = (p0 >> 32 & _WORD) ^ c3 ^ k1
+        c3 = p0 & _WORD
+        k0 = k0 + 0x9E3779B9 & _WORD
+        k1 = k1 + 0xBB67AE85 & _WORD
     return torch.stack((c0, c1, c2, c3))
 
 
@@ -180,9 +187,11 @@ def box_muller(radial: Tensor, angular: Tensor) -> tuple[Tensor, Tensor]:
     ) >> 2
     t = from_axis.float() * 2.0**-29  # -1 to 1: 45 degrees to either side
     y = t * t
-    sine, cosine = _horner(_SINE, y) * t, _horner(_COSINE, y)
+    sine = _horner(_SINE, y) * t
+    cosine = _horner(_COSINE, y)
     odd = quarter & 1 == 1
-    first, second = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    first = torch.where(odd, sine, cosine)
+    second = torch.where(odd, cosine, sine)
     first = torch.where((quarter == 1) | (quarter == 2), -first, first)
     second = torch.where(quarter >= 2, -second, second)
     return radius * first, radius * second
@@ -197,14 +206,13 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 def form(base: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write ``base + left right^T``. See ``dispatch.form``."""
-    columns, rows = right.float().t().contiguous(), max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
+    columns = right.float().t().contiguous()
+    rows = max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
     for weights, factors, memory in zip(
         *(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True
     ):
-        sums, product = (
-            torch.zeros_like(weights, dtype=torch.float32),
-            torch.empty_like(weights, dtype=torch.float32),
-        )
+        sums = torch.zeros_like(weights, dtype=torch.float32)
+        product = torch.empty_like(weights, dtype=torch.float32)
         for k, column in enumerate(columns):
             sums += torch.mul(factors[:, k, None], column, out=product)
         memory.copy_(weights.float() + sums)

@@ -249,7 +249,8 @@ def _places(device: torch.device, columns: tuple[tuple[int, ...], ...]) -> _Plac
 
 def _offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Each tensor's distance from the first one, in elements."""
-    first, size = tensors[0].data_ptr(), tensors[0].element_size()
+    first = tensors[0].data_ptr()
+    size = tensors[0].element_size()
     return [(tensor.data_ptr() - first) // size for tensor in tensors]
 
 
@@ -269,10 +270,8 @@ def _launch_over(
         if parameters is None
         else [parameter - parameters[0] for parameter in parameters]
     )
-    numels, offsets = (
-        [theta.numel() for theta in thetas],
-        map(_offsets, (thetas, outs or thetas, zs or thetas)),
-    )
+    numels = [theta.numel() for theta in thetas]
+    offsets = map(_offsets, (thetas, outs or thetas, zs or thetas))
     return _places(
         thetas[0].device, tuple(zip(*offsets, numels, indices, [start] * len(thetas), strict=True))
     )
@@ -314,10 +313,8 @@ def fill(
     """Do what ``dispatch.fill`` does."""
     if out.numel() == 0:
         return
-    blocks, is_gaussian = (
-        triton.cdiv(start % BLOCK + out.numel(), BLOCK),
-        distribution is Distribution.GAUSSIAN,
-    )
+    blocks = triton.cdiv(start % BLOCK + out.numel(), BLOCK)
+    is_gaussian = distribution is Distribution.GAUSSIAN
     with _current(out):
         _fill[(blocks,)](
             out, seed, out.numel(), parameter, start, GAUSSIAN=is_gaussian, BLOCK=BLOCK, **LAUNCH
@@ -335,7 +332,8 @@ def apply(
 
     ``zs`` has each direction's numbers, by parameter.
     """
-    coded, in_place = table(program, thetas[0].device), len(program.instructions)
+    coded = table(program, thetas[0].device)
+    in_place = len(program.instructions)
     run = (
         program.instructions
         if outs is None or program.then is None

@@ -124,7 +124,8 @@ class Machine:
     @classmethod
     def of(cls, device: Device, neighbours: int = 1) -> Self:
         """The machine of a device."""
-        on_host, free = device.torch_device.type == "cpu", device.free_memory
+        on_host = device.torch_device.type == "cpu"
+        free = device.free_memory
         return cls(
             in_place=device.in_place, on_host=on_host, device_free=free, neighbours=neighbours
         )
@@ -165,14 +166,13 @@ def _control_groups_free(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            top, limit_name, usage_name, prefix = (
-                root / "sys/fs/cgroup",
-                "memory.max",
-                "memory.current",
-                "",
-            )
+            top = root / "sys/fs/cgroup"
+            limit_name = "memory.max"
+            usage_name = "memory.current"
+            prefix = ""
         elif "memory" in controllers.split(","):
-            top, prefix = root / "sys/fs/cgroup/memory", "total_"
+            top = root / "sys/fs/cgroup/memory"
+            prefix = "total_"
             limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
@@ -445,7 +445,9 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
         OptionError: if options exclude each other, or do not fit the machine.
         CheckpointError, ScratchError: if a speed cannot be measured.
     """
-    memory, layouts, noise = request.memory, request.layouts, request.noise
+    memory = request.memory
+    layouts = request.layouts
+    noise = request.noise
     low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
     factors = MemoryPart("factors of directions", request.factor_bytes)
     copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
@@ -524,7 +526,9 @@ def plan_host(
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays
     in memory if it fits.
     """
-    process, memory, layouts = memory_in_use(), request.memory.host, request.layouts
+    process = memory_in_use()
+    memory = request.memory.host
+    layouts = request.layouts
     assert not isinstance(memory, HostPlan), "it is planned already"
     budget = (
         process + int(AUTO_SHARE * free_memory() / machine.neighbours)
@@ -585,7 +589,9 @@ def plan_device_memory(
     is_low_bit: bool = False,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit."""
-    memory, layouts, noise = request.memory.device, request.layouts, request.noise
+    memory = request.memory.device
+    layouts = request.layouts
+    noise = request.noise
     assert not isinstance(memory, DevicePlan), "it is planned already"
     is_automatic = memory == "auto"
     budget = (

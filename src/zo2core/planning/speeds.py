@@ -104,7 +104,8 @@ def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> t
     """Seconds to perturb the whole model for an evaluation, on as many threads as a visit uses:
     after an update, or not.
     """
-    evaluation, update = Evaluation(1, 1.0), _update(0, in_place=False)
+    evaluation = Evaluation(1, 1.0)
+    update = _update(0, in_place=False)
     with_update, without = (
         compile_updates(updates, evaluation, 1e-3)[False] for updates in ([update], [])
     )
@@ -277,7 +278,8 @@ def write_back_interval(replay: float, write: float, *, step: float, resident: b
     minute.
     """
     if resident:
-        affordable, resumable = math.ceil(100 * write / replay), math.floor(RESUME_SECONDS / replay)
+        affordable = math.ceil(100 * write / replay)
+        resumable = math.floor(RESUME_SECONDS / replay)
         return min(max(affordable, resumable, _LEAST_SNAPSHOT), _MOST_SNAPSHOT)
     fastest = round(math.sqrt(2 * write / replay))
     rarest = 1 + math.floor(2 * SHARE * step / replay + 1e-9)
@@ -341,7 +343,8 @@ def read_bytes(
     """
     kept = kept_blocks(buckets, commit_every)
     blocks = [layout for layout in layouts if not layout.resident][kept:]
-    count, free = len(blocks), buckets - kept
+    count = len(blocks)
+    free = buckets - kept
     if free >= count:
         return 0
     weights = [whole_pages(layout.weight_bytes) for layout in blocks]

@@ -9,9 +9,10 @@ from typing import Any
 import psutil
 import torch
 
-from zo2core.errors import DeviceError, OptionError
+from zo2core.errors import DeviceError
 from zo2core.io.direct_file import anonymous_memory
 from zo2core.protocols import Device
+from zo2core.ranges import require_device_name
 from zo2core.schedulers.streams import CudaStreams, HostStreams
 
 
@@ -60,7 +61,7 @@ class CudaDevice:
                 f"cuda:{index}",
                 found=f"{count} CUDA device(s)",
                 expected="that GPU and a torch built for CUDA",
-                remedy="pass device='cpu', or install torch for CUDA",
+                remedy="leave `device` out to compute on the CPU, or install torch for CUDA",
             )
         self.torch_device = torch.device("cuda", index)
         self.streams = CudaStreams(index)
@@ -134,7 +135,5 @@ def choose_device(device: Device | str) -> Device:
         return device
     if device == "cpu":
         return HostDevice()
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal():
-        raise OptionError("device", repr(device), "'cpu', 'cuda' or 'cuda:N'", "pass one of these")
-    return CudaDevice(int(index or 0))
+    require_device_name(device)
+    return CudaDevice(int(device.partition(":")[2] or 0))

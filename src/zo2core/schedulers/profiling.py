@@ -16,10 +16,8 @@ or the last sweep may overlap it.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from zo2core.errors import OutputError, system_errors_as
-from zo2core.io.durable import create_file
+from zo2core.io.durable import create_file, require_new_file
 from zo2core.types import Event, Lane, LaneUse
 
 _CAPACITY = 1 << 16  # most spans that are kept; beyond it the oldest half is dropped
@@ -179,14 +177,8 @@ class Trace:
         self._named: set[int] = set()
         self._file: IO[str] | None = None
         self._closed = False
-        with self._writing(), suppress(FileNotFoundError):
-            os.lstat(path)  # fails where the name is too long, say
-            raise FileExistsError(errno.EEXIST, "something at this path")
         with self._writing():
-            if not os.access(path.parent, os.W_OK):
-                raise PermissionError(
-                    errno.EACCES, "a directory that does not exist, or is not writable"
-                )
+            require_new_file(path)
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
         """Write spans that are done, and the sweep that has ended.

@@ -195,7 +195,8 @@ class LowBitSource:
         try:
             bucket = self._source.acquire(index) if self._comes_back else self._replayed(index)
             layout = self.layouts[index]
-            data, key = memory[: layout.nbytes], (memory.data_ptr(), index)
+            data = memory[: layout.nbytes]
+            key = (memory.data_ptr(), index)
             views = self._views[key] = self._views.get(key) or layout.views(data)
             with (
                 self._timeline.noted(Lane.HOST, layout.name, layout.nbytes),

@@ -104,11 +104,9 @@ class SegmentDigest:
 
     def add(self, parameter: int, start: int, stop: int) -> None:
         """Add elements of a parameter that have been read, each once."""
-        view, length, missing = (
-            self._views[parameter],
-            self._lengths[parameter],
-            self._missing[parameter],
-        )
+        view = self._views[parameter]
+        length = self._lengths[parameter]
+        missing = self._missing[parameter]
         complete: list[int] = []
         with self._lock:
             for chunk in range(start // length, -(-stop // length)):
@@ -184,7 +182,8 @@ def verify_base(
     """Read every byte of a model's base and compare it with the digests in a journal; returns those
     that it lacks.
     """
-    digests, memory = BaseDigests(journal.base_digests, learns=True), threading.local()
+    digests = BaseDigests(journal.base_digests, learns=True)
+    memory = threading.local()
 
     def checksums(spec: ParameterSpec, start: int) -> tuple[int, list[int]]:
         """Read the next few chunks of a parameter into a small buffer of the thread; returns their
@@ -459,7 +458,8 @@ class SegmentStore:
 
         See the contract.
         """
-        segment, memory = bucket.segment, self._holding[bucket.segment]
+        segment = bucket.segment
+        memory = self._holding[bucket.segment]
         if version is not None and version != bucket.version:
             self._wait_for_states(segment, memory)  # a changed segment is written whole
         elif memory.states is not None:
@@ -686,7 +686,8 @@ class SegmentStore:
                 always read with bytes that have not been compared with their checksum.
         """
         self._require_open()
-        scratch, layout = self._scratch, self.layouts[segment]
+        scratch = self._scratch
+        layout = self.layouts[segment]
         if scratch is None or scratch.version(segment) == 0:
             assert weights, "states are left out where they are written"
             return self._read_base(segment, memory.views(segment, layout))
@@ -694,7 +695,8 @@ class SegmentStore:
         states = states or not layout.states or is_unchecked
         end = whole_pages(layout.nbytes) if states else layout.weight_bytes
         starts = range(0 if weights else layout.weight_bytes, end, CHUNK)
-        version, checksums = scratch.version(segment), [0] * len(starts)
+        version = scratch.version(segment)
+        checksums = [0] * len(starts)
 
         def read(index: int, out: torch.Tensor) -> None:
             scratch.read(segment, out, starts[index])
@@ -711,7 +713,8 @@ class SegmentStore:
         return Loading(self._submit(segment, reads), version, check, has_states=states)
 
     def _read_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
-        layout, digests = self.layouts[segment], self._base_digests
+        layout = self.layouts[segment]
+        digests = self._base_digests
         count = len(layout.parameters)
         views, states = views[:count], views[count:]
         digest = SegmentDigest(views) if digests.wants(layout) else None
@@ -732,7 +735,8 @@ class SegmentStore:
 
         reads: list[_Read] = []
         for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
-            step, offset = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
+            step = CHUNK // view.itemsize
+            offset = view.data_ptr() % PAGE // view.itemsize
             # at page boundaries
             bounds = [0, *range(step - offset, view.numel(), step), view.numel()]
             itemsize = self._weights.itemsize(spec.name)

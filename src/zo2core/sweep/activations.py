@@ -358,7 +358,9 @@ class _HostStorage:
     """
 
     def __init__(self, memory: _HostMemory, streams: Streams, nbytes: int) -> None:
-        self._memory, self._streams, self._nbytes = memory, streams, nbytes
+        self._memory = memory
+        self._streams = streams
+        self._nbytes = nbytes
         self._piece = memory.take(nbytes)
         self.filled: Event | None = None  # passes when the copy from the device is done
 
@@ -385,7 +387,8 @@ class _HostStorage:
         if not size:
             self.give_back(None)
             return
-        self._piece, self._nbytes = self._memory.take(size), size
+        self._piece = self._memory.take(size)
+        self._nbytes = size
         if self._piece.read is not None:
             self._streams.wait(self._piece.read, Wait.INPUT_UPLOADED)
 
@@ -441,7 +444,9 @@ class ActivationOffload:
         *,
         forgets: bool = False,
     ) -> None:
-        self._device, self._timeline, self._forgets = device, timeline, forgets
+        self._device = device
+        self._timeline = timeline
+        self._forgets = forgets
         self._memory = _HostMemory(device, planned, at_once=file is None)
         self._on_host: KeptActivations[_HostStorage] | None = None
         if file is not None:
@@ -474,7 +479,8 @@ class ActivationOffload:
     @torch.inference_mode(mode=False)
     def bring(self, use: Use) -> _Copies:
         """Start copying back, once the bytes are in host memory. See the contract."""
-        streams, (storages, hosts) = self._device.streams, self._sent.pop(use)
+        streams = self._device.streams
+        (storages, hosts) = self._sent.pop(use)
         if self._on_host is not None:
             self._on_host.take(use)
         for storage, host in zip(storages, hosts, strict=True):
@@ -555,16 +561,15 @@ def _taken_apart(
     def builder(value: Any) -> Callable[[], Any]:
         if not is_on_device(value):
             return lambda: value
-        number, dtype = numbers[value.untyped_storage().data_ptr()], value.dtype
+        number = numbers[value.untyped_storage().data_ptr()]
+        dtype = value.dtype
         place = value.storage_offset(), value.size(), value.stride()
         return lambda: torch.empty(0, dtype=dtype, device=device).set_(storages[number], *place)
 
     values, nesting = flattened(activations)
     by_address = storages_of(filter(is_on_device, values))
-    storages, numbers = (
-        list(by_address.values()),
-        {address: number for number, address in enumerate(by_address)},
-    )
+    storages = list(by_address.values())
+    numbers = {address: number for number, address in enumerate(by_address)}
     builders = [builder(value) for value in values]
     return storages, lambda: tree_unflatten([build() for build in builders], nesting)
 
@@ -610,7 +615,8 @@ class StreamActivations:
         self._kept.room = self._staying_bytes = 0
         for streams_of_last_sweep in (self._on_device, self._offloaded, self._builders):
             streams_of_last_sweep.clear()
-        self._expected, self._may_offload = streams, may_offload and self._allowed is not None
+        self._expected = streams
+        self._may_offload = may_offload and self._allowed is not None
 
     def add(self, stream: int, activations: Activations, forward_bytes: Callable[[], int]) -> None:
         """Keep the output of a stream's first forward, and decide whether the stream stays on the
@@ -641,7 +647,8 @@ class StreamActivations:
     def _stays(self, nbytes: int, forward_bytes: int) -> bool:
         """Whether a new stream stays on the device, if all later streams are as large."""
         assert self._allowed is not None
-        expected, allowed = self._expected, self._allowed - self._staying_bytes - forward_bytes
+        expected = self._expected
+        allowed = self._allowed - self._staying_bytes - forward_bytes
         self._expected -= 1
         staging = max(self._kept.room, IN_TRANSIT * nbytes)
         stays = (

@@ -107,7 +107,8 @@ class ParameterView(NamedTuple):
 
     def load(self, stores: Stores, helper: Executor | None = None) -> None:
         """Copy or decode the weight to the memory where it is perturbed or read."""
-        stored, (target, _) = self.stored(stores), self.targets()
+        stored = self.stored(stores)
+        (target, _) = self.targets()
         if self.is_encoded(stored):
             decoding.decode(self.spec, stored, target, helper)
         else:
@@ -264,7 +265,8 @@ class WorkBuffer:
         """
         for view in self.segments[index]:
             if view.spec.is_low_bit:
-                stored, (target, _) = view.stored(stores), view.targets()
+                stored = view.stored(stores)
+                (target, _) = view.targets()
                 if stored.dtype is view.spec.dtype:
                     round_low_bit(view.spec, stored, target, self._low_bit)
                 else:
@@ -284,10 +286,8 @@ class WorkBuffer:
                 if theta.dtype is view.spec.dtype:
                     round_low_bit(view.spec, theta, theta, self._low_bit)
                     continue
-                scales, (target, _) = (
-                    None if view.scales is None else store[view.scales],
-                    view.targets(),
-                )
+                scales = None if view.scales is None else store[view.scales]
+                (target, _) = view.targets()
                 encode(target, theta, scales)
                 decode(theta, scales, target)
 
@@ -617,11 +617,10 @@ class CounterPerturber(TrajectoryPerturber):
     def _run_range(
         self, view: ParameterView, program: Program, stores: Stores | None, start: int, stop: int
     ) -> None:
-        copies, (out, rounded) = program.then is not None, view.targets(start, stop)
-        theta, z = (
-            _weights(view, stores, copied=copies)[start:stop],
-            Draw(self._distribution, view.spec.index, start),
-        )
+        copies = program.then is not None
+        (out, rounded) = view.targets(start, stop)
+        theta = _weights(view, stores, copied=copies)[start:stop]
+        z = Draw(self._distribution, view.spec.index, start)
         apply(
             theta,
             program,
@@ -764,7 +763,8 @@ class DrawnPerturber(TrajectoryPerturber):
         """
         perturbs = _perturbs(work[0][1][0], stores)
         for view, programs in work:
-            spec, has_drawn = view.spec, perturbs and self._has_drawn(view, programs[0])
+            spec = view.spec
+            has_drawn = perturbs and self._has_drawn(view, programs[0])
             for start, stop in view.chunks[part::parts]:
                 out, rounded = view.targets(start, stop)
                 for program in programs:
@@ -818,7 +818,8 @@ class DrawnPerturber(TrajectoryPerturber):
         parts: list[dict[int, torch.Tensor]] = [{}]
         ends: dict[torch.dtype, int] = {}
         for view in views:
-            memory, numel = self.buffer.drawing(view.spec.dtype, "z together"), view.spec.numel
+            memory = self.buffer.drawing(view.spec.dtype, "z together")
+            numel = view.spec.numel
             if ends.get(view.spec.dtype, 0) + numel > len(memory):
                 parts.append({})
                 ends = {}
@@ -864,18 +865,17 @@ class FactorPerturber(Perturber):
         trajectory: Trajectory,
     ) -> None:
         super().__init__(buffer, trajectory.version)
-        self._model, self._factors, self._worker, self._trajectory = (
-            model,
-            factors,
-            worker,
-            trajectory,
-        )
+        self._model = model
+        self._factors = factors
+        self._worker = worker
+        self._trajectory = trajectory
         self._perturbations: list[Program] = []  # of each stack
         factors.begin_sweep()
 
     def streams(self, groups: Groups, forward: Forward) -> Sequence[Sequence[Stream]]:
         """Have each stack run with perturbations of its own. See ``Perturber``."""
-        stacks, factors = list(_stacks(forward, groups, self._factors.most_streams)), self._factors
+        stacks = list(_stacks(forward, groups, self._factors.most_streams))
+        factors = self._factors
         self._perturbations = [
             factors.perturbations(
                 [groups[group][0] for group in stack.groups], self._trajectory.zo_eps
@@ -915,7 +915,8 @@ class FactorPerturber(Perturber):
         """
         if not self._factors.forms(view.spec):
             return view.readable(stores, self._worker)
-        theta, weight = view.stored(stores), view.work.view(view.spec.shape)
+        theta = view.stored(stores)
+        weight = view.work.view(view.spec.shape)
         if view.is_encoded(theta):
             view.load(stores, self._worker)
             theta = weight
