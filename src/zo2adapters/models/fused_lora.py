@@ -2,9 +2,9 @@
 
 The forward of each LoRA layer of a skeleton is replaced, and nothing else: parameters, names and
 files stay peft's. Peft widens a layer's input to float32, adds ``scale * (x A^T) B^T`` to the
-output and rounds the sum, each in passes of its own; the flops are two per cent of the layer's, the
-passes took a third of its time. Here layers that read the same input share its float32 copy, and
-the output and the gradient of the input are written in one pass each.
+output and rounds the sum, each in passes of its own over memory. Here layers that read the same
+input share its float32 copy, and the output and the gradient of the input are written in one pass
+each.
 
 What it computes is peft's, operation for operation; the two products whose inner index is the rank
 are summed by ``zo2core.kernels.thin``, which compares its sums with those of torch's product.
