@@ -107,6 +107,17 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     assert output.grad_fn is not None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_has_the_gradients_of_pefts(dtype: torch.dtype) -> None:
+    """At rank 1 the forward's sums agree, and the gradients are products of vectors."""
+    model = adapted(dtype, r=1)
+    x = drawn_input((1, 1), dtype)
+    expected = gradients(model, x)
+    fused_lora.fuse(model)
+    for value, of_peft in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
+
+
 OWN_PATH: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.5},
     "DoRA": {"use_dora": True},

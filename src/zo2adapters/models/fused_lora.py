@@ -75,7 +75,7 @@ class FusedForward:
         if args or kwargs or not has_one_term:
             return self._forward_of_peft(x, *args, **kwargs)
         down, up = layer.lora_A[active[0]].weight, layer.lora_B[active[0]].weight
-        if not _fits(x, layer.base_layer.weight, down, up):
+        if not _fits(x, down, up):
             return self._forward_of_peft(x)
         widened = self._workspace.widened(x)
         scale = layer.scaling[active[0]]
@@ -89,13 +89,13 @@ class FusedForward:
         return cast("torch.Tensor", output)
 
 
-def _fits(x: torch.Tensor, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> bool:
+def _fits(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether the fused function takes these tensors, and gives peft's bits for their shapes."""
     if type(x) is not torch.Tensor or x.device.type != "cpu" or x.numel() == 0:
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    if x.dtype not in _DTYPES or base.dtype is not x.dtype:
+    if x.dtype not in _DTYPES:
         return False
     if down.dtype is not torch.float32 or up.dtype is not torch.float32:
         return False
