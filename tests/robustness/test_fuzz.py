@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import families
 import psutil
 import pytest
 import torch
@@ -33,6 +34,7 @@ from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.tokenizer import render_chat
 from zo2core import Journal, Update, ZO2Error
 from zo2core.checkpoint.shards import SafetensorsReader, find_tensors, parse_header
+from zo2core.errors import CheckpointError
 
 SECONDS = 5  # an example takes some milliseconds
 MEMORY = 1 << 30  # bytes; every file here is smaller than 200 kB
@@ -363,6 +365,27 @@ def test_a_quantization_config_with_any_value_is_read_or_refused(method: str) ->
     assert Quantization.of(where, {key: v for key, v in good.items() if v is not None}).where
     for changed in [*replaced(good), *HOSTILE]:
         used_or_refused(partial(Quantization.of, where, changed))
+
+
+ROUTED = [  # a family, a field of its config, its value, and what is told of it
+    ("qwen3_moe", "num_experts_per_tok", 5, "5; expected 0 to 4, since num_local_experts is 4"),
+    ("qwen3_moe", "num_experts_per_tok", -1, "-1; expected 0 to 4"),
+    ("mixtral", "num_experts_per_tok", 5, "5; expected 0 to 4, since num_local_experts is 4"),
+    ("deepseek_v3", "num_experts_per_tok", 5, "5; expected 0 to 4, since n_routed_experts is 4"),
+    ("deepseek_v3", "topk_group", 3, "3; expected 0 to 1, since n_group is 1"),
+]
+
+
+@pytest.mark.parametrize(("family", "field", "value", "told"), ROUTED)
+def test_routers_that_choose_more_than_there_are_are_refused_by_the_fields_name(
+    family: str, field: str, value: int, told: str, tmp_path: Path
+) -> None:
+    families.small_model(families.small_config(family)).save_pretrained(tmp_path)
+    open_checkpoint(tmp_path).weights.close()
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(to_json({**config, field: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field}: found {told}"):
+        open_checkpoint(tmp_path)
 
 
 def test_nesting_that_only_some_of_the_parsers_can_take_is_refused(

@@ -101,7 +101,15 @@ _LIMITS = {
     "head_dim": 1 << 20,
     "num_labels": 1 << 20,
 }
+# what a mixture's routers choose for a token, and of how many, by transformers' names
+_CHOSEN = {
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"): (
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ),
+    ("topk_group",): ("n_group", "num_expert_group"),
+}
 _REMEDY = "get the model's files again"
+_OF_CONFIG = "use the config.json that belongs to these weights"
 _REMOTE_CODE = "auto_map"  # the key under which a config names code to download and run
 
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -174,6 +182,7 @@ def open_checkpoint(
     directory = resolve_directory(path)
     require_no_adapter(directory, adapter)
     files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
+    _require_routable(files.described_in, files.config.get_text_config())
     if adapter_config is not None:
         _require_adapter_fits(adapter_config, files.config, kind)
     if files.is_encoded:
@@ -330,6 +339,22 @@ def _build(files: ModelDirectory | GGUFModel, dtype: torch.dtype, head: Head) ->
             f"the config of a model with a head for {head.name}",
             "use the config that belongs to these weights, or another head",
         ) from error
+
+
+def _require_routable(path: Path, config: PretrainedConfig) -> None:
+    """Refuse a mixture whose routers choose among fewer experts, or groups of them, than they have
+    to choose.
+    """
+    values = config.to_dict()  # under the names that stand in the file
+    for chosen_names, total_names in _CHOSEN.items():
+        chosen = next((name for name in chosen_names if type(values.get(name)) is int), None)
+        total = next((name for name in total_names if type(values.get(name)) is int), None)
+        if chosen is None or total is None or values[total] < 1:
+            continue
+        most = values[total] + values.get("zero_expert_num", 0)  # LongCat's, without weights
+        if not 0 <= values[chosen] <= most:
+            expected = f"0 to {most}, since {total} is {values[total]}"
+            raise _refused(f"{path}: {chosen}", str(values[chosen])[:40], expected, _OF_CONFIG)
 
 
 def _dtype(dtype: torch.dtype | str, files: ModelDirectory | GGUFModel) -> torch.dtype:
@@ -614,5 +639,7 @@ def _readable(path: Path) -> contextlib.AbstractContextManager[None]:
     return system_errors_as(CheckpointError, path, expected="a readable file", remedy=_REMEDY)
 
 
-def _refused(where: Path | str, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(where, found, expected, _REMEDY)
+def _refused(
+    where: Path | str, found: str, expected: str, remedy: str = _REMEDY
+) -> CheckpointError:
+    return CheckpointError(where, found, expected, remedy)
