@@ -87,6 +87,9 @@ for _power, _prefix in enumerate("KMGT", start=1):
 _MOST = float(2**63)  # bytes, the size of the address space
 
 
+_LEAST_WITHOUT_UNIT = 10**6  # bytes; a smaller number as text lacks its unit, as in --memory 6
+
+
 def parse_size(size: int | str, *, option: str = "memory") -> int:
     """Parse a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
@@ -97,6 +100,15 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
             found=reprlib.repr(size),
             expected="a size such as 6GiB or 500MB, or 'auto' for memory",
             remedy="pass a number of bytes, or one with a unit such as GiB",
+        )
+    if isinstance(size, str) and size.strip()[-1].isdigit() and nbytes < _LEAST_WITHOUT_UNIT:
+        number = size.strip()
+        meant = number + ("GB" if nbytes < 1000 else "MB")
+        raise OptionError(
+            option,
+            found=f"{number}, which is {counted(int(nbytes), 'byte')}",
+            expected=f"a size with its unit; is {meant} meant?",
+            remedy=f"write {meant}, or {number}B for bytes",
         )
     return int(nbytes)
 

@@ -145,6 +145,19 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --memory much", "--memory: found 'much'"),
     (f"{TRAIN} --device-memory 8GiB", "--device-memory: found 8GiB with --device cpu"),
     *(
+        (f"{command} --memory {size}", f"--memory: found {size}, which is {told}; is {meant} meant")
+        for command in (TRAIN, PLAN, EVALUATE)
+        for size, told, meant in (
+            ("6", "6 bytes; expected a size with its unit", "6GB"),
+            ("1.5", "1 byte; expected a size with its unit", "1.5GB"),
+            ("16000", "16000 bytes; expected a size with its unit", "16000MB"),
+        )
+    ),
+    (f"{TRAIN} --memory activations=9", "activations of --memory: found 9, which is 9 bytes"),
+    (f"{TRAIN} --device cuda --device-memory 24", "--device-memory: found 24, which is 24 bytes"),
+    (f"{EVALUATE} --activation-memory 512", "--activation-memory: found 512, which is 512 bytes"),
+    (f"{REWARD} --reward-options memory=2", "memory of --reward-options: found 2, which is 2 byt"),
+    *(
         (f"{TRAIN} --evaluation {share}", "--evaluation: found")
         for share in ("0", "1", "nan", "1.5")
     ),

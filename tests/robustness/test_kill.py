@@ -227,7 +227,13 @@ KINDS: dict[str, Kind] = {
     "adapter": Kind(first_order("adamw", *ADAPTER, *SNAPSHOTS_KEPT), SNAPSHOT_PLACES),
     "adapter, streamed, inputs on disk": Kind(
         first_order(
-            "adamw", *ADAPTER, *SNAPSHOTS_KEPT, "--memory", "activations=1", "--micro-batch-size", 1
+            "adamw",
+            *ADAPTER,
+            *SNAPSHOTS_KEPT,
+            "--memory",
+            "activations=1B",
+            "--micro-batch-size",
+            1,
         ),
         patch=TIGHT,
     ),
@@ -251,7 +257,7 @@ KINDS: dict[str, Kind] = {
             "--rank",
             "2:period=3",
             "--memory",
-            "activations=1",
+            "activations=1B",
             "--estimator",
             "es:fitness=ranks",
         ),

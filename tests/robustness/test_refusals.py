@@ -222,7 +222,11 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
             "command line: found the unknown option --stepz; expected an option of zo2 train; did "
             "you mean --steps",
         ),
-        (["--memory", "8"], "--memory: found 8 bytes; expected at least"),
+        (["--memory", "8B"], "--memory: found 8 bytes; expected at least"),
+        (
+            ["--memory", "8"],
+            "--memory: found 8, which is 8 bytes; expected a size with its unit; is 8GB meant?",
+        ),
         (
             ["--memory", "300MB", "--batch-size", "60000"],
             "with --micro-batch-size, --loss-chunk, --sequence-length",
