@@ -22,13 +22,15 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, TextIO
 
 REFUSED = 2  # exit status
+STREAMS = {"stdout": "standard output", "stderr": "standard error"}  # their names in errors
 _HELP = {"-h", "--help", "--help-all"}
-_CONTROL = re.compile(r"(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters, which a terminal obeys, and those that reorder or end a line of text.
+_CONTROL = re.compile(r"(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _BAR = re.compile(r"\r(?!\n)|\n*(?:\x1b\[A)+\Z")
 _PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if isinstance(stream, io.TextIOWrapper):
                 # a path may hold bytes that are not valid text
                 stream.reconfigure(errors="backslashreplace")
-                setattr(sys, name, GuardedStream(stream, has_bars=name == "stderr"))
+                setattr(sys, name, GuardedStream(stream, STREAMS[name]))
         try:
             status = _status(sys.argv[1:], signals)
         except KeyboardInterrupt as stopped:  # while an error was told
@@ -144,10 +146,10 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         sys.stdout.flush()  # here, where an error can still be reported
         if signals is not None and signals.raised is not None:
             raise signals.raised
-    except BrokenPipeError:  # the reader of the pipe has closed it
-        _drop_output(sys.stdout)
-        return _BROKEN_PIPE
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and error.filename in STREAMS.values():
+            _drop_output(sys.stdout)  # the reader of the pipe has closed it
+            return _BROKEN_PIPE
         # ``as_zo2_error`` recognises errors of the user or the machine; others are raised again
         reserve.close()
         from zo2adapters.commands.options import as_zo2_error, error_line
@@ -215,25 +217,44 @@ def _quieten_libraries() -> None:
 
 class GuardedStream:
     """A stream on which control characters of names, metadata, errors and generated texts are
-    written as escapes.
+    written as escapes, and whose errors name it.
 
-    Progress bars move the cursor by writes of their own: a line after a carriage return, or line
-    feeds and moves up alone.
+    Progress bars on standard error move the cursor by writes of their own: a line after a carriage
+    return, or line feeds and moves up alone.
     """
 
-    def __init__(self, stream: TextIO, *, has_bars: bool) -> None:
-        self._stream, self._has_bars = stream, has_bars
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Write a text."""
-        moves = _BAR.match(text) if self._has_bars else None
+        moves = _BAR.match(text) if self._name == STREAMS["stderr"] else None
         start = 0 if moves is None else moves.end()
-        return self._stream.write(
-            text[:start] + _CONTROL.sub(lambda found: repr(found[0])[1:-1], text[start:])
-        )
+        shown = text[:start] + _CONTROL.sub(lambda found: repr(found[0])[1:-1], text[start:])
+        with self._naming():
+            return self._stream.write(shown)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        with self._naming():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._name
+            raise
 
 
 def _drop_output(stream: TextIO) -> None:

@@ -1,6 +1,8 @@
 """Typed errors: each says where, what was found, what was expected and what to do."""
 
-from collections.abc import Iterator
+import errno
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -125,14 +127,73 @@ def without_effect(option: str, value: object, expected: str) -> OptionError:
     return OptionError(option, str(value)[:120], expected, "leave it out")
 
 
+# What helps against an error of the system, by its number, whatever the file is for.
+_SYSTEM_REMEDIES: Mapping[int, str] = {
+    errno.EACCES: "change its permissions, or choose another path",
+    errno.EDQUOT: "free space of your quota, or choose a path on another disk",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or choose another file system",
+    errno.EIO: "check the disk, whose errors are in the system's log (dmesg)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENFILE: "end programs that have many files open, or raise fs.file-max (sysctl)",
+    errno.ENOMEM: "free memory",
+    errno.ENOSPC: "free space on its disk, or choose a path on another one",
+    errno.EPERM: "change its permissions, or choose another path",
+    errno.EROFS: "choose a path on a file system that can be written",
+}
+
+
+def system_remedy(error: Exception, otherwise: str) -> str:
+    """What helps against an error of the system: its number tells, else the place where it came."""
+    number = error.errno if isinstance(error, OSError) else None
+    return otherwise if number is None else _SYSTEM_REMEDIES.get(number, otherwise)
+
+
+def system_error(
+    kind: type[ZO2Error],
+    where: object,
+    error: Exception,
+    *,
+    expected: str,
+    remedy: str,
+    afterwards: str = "",
+) -> ZO2Error:
+    """The typed error for an error of the system.
+
+    Args:
+        kind: The error's class.
+        where: What the error is about. The error's own file is named, too, if it is another one.
+        error: The error of the system.
+        expected: The expected state.
+        remedy: What to do, unless the error's number tells. See ``system_remedy``.
+        afterwards: What holds, or is to be done, once the cause is gone.
+    """
+    remedy = system_remedy(error, remedy)
+    names = [os.fsdecode(name) for name in _files_of(error)]
+    is_other = len(names) > 1 or any(os.path.basename(name) not in str(where) for name in names)
+    at = f" ({' to '.join(names)[:400]})" if is_other else ""
+    return kind(
+        where, reason(error) + at, expected, f"{remedy}; {afterwards}" if afterwards else remedy
+    )
+
+
+def _files_of(error: Exception) -> list[str | bytes]:
+    """The files that an error of the system names: two where one was renamed or linked."""
+    if not isinstance(error, OSError):
+        return []
+    return [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+
+
 @contextmanager
 def system_errors_as(
-    kind: type[ZO2Error], where: object, *, expected: str, remedy: str
+    kind: type[ZO2Error], where: object, *, expected: str, remedy: str, afterwards: str = ""
 ) -> Iterator[None]:
     """A context in which errors of the system, such as a disk without space, become a typed
-    error.
+    error. See ``system_error``.
     """
     try:
         yield
     except (OSError, EOFError) as error:
-        raise kind(where, found=reason(error), expected=expected, remedy=remedy) from error
+        raise system_error(
+            kind, where, error, expected=expected, remedy=remedy, afterwards=afterwards
+        ) from error

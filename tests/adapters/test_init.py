@@ -415,7 +415,9 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     assert "--columns prompt=a,completion=b" in said
     assert not Path("recipe.yaml").exists()
     Path("recipe.yaml").write_text("mine")
-    assert "recipe.yaml: found a file" in refusal("init", "--model", "base", "--data", "labels.csv")
+    assert "recipe.yaml: found something at this path" in refusal(
+        "init", "--model", "base", "--data", "labels.csv"
+    )
     assert Path("recipe.yaml").read_text() == "mine"
     said = refusal("init", "--model", "base", "--data", "labels.csv", "-o", "nowhere/new.yaml")
     assert said.startswith("zo2: nowhere/new.yaml: found a directory that does not exist"), (

@@ -4,11 +4,12 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -145,6 +146,34 @@ def test_a_base_that_changes_while_it_is_open_is_refused(
         reader.close()
         with pytest.raises(CheckpointError, match=found_anew):
             reader.read_into("a", out)
+
+
+@contextmanager
+def descriptors(count: int) -> Iterator[None]:
+    """A context in which this process can open so many more files."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    filling = [os.open(os.devnull, os.O_RDONLY)]
+    while filling[-1] < highest:
+        filling.append(os.open(os.devnull, os.O_RDONLY))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (filling[-1] + 1 + count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in filling:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_too_many_open_files_are_no_missing_or_damaged_file(spare: int, tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, path := tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused, descriptors(spare):
+        parse_header(path)
+    assert refused.value.found == "Too many open files"
+    assert refused.value.remedy == "raise the limit of open files (ulimit -n)"
+    with descriptors(2):
+        assert list(parse_header(path)) == ["w"]
 
 
 def test_integer_tensors_are_refused_as_quantised(tmp_path: Path) -> None:

@@ -609,6 +609,51 @@ def test_more_steps_lengthen_a_run_as_if_it_had_had_them_but_for_one_whose_sched
     assert "--steps: found 4; expected 2, the steps of this run's cosine schedule" in said
 
 
+REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOSPC: "free space on its disk, or choose a path on another one",
+    errno.EIO: "check the disk, whose errors are in the system's log (dmesg)",
+    errno.EROFS: "choose a path on a file system that can be written",
+    errno.EACCES: "change its permissions, or choose another path",
+}
+
+
+@pytest.mark.parametrize("number", REMEDIES, ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize("call", ["preadv", "fsync", "rename", "mkdir"])
+def test_the_number_of_an_error_of_the_system_decides_what_to_do(
+    call: str, number: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+    monkeypatch.setattr(os, call, rename if call == "rename" else fail)
+    line = refusal("export", "--model", place / "base", "--output", place / "out")
+    at = place / ("base/model.safetensors" if call == "preadv" else "out")
+    assert line.startswith(f"zo2: {at}: ")
+    assert f": found {os.strerror(number)}" in line
+    assert line.endswith(f"What to do: {REMEDIES[number]}.")
+    if call == "rename":
+        assert f"/out to {place / 'out'});" in line, "both names are told"
+    if call == "fsync":
+        assert f"({place}/.out.partial-" in line, "whose bytes could not be made durable"
+    assert not list(place.glob(".out*"))
+
+
+def test_an_error_of_the_system_without_a_name_is_not_told_as_one_of_the_output() -> None:
+    with pytest.raises(OSError, match="Bad file") as raised:
+        os.fsync(1 << 20)
+    told = as_zo2_error(raised.value)
+    assert str(told).startswith("test_an_error_of_the_system_without_a_name")
+    assert " (test_refusals.py, line " in str(told)
+    assert "found Bad file descriptor; expected a call of the system that succeeds" in str(told)
+    for name in (b"out/.model.partial", "out/.model.partial"):
+        told = as_zo2_error(OSError(errno.EXDEV, "Invalid cross-device link", name))
+        assert str(told).startswith("out/.model.partial: found Invalid cross-device link; expected")
+
+
 @pytest.mark.long_profile
 def test_output_that_nobody_takes_is_told(run: Path, apart: Apart) -> None:
     ended = apart.run("journal", run, out="/dev/full")

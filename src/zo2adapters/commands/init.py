@@ -16,7 +16,7 @@ from zo2adapters.tasks.rewards import function_source
 from zo2adapters.tasks.row_options import RowOptions, require_columns
 from zo2adapters.trainers.options import HeadName, RunModelOptions, Storage, TrainOptions
 from zo2core.errors import OutputError, system_errors_as
-from zo2core.io.durable import replace_file
+from zo2core.io.durable import replace_file, require_new_file
 
 _FREE = {
     "expected": "a new file in a directory that can be written",
@@ -87,12 +87,8 @@ class Init(Command):
         )
 
     def _require_free(self) -> None:
-        if os.path.lexists(self.output):
-            raise OutputError(self.output, found="a file", **_FREE)
-        if not os.access(self.output.parent, os.W_OK):
-            raise OutputError(
-                self.output, found="a directory that does not exist, or is not writable", **_FREE
-            )
+        with system_errors_as(OutputError, self.output, **_FREE):
+            require_new_file(self.output)
 
     def _options(self) -> TrainOptions:
         names = itertools.chain(["run"], (f"run-{number}" for number in itertools.count(2)))

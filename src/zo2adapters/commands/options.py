@@ -15,9 +15,11 @@ import functools
 import inspect
 import itertools
 import math
+import os
 import re
 import shutil
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
 from enum import Enum
@@ -26,6 +28,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
+from zo2adapters.cli import STREAMS
 from zo2adapters.trainers.option_table import (
     DECIDING,
     SECTIONS,
@@ -43,6 +46,7 @@ from zo2core.errors import (
     OutputError,
     ZO2Error,
     reason,
+    system_error,
 )
 from zo2core.ranges import counted
 
@@ -868,6 +872,7 @@ _LIBRARY_NAMES: Mapping[str, str] = {
     "method": "optimizer",
     "output_dtype": "export_dtype",
 }
+_LONGEST_PATH = 300  # characters of a path that an error shows
 _QUOTED = re.compile(r"`([\w.]+)`")
 # Options that reduce the memory a command takes.
 _MEMORY_OPTIONS = (
@@ -914,15 +919,27 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
     if isinstance(error, RuntimeError) and "start new thread" in message:
         remedy = "raise ulimit -u, or the control group's pids.max"
         return DeviceError("threads", "that no more can be started", "a few more", remedy)
-    if isinstance(error, OSError) and isinstance(error.filename, str):
-        remedy = "check the path, its disk and your permissions"
-        return OutputError(error.filename[:300], reason(error), "a usable path", remedy)
     if isinstance(error, OSError):
-        remedy = "redirect the output elsewhere"
-        return OutputError(
-            "standard output", reason(error), "an output that can be written", remedy
-        )
+        return _of_system(error)
     return None
+
+
+def _of_system(error: OSError) -> ZO2Error:
+    """The typed error for an error of the system that no context has typed."""
+    name = error.filename
+    if name in STREAMS.values():
+        expected = "an output that can be written"
+        return OutputError(name, reason(error), expected, "redirect the output elsewhere")
+    if isinstance(name, (str, bytes)):
+        path = Path(os.fsdecode(name)[:_LONGEST_PATH])
+        remedy = "check the path, its disk and your permissions"
+        return system_error(OutputError, path, error, expected="a usable path", remedy=remedy)
+    # A call on a descriptor; it is named by where it was made.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{frame.name} ({Path(frame.filename).name}, line {frame.lineno})"
+    expected = "a call of the system that succeeds"
+    remedy = "check disks, limits (ulimit -a) and permissions"
+    return system_error(OutputError, where, error, expected=expected, remedy=remedy)
 
 
 def error_line(error: ZO2Error, command: Any) -> str:

@@ -70,7 +70,7 @@ from zo2core.errors import (
     OptionError,
     OutputError,
     UnsupportedModelError,
-    reason,
+    system_error,
     system_errors_as,
 )
 from zo2core.io.durable import create_file, open_no_follow, open_regular, sync_path
@@ -399,7 +399,13 @@ class TrainingProgram:
             # All methods are loaded before the first step, since loading one resets the state.
             self._methods = {name: program.load_method(name) for name in _METHODS}
         except OSError as error:
-            raise _refused(self._path, reason(error)) from error
+            raise system_error(
+                CheckpointError,
+                self._path,
+                error,
+                expected=_WHOLE_PROGRAM,
+                remedy="check the path",
+            ) from error
         except RuntimeError as error:  # the only error of the runtime
             found = f"a file that the runtime does not load ({' '.join(str(error).split())[:200]})"
             raise _refused(self._path, found) from error
@@ -505,11 +511,13 @@ class TrainingProgram:
         return F.pad(ids, room), F.pad(labels, room, value=IGNORE_INDEX)
 
 
+_WHOLE_PROGRAM = "a whole program from write_program, for this runtime's backends"
+
+
 def _refused(
     path: Path, found: str, other_remedy: str = "for the backends of this runtime"
 ) -> CheckpointError:
-    expected = "a whole program from write_program, for this runtime's backends"
-    return CheckpointError(path, found, expected, f"write it again, {other_remedy}")
+    return CheckpointError(path, found, _WHOLE_PROGRAM, f"write it again, {other_remedy}")
 
 
 class Assembled(NamedTuple):

@@ -81,6 +81,7 @@ from zo2core.errors import (
     UnsupportedModelError,
     ZO2Warning,
     system_errors_as,
+    system_remedy,
     without_effect,
 )
 from zo2core.io.durable import open_regular
@@ -298,8 +299,9 @@ def resolve_directory(path: Path | str) -> Path:
     try:
         return _download(str(path))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise no_model(path, f"neither a directory nor a model of the hub ({reason})") from error
+        found = f"neither a directory nor a model of the hub ({first_line(error)})"
+        remedy = system_remedy(error, "check the spelling and the network")
+        raise no_model(path, found, remedy) from error
 
 
 def _download(name: str) -> Path:

@@ -58,10 +58,14 @@ def may_be_of_hub(model: str | Path) -> bool:
     return is_name and text.count("/") <= 1 and not Path(model).exists()
 
 
-def no_model(model: str | Path, found: str = "no directory") -> CheckpointError:
+def no_model(
+    model: str | Path,
+    found: str = "no directory",
+    remedy: str = "check the spelling and the network",
+) -> CheckpointError:
     """The error for a path that is no model's."""
     expected = "a model directory in the Hugging Face layout, or a hub id"
-    return CheckpointError(str(model), found, expected, "check the spelling and the network")
+    return CheckpointError(str(model), found, expected, remedy)
 
 
 def refuse_adapter(directory: Path) -> None:

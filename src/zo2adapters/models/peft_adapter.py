@@ -54,6 +54,7 @@ from zo2core.errors import (
     UnsupportedModelError,
     ZO2Warning,
     reason,
+    system_remedy,
     without_effect,
 )
 from zo2core.io.durable import open_regular
@@ -909,9 +910,8 @@ def _read_config(peft: Any, path: Path) -> Any:
             if isinstance(error, OSError)
             else f"{type(error).__name__}: {str(error)[:200]}"
         )
-        raise CheckpointError(
-            path, found, f"{CONFIG_FILE} as peft writes it", "save the adapter again with peft"
-        ) from error
+        remedy = system_remedy(error, "save the adapter again with peft")
+        raise CheckpointError(path, found, f"{CONFIG_FILE} as peft writes it", remedy) from error
     for warning in caught:
         if (text := str(warning.message)).startswith("Unexpected keyword arguments"):
             # of a newer peft, which it ignores

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks import reward_program
-from zo2core.errors import DataError, OptionError, reason
+from zo2core.errors import DataError, OptionError, reason, system_remedy
 from zo2core.io.durable import open_regular
 
 _PROGRAM = Path(reward_program.__file__)
@@ -276,9 +276,8 @@ def function_source(path: Path, function: str, *, option: str = "reward") -> str
             source = str(file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         found = reason(error) if isinstance(error, OSError) else "bytes that are not UTF-8"
-        raise OptionError(
-            option, f"{path}: {found}", "a readable file", "check the path"
-        ) from error
+        remedy = system_remedy(error, "check the path")
+        raise OptionError(option, f"{path}: {found}", "a readable file", remedy) from error
     try:
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -282,9 +282,13 @@ def shown_results(results: Results) -> str:
 def write_row(file: IO[bytes], record: Row) -> None:
     """Append a row to the file."""
     line = json.dumps(record).encode() + b"\n"
-    expected = "a file that can be written"
-    remedy = "free space and resume the run; the journal is whole, so no step is lost"
-    with system_errors_as(OutputError, file.name, expected=expected, remedy=remedy):
+    with system_errors_as(
+        OutputError,
+        file.name,
+        expected="a file that can be written",
+        remedy="check the path and its disk",
+        afterwards="resume the run then; the journal is whole, so no step is lost",
+    ):
         while line:
             line = line[file.write(line) :]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args,
 import yaml
 
 from zo2adapters.tasks.registry import names_model_loss
-from zo2core.errors import OptionError, reason
+from zo2core.errors import OptionError, system_error
 from zo2core.io.durable import open_regular
 from zo2core.ranges import LARGEST, OptimizerName, parse_size, require_number, require_whole
 
@@ -551,7 +551,9 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
             raise OptionError(Path(path), "more than 1 MiB", expected, "pass another file")
         values = yaml.load(content, _Loader)  # noqa: S506 - a safe loader
     except OSError as error:
-        raise OptionError(Path(path), reason(error), expected, "check the path") from error
+        raise system_error(
+            OptionError, Path(path), error, expected=expected, remedy="check the path"
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Path(path) if mark is None else f"{path}, line {mark.line + 1}"

@@ -33,7 +33,15 @@ from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.process import torchrun_rank
 from zo2core.checkpoint.unused import refuse_used
-from zo2core.errors import DataError, OptionError, OutputError, ZO2Error, reason, system_errors_as
+from zo2core.errors import (
+    DataError,
+    OptionError,
+    OutputError,
+    ZO2Error,
+    reason,
+    system_errors_as,
+    system_remedy,
+)
 from zo2core.io.durable import (
     make_directory,
     open_no_follow,
@@ -468,7 +476,8 @@ def refusing_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = _option_for(path) or "pass the directory that was the run's --output"
+        otherwise = _option_for(path) or "pass the directory that was the run's --output"
+        remedy = system_remedy(error, otherwise)
         raise OptionError(
             path, f"no readable {OPTIONS} ({reason(error)})", "the directory of a run", remedy
         ) from error

@@ -230,7 +230,7 @@ def _opened(path: Path, start: int = 0, state: FileState | None = None) -> Itera
     with typed, open_regular(path) as file:
         if state is not None:
             with refusing_changes(path):
-                state.require(file.fileno())
+                state.require(file.fileno(), path)
         file.seek(start)
         yield _Cursor(path, file)
 

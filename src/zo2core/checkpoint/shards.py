@@ -20,14 +20,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zo2core.errors import CheckpointError, reason, system_errors_as
+from zo2core.errors import CheckpointError, reason, system_error, system_errors_as
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
-from zo2core.io.durable import DisturbedFileError, FileState, open_regular
+from zo2core.io.durable import DisturbedFileError, FileState, open_descriptor, open_regular
 from zo2core.types import ParameterSpec, SavedPart
 
 SINGLE_FILE = "model.safetensors"
@@ -102,6 +102,15 @@ class Piece(NamedTuple):
         return SavedPart(self.entry.name, self.entry.shape, self.start, self.numel)
 
 
+def open_safetensors(path: Path) -> Any:
+    """Open a file by ``safe_open``, which calls a file missing whatever kept it from opening it."""
+    try:
+        return safe_open(str(path), "np")
+    except FileNotFoundError:
+        os.close(open_descriptor(path, os.O_RDONLY))  # raises the system's own error
+        raise
+
+
 def parse_header(path: Path) -> dict[str, TensorEntry]:
     """Read and check one shard's header; its data is not read."""
     try:
@@ -110,7 +119,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         typed = system_errors_as(
             CheckpointError, path, expected="a readable safetensors file", remedy="check the path"
         )
-        with typed, open_regular(path) as file, safe_open(str(path), "np") as shard:
+        with typed, open_regular(path) as file, open_safetensors(path) as shard:
             state = FileState.of(file.fileno())
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
@@ -216,7 +225,9 @@ def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
         weight_map = index["weight_map"]
         pairs = list(weight_map.items())
     except OSError as error:
-        raise CheckpointError(path, reason(error), "a readable index", "check the file") from error
+        raise system_error(
+            CheckpointError, path, error, expected="a readable index", remedy="check the path"
+        ) from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise malformed(
             path, f"no usable index ({error})", "a JSON object with a weight_map"

@@ -29,6 +29,7 @@ import xxhash
 from zo2core.io.durable import (
     FileState,
     close_locked,
+    errors_naming,
     open_descriptor,
     open_locked,
     require_same_file,
@@ -57,6 +58,7 @@ class RangedFile:
         """
         writing = open_locked(path, os.O_CREAT) if writable else _descriptor
         self._path = path
+        self._name = path  # for errors
         self._flags = os.O_RDONLY if writing is None else os.O_RDWR
         self._lock = threading.Lock()
         self._buffered = writing
@@ -78,10 +80,16 @@ class RangedFile:
         """Open a new temporary file without a name, which is deleted when it is closed."""
         with tempfile.TemporaryFile(dir=directory) as temporary:
             descriptor = os.dup(temporary.fileno())
-        return cls(Path(f"/proc/self/fd/{descriptor}"), _descriptor=descriptor)
+        file = cls(Path(f"/proc/self/fd/{descriptor}"), _descriptor=descriptor)
+        file._name = directory
+        return file
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill memory from a byte offset on."""
+        with errors_naming(self._name):
+            self._read_into(offset, out)
+
+    def _read_into(self, offset: int, out: memoryview) -> None:
         done = self._try_direct(lambda descriptor: _read_direct(descriptor, offset, out))
         if done < len(out):
             buffered = self._open_buffered()
@@ -97,13 +105,14 @@ class RangedFile:
     def write(self, offset: int, data: memoryview) -> None:
         """Write memory at a byte offset; ``sync`` makes it durable."""
         is_aligned = not (offset % PAGE or len(data) % PAGE or _address(data) % PAGE)
-        done = (
-            self._try_direct(lambda descriptor: _write_pages(descriptor, offset, data))
-            if is_aligned
-            else 0
-        )
-        while done < len(data):
-            done += os.pwrite(self._open_buffered(), data[done:], offset + done)
+        with errors_naming(self._name):
+            done = (
+                self._try_direct(lambda descriptor: _write_pages(descriptor, offset, data))
+                if is_aligned
+                else 0
+            )
+            while done < len(data):
+                done += os.pwrite(self._open_buffered(), data[done:], offset + done)
 
     def _try_direct(self, transfer: Callable[[int], int]) -> int:
         """The bytes that are transferred by direct I/O; 0 where the file system refuses it."""
@@ -122,7 +131,8 @@ class RangedFile:
         """Make all writes durable."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
-                os.fdatasync(descriptor)
+                with errors_naming(self._name):
+                    os.fdatasync(descriptor)
 
     def close(self) -> None:
         """Close the file, which ends its lock.
@@ -146,7 +156,7 @@ class RangedFile:
 
     def _require_unchanged(self) -> None:
         if self.state is not None:
-            self.state.require(self._open_descriptor)
+            self.state.require(self._open_descriptor, self._name)
 
     def _open_buffered(self) -> int:
         with self._lock:

@@ -20,7 +20,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -40,8 +40,12 @@ class LockedFileError(OSError):
 class DisturbedFileError(OSError):
     """Another process removed, replaced or changed the file while it was in use."""
 
-    def __init__(self, reason: str = "that the file was removed or replaced while in use") -> None:
-        super().__init__(errno.ESTALE, reason)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        reason: str = "that the file was removed or replaced while in use",
+    ) -> None:
+        super().__init__(errno.ESTALE, reason, str(path))
 
 
 class FileState(NamedTuple):
@@ -56,13 +60,26 @@ class FileState(NamedTuple):
         status = os.fstat(descriptor)
         return cls(status.st_size, status.st_mtime_ns)
 
-    def require(self, descriptor: int) -> None:
+    def require(self, descriptor: int, path: str | os.PathLike[str]) -> None:
         """Refuse an open file in another state."""
         found = FileState.of(descriptor)
         if found.size != self.size:
-            raise DisturbedFileError(f"{found.size} bytes, where there were {self.size} before")
+            reason = f"{found.size} bytes, where there were {self.size} before"
+            raise DisturbedFileError(path, reason)
         if found != self:
-            raise DisturbedFileError("that another process has written into the file meanwhile")
+            reason = "that another process has written into the file meanwhile"
+            raise DisturbedFileError(path, reason)
+
+
+@contextlib.contextmanager
+def errors_naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A context in which errors of the system name the file; those of a descriptor do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def make_directory(path: Path) -> None:
@@ -80,7 +97,8 @@ def sync_path(path: Path) -> None:
     """Sync a file's data, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with errors_naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -155,7 +173,7 @@ def require_same_file(descriptor: int, path: str | os.PathLike[str]) -> None:
     except (FileNotFoundError, NotADirectoryError):
         named = None
     if named is None or not os.path.samestat(os.fstat(descriptor), named):
-        raise DisturbedFileError
+        raise DisturbedFileError(path)
 
 
 def _release_in_child() -> None:
@@ -184,10 +202,11 @@ def require_new_file(path: Path) -> None:
     """
     with contextlib.suppress(FileNotFoundError):
         os.lstat(path)  # fails where the name is too long, say
-        raise FileExistsError(errno.EEXIST, "something at this path")
+        raise FileExistsError(errno.EEXIST, "something at this path", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "a directory that does not exist", str(path))
     if not os.access(path.parent, os.W_OK):
-        reason = "a directory that does not exist, or is not writable"
-        raise PermissionError(errno.EACCES, reason)
+        raise PermissionError(errno.EACCES, "a directory that is not writable", str(path))
 
 
 def create_file(path: Path) -> BinaryIO:
@@ -210,7 +229,7 @@ def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> N
     partial = partial_path(path)
     partial.unlink(missing_ok=True)  # left by a process that was killed, or a planted link
     try:
-        with create_file(partial) as file:
+        with errors_naming(partial), create_file(partial) as file:
             for part in [content] if isinstance(content, bytes) else content:
                 file.write(part)
             file.flush()
@@ -292,7 +311,8 @@ class RecordFile:
         """
         end = self._end
         try:
-            self._write(record)
+            with errors_naming(self._path):
+                self._write(record)
             count()
         except BaseException:
             if not is_counted():
@@ -385,7 +405,7 @@ class RecordFile:
             try:
                 self._descriptor = open_locked(self._path)
             except FileNotFoundError as error:
-                raise DisturbedFileError from error
+                raise DisturbedFileError(self._path) from error
         if self._identity is None:
             self._identity = _identity(os.fstat(self._descriptor))
         return self._descriptor
@@ -397,11 +417,10 @@ class RecordFile:
         require_same_file(descriptor, self._path)
         status = os.fstat(descriptor)
         if _identity(status) != self._identity:
-            raise DisturbedFileError
+            raise DisturbedFileError(self._path)
         if self._size is not None and status.st_size != self._size:
-            raise DisturbedFileError(
-                f"{status.st_size} bytes, where this process left {self._size}"
-            )
+            reason = f"{status.st_size} bytes, where this process left {self._size}"
+            raise DisturbedFileError(self._path, reason)
 
 
 def to_json(record: Record) -> bytes:

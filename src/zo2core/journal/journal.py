@@ -420,11 +420,13 @@ class Journal:
             JournalError: if an existing file cannot be synced.
         """
         if self._file is not None:
-            expected, remedy = (
-                "a file that can be synced",
-                "repair the disk; blocks are written back only after the journal",
-            )
-            with system_errors_as(JournalError, self.name, expected=expected, remedy=remedy):
+            with system_errors_as(
+                JournalError,
+                self.name,
+                expected="a file that can be synced",
+                remedy="check the path and its disk",
+                afterwards="blocks are written back only after the journal",
+            ):
                 self._file.settle()
         return self._chain[version] if 0 <= version <= self.version else None
 

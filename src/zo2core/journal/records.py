@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from zo2core.errors import JournalError, OptionError, reason
+from zo2core.errors import JournalError, OptionError, ZO2Error, system_error
 from zo2core.io import durable
 from zo2core.types import Commit, Evaluation, ParameterSpec, Update
 
@@ -50,9 +50,9 @@ def damaged(path: Path, line: int, found: str, expected: str | None = None) -> J
     return JournalError(f"{path}, line {line}", found, expected, remedy)
 
 
-def unwritable(name: str, error: OSError) -> JournalError:
+def unwritable(name: str, error: OSError) -> ZO2Error:
     """The error for a file that cannot be opened for writing, or written."""
-    expected, remedy = "a file that can be written and synced", "free space or repair the disk"
+    expected, remedy = "a file that can be written and synced", "check the path and its disk"
     if isinstance(error, durable.LockedFileError):
         expected, remedy = (
             "a file that no other engine writes",
@@ -60,8 +60,10 @@ def unwritable(name: str, error: OSError) -> JournalError:
         )
     elif isinstance(error, durable.DisturbedFileError):
         expected, remedy = "the file as it was left", "put the file back, or resume from a copy"
-    remedy += "; the step was not taken and can be repeated"
-    return JournalError(name, reason(error), expected, remedy)
+    afterwards = "the step was not taken and can be repeated"
+    return system_error(
+        JournalError, name, error, expected=expected, remedy=remedy, afterwards=afterwards
+    )
 
 
 FORMAT = 1

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from zo2core.checkpoint.shards import (
     DTYPE_NAMES,
@@ -29,6 +29,7 @@ from zo2core.checkpoint.shards import (
     TensorEntry,
     header_bytes,
     malformed,
+    open_safetensors,
     parse_header,
 )
 from zo2core.errors import (
@@ -37,6 +38,7 @@ from zo2core.errors import (
     OutputError,
     ZO2Warning,
     reason,
+    system_error,
     system_errors_as,
 )
 from zo2core.io.direct_file import byte_view
@@ -116,12 +118,12 @@ class Snapshots:
         return snapshot
 
     def _replace(self, step: int, content: bytes | Sequence[bytes | memoryview]) -> None:
-        remedy = "free space or repair the disk; the run resumes from the snapshot before"
         with system_errors_as(
             OutputError,
             self.path(step),
             expected="a file that can be written and synced",
-            remedy=remedy,
+            remedy="check the path and its disk",
+            afterwards="the run resumes from the snapshot before",
         ):
             make_directory(self._directory)
             replace_file(self.path(step), content)
@@ -132,7 +134,7 @@ class Snapshots:
         path = self.path(step)
         try:
             snapshot, chain = _from_file(path)
-        except OSError as error:
+        except FileNotFoundError as error:
             steps = ", ".join(map(str, self.steps))
             found = f"no snapshot of step {step} ({reason(error)})"
             expected = "one of the steps that have a snapshot"
@@ -142,6 +144,14 @@ class Snapshots:
             )
             remedy = remedy if steps else "resume the run to its end, which writes its model"
             raise malformed(path, found, f"{expected}: {steps or 'none'}", remedy=remedy) from error
+        except OSError as error:
+            raise system_error(
+                CheckpointError,
+                path,
+                error,
+                expected="a readable snapshot",
+                remedy="check the path and its disk",
+            ) from error
         if snapshot.step != step:
             raise _damaged(path, f"the snapshot of step {snapshot.step}", f"that of step {step}")
         self._require_version(step, path.name)
@@ -220,7 +230,7 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
             )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     try:
-        with safe_open(str(path), "np") as opened:
+        with open_safetensors(path) as opened:
             contents = json.loads(opened.metadata()["zo2"])
         if contents["format"] != FORMAT:
             raise _damaged(

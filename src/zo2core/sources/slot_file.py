@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.errors import ScratchError, reason
+from zo2core.errors import ScratchError, reason, system_error
 from zo2core.io.direct_file import (
     RangedFile,
     byte_view,
@@ -278,13 +278,14 @@ class SlotFile(ABC):
                 "directory",
             ) from error
         except (OSError, EOFError) as error:
-            raise ScratchError(
+            raise system_error(
+                ScratchError,
                 getattr(error, "filename", None) or self.directory / DATA,
-                found=reason(error),
+                error,
                 expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of "
                 "written-back blocks",
-                remedy="free space or repair the disk and resume the run; nothing is lost, the "
-                "journal is complete",
+                remedy="check the path and its disk",
+                afterwards="resume the run then; nothing is lost, the journal is complete",
             ) from error
 
 

@@ -254,12 +254,17 @@ class ActivationFile:
         expected = (
             f"{shown_bytes(self._end)} of free disk space for the inputs of blocks, or more memory"
         )
-        remedy = (
-            "free space there, allow more memory, or take smaller batches; the step was not taken"
-        )
+        remedy = "free space there, allow more memory, or take smaller batches"
+        afterwards = "the step was not taken"
         staging = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._staging))
         origins = [part.storage.data_ptr() for part in ranges]
-        with system_errors_as(ScratchError, self._directory, expected=expected, remedy=remedy):
+        with system_errors_as(
+            ScratchError,
+            self._directory,
+            expected=expected,
+            remedy=remedy,
+            afterwards=afterwards,
+        ):
             try:
                 if self._file is None:
                     self._file = RangedFile.unnamed(self._directory)
