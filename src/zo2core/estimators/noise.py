@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
-from itertools import pairwise
-from operator import add
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -22,7 +22,14 @@ from torch import Tensor
 from zo2core.errors import OptionError
 from zo2core.kernels import dispatch, fill
 from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator
-from zo2core.types import BlockLayout, Distribution, ParameterSpec, divide_tied, packed_bytes
+from zo2core.types import (
+    BlockLayout,
+    Distribution,
+    ParameterSpec,
+    divide_tied,
+    packed_bytes,
+    trained,
+)
 
 _SEEDS = (0, 1, 2**31 + 5, 2**63 - 1)
 _SIZES = (*range(1, 100), 1023, 1024, 1025, 7, 4096 + 9)  # compared one after the other
@@ -196,37 +203,69 @@ class _Stream:
     def __init__(self, start: Callable[[], Generator]) -> None:
         self._start = start
         self.generator = start()
-        # parameter in drawing order, and element, that the generator draws next
-        self.position = (0, 0)
-        self.copies: dict[int, Generator] = {}  # parameter -> the generator before it
-        # parameter of the copy at the start of the segment being drawn; others are for jumps
+        self.position = 0  # element, among those of all parameters, that is drawn next
+        self.copies: dict[int, Generator] = {}  # position -> the generator at it
+        # position of the copy at the start of the segment being drawn; others are for jumps
         self.run: int | None = None
         self.lock = threading.Lock()
 
-    def keep(self, parameter: int) -> None:
-        """Keep a copy of the generator, which is at the start of a parameter."""
-        if parameter not in self.copies:
-            self.copies[parameter] = self.generator.copy()
+    def keep(self) -> None:
+        """Keep a copy of the generator at its position."""
+        if self.position not in self.copies:
+            self.copies[self.position] = self.generator.copy()
 
-    def begin_run(self, parameter: int) -> None:
+    def begin_run(self) -> None:
         """Keep a copy until the next segment begins."""
-        if self.run != parameter:
+        if self.run != self.position:
             if self.run is not None:
                 del self.copies[self.run]
-            self.run = parameter
-            self.keep(parameter)
+            self.run = self.position
+            self.keep()
 
-    def nearest(self, parameter: int) -> int:
-        """The last parameter, up to a given one, to whose start the generator can return."""
-        return max((kept for kept in self.copies if kept <= parameter), default=0)
+    def return_before(self, position: int) -> None:
+        """Return to the last position up to this one that has a copy, or to the first element,
+        unless the generator is nearer.
+        """
+        nearest = max((kept for kept in self.copies if kept <= position), default=0)
+        if nearest <= self.position <= position:
+            return
+        self.generator = self.copies[nearest].copy() if nearest in self.copies else self._start()
+        self.position = nearest
 
-    def return_to(self, parameter: int) -> None:
-        """Return to the start of a parameter that has a copy, or of the first one."""
-        if parameter in self.copies:
-            self.generator = self.copies[parameter].copy()
-        else:
-            self.generator = self._start()
-        self.position = (parameter, 0)
+
+class _DrawingOrder:
+    """Where the trained parameters' elements are in the order in which they are drawn."""
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self.parameters = sorted(trained(layouts), key=lambda spec: spec.index)
+        self.positions = [0, *accumulate(spec.numel for spec in self.parameters)]
+        self._places = {spec.index: place for place, spec in enumerate(self.parameters)}
+        # of parameters, by index
+        self.position_of = {index: self.positions[place] for index, place in self._places.items()}
+        # to which a sweep jumps, because segments are visited in another order
+        self.jumps = self._jumps(layouts)
+        first_places = [
+            min(places) for layout in layouts if (places := self._places_of(layout.parameters))
+        ]
+        # at which segments start, without those of jumps
+        self.starts = {self.positions[place] for place in first_places} - self.jumps - {0}
+
+    def _places_of(self, specs: Iterable[ParameterSpec]) -> list[int]:
+        """Places of the trained ones of these parameters, ascending."""
+        return sorted(self._places[spec.index] for spec in specs if not spec.frozen)
+
+    def _jumps(self, layouts: Sequence[BlockLayout]) -> set[int]:
+        visited = [place for layout in layouts for place in self._places_of(layout.used)]
+        return {
+            self.positions[after]
+            for before, after in pairwise([-1, *visited])
+            if after not in (0, before + 1)
+        }
+
+    def parameter_at(self, position: int) -> tuple[ParameterSpec, int]:
+        """The parameter that has this element, and the position of its first one."""
+        place = bisect_right(self.positions, position) - 1
+        return self.parameters[place], self.positions[place]
 
 
 class SequentialNoise:
@@ -257,21 +296,9 @@ class SequentialNoise:
         memory: int = MEMORY,
     ) -> None:
         self._device = torch.device(device)
-        owned = [[spec for spec in layout.parameters if not spec.frozen] for layout in layouts]
-        borrowed = [[spec for spec in layout.borrowed if not spec.frozen] for layout in layouts]
-        self._parameters = sorted(
-            (spec for specs in owned for spec in specs), key=lambda spec: spec.index
-        )
-        self._dtypes = {spec.dtype for spec in self._parameters}
-        self._places = {spec.index: place for place, spec in enumerate(self._parameters)}
-        used = [[self._places[spec.index] for spec in specs] for specs in map(add, owned, borrowed)]
-        visited = [place for places in used for place in sorted(places)]
-        self._jumps = {
-            after for before, after in pairwise([-1, *visited]) if after != before + 1
-        } - {0}
-        starts = {min(self._places[spec.index] for spec in specs) for specs in owned if specs}
-        self._starts = starts - self._jumps - {0}
-        copies = 1 + len(self._jumps)
+        self._order = _DrawingOrder(layouts)
+        self._dtypes = {spec.dtype for spec in self._order.parameters}
+        copies = 1 + len(self._order.jumps)
         self._most = memory // (STREAM + GENERATOR * (1 + copies))
         # Kept by element count: a list for each parameter of OPT-175B would take half a GB.
         self._chunks: dict[int, list[tuple[int, int]]] = {}
@@ -300,15 +327,18 @@ class SequentialNoise:
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
         """Write one of the ``chunks`` of a parameter's z."""
-        stream = self._stream(seed)
-        place = self._places[parameter.index]
+        stream = self._streams.get(seed) or self._stream(seed)
+        order = self._order
+        position = order.position_of[parameter.index] + start
         with stream.lock:
-            if stream.position != (place, start):
-                self._seek(stream, place, start)
-            if start == 0 and place in self._starts:
-                stream.begin_run(place)
+            if stream.position != position:
+                self._seek(stream, position)
+            if position in order.starts:
+                stream.begin_run()
             stream.generator.fill(out)
-            self._advance(stream, place, start + out.numel())
+            stream.position = position + out.numel()
+            if stream.position in order.jumps:
+                stream.keep()
 
     def retain(self, seeds: Collection[int]) -> None:
         """Forget the generators of all other seeds."""
@@ -334,31 +364,21 @@ class SequentialNoise:
                 del self._recent[next(iter(self._recent))]
             return stream
 
-    def _advance(self, stream: _Stream, place: int, element: int) -> None:
-        if element < self._parameters[place].numel:
-            stream.position = (place, element)
-            return
-        stream.position = (place + 1, 0)
-        if place + 1 in self._jumps:
-            stream.keep(place + 1)
-
-    def _seek(self, stream: _Stream, place: int, start: int) -> None:
+    def _seek(self, stream: _Stream, position: int) -> None:
         """Move the generator to an element: from its present position if that is nearest, else from
         a copy.
         """
-        nearest = stream.nearest(place)
-        if not (nearest, 0) <= stream.position <= (place, start):
-            stream.return_to(nearest)
-        while stream.position < (place, start):
-            current, element = stream.position
-            spec = self._parameters[current]
-            stop = start if current == place else spec.numel
-            last = min(
-                (last for first, last in self.chunks(spec) if first <= element < last),
-                default=spec.numel,
+        stream.return_before(position)
+        while stream.position < position:
+            parameter, first = self._order.parameter_at(stream.position)
+            chunk_end = next(
+                first + stop for _, stop in self.chunks(parameter) if first + stop > stream.position
             )
-            stream.generator.skip(min(last, stop) - element, spec.dtype)
-            self._advance(stream, current, min(last, stop))
+            end = min(chunk_end, position)
+            stream.generator.skip(end - stream.position, parameter.dtype)
+            stream.position = end
+            if end in self._order.jumps:
+                stream.keep()
 
 
 def drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
