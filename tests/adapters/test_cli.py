@@ -17,7 +17,7 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 from command_lines import done, leaves, refusal, run_here, write_rows
-from engines import assert_equal
+from engines import assert_equal, kernels_in
 from profiles import each_choice
 from runs import rows_of, weights_of
 from threaded_device import ThreadedDevice, ThreadedStreams
@@ -29,6 +29,7 @@ from zo2adapters.cli import COMMANDS, SIGNALS, command_class, main
 from zo2adapters.commands.options import option_fields, parse_command
 from zo2adapters.trainers.optimization import Decay, LearningRate
 from zo2core import Journal
+from zo2core.kernels.dispatch import Kernel
 from zo2core.ranges import OptimizerName
 from zo2core.types import Descend, Program
 
@@ -183,19 +184,16 @@ def test_verify_tells_equal_from_different(
     assert ended.out.startswith("DIFFERENT: ")
 
 
-def test_verify_names_the_first_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    import zo2core.sweep.perturbers
-    from zo2core.kernels import apply
-
-    def wrong(theta: torch.Tensor, program: Program, *args: Any, **kwargs: Any) -> None:
-        apply(theta, program, *args, **kwargs)
+def test_verify_names_the_first_difference() -> None:
+    def miscompute(kernel: Kernel, theta: torch.Tensor, program: Program, *arguments: Any) -> None:
+        kernel(theta, program, *arguments)
         if theta.numel() == 12 * 20 and any(
             isinstance(one, Descend) for one in program.instructions
         ):
             theta[7] += 1e-3
 
-    monkeypatch.setattr(zo2core.sweep.perturbers, "apply", wrong)
-    ended = run_here("verify", "--model", "base", "--tokens", 9, "--steps", 1)
+    with kernels_in(miscompute):
+        ended = run_here("verify", "--model", "base", "--tokens", 9, "--steps", 1)
     assert ended.status == 1
     assert "mlp.gate_proj.weight, element 7 of 240 (1 differ)" in ended.out
 

@@ -13,12 +13,21 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
-from engines import Proxy, assert_equal, behind_copies, fails_at, first_order, weights, zeroth_order
+from engines import (
+    Proxy,
+    assert_equal,
+    behind_copies,
+    fails_at,
+    first_order,
+    kernels_in,
+    weights,
+    zeroth_order,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, make_batch, save_model, small_config
@@ -26,7 +35,6 @@ from profiles import each_choice
 from toy import ToyBlockModel
 from transformers import AutoModelForCausalLM
 
-import zo2core.kernels
 import zo2core.sweep.perturbers
 from zo2adapters import Adapter, HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2adapters.trainers.optimization import Noise, Optimization
@@ -67,6 +75,7 @@ from zo2core.errors import (
     OutputError,
     ScratchError,
 )
+from zo2core.kernels.dispatch import Kernel
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 from zo2core.run import Run
 from zo2core.sources.slot_file import Scratch
@@ -148,21 +157,24 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(
     monkeypatch.setattr(zo2core.sweep.perturbers, "PARALLEL_FROM", 0)
     monkeypatch.setattr(zo2core.sweep.perturbers, "RANGE", 64)
     expected = []
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as engine:
+    threads: set[str] = set()
+    failing = False
+
+    class FailureError(Exception):
+        pass
+
+    def watch(kernel: Kernel, *arguments: Any) -> None:
+        threads.add(threading.current_thread().name)
+        if failing and len(threads) == 2:
+            raise FailureError
+        kernel(*arguments)
+
+    with (
+        kernels_in(watch),
+        Engine(open_checkpoint(base), ZerothOrder(MEZO, noise=PhiloxNoise())) as engine,
+    ):
         expected += [engine.step(BATCH).losses for _ in range(2)]
-        threads: set[str] = set()
-        failing = False
-
-        class FailureError(Exception):
-            pass
-
-        def watched(*args: Any, **options: Any) -> None:
-            threads.add(threading.current_thread().name)
-            if failing and len(threads) == 2:
-                raise FailureError
-            zo2core.kernels.apply(*args, **options)
-
-        monkeypatch.setattr(zo2core.sweep.perturbers, "apply", watched)
+        threads.clear()
         expected.append(engine.step(BATCH).losses)
         assert len(threads) == 2
         failing = True
@@ -291,16 +303,21 @@ def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
 
 
 def test_an_interrupted_replay_loses_nothing(base: Path) -> None:
-    engine, undisturbed = (Engine(open_checkpoint(base), ZerothOrder(MEZO)) for _ in range(2))
+    interrupt: Callable[[], object] = Mock()
+
+    def interruptible(kernel: Kernel, *arguments: Any) -> None:
+        interrupt()
+        kernel(*arguments)
+
+    with kernels_in(interruptible):
+        engine = Engine(open_checkpoint(base), ZerothOrder(MEZO))
+    undisturbed = Engine(open_checkpoint(base), ZerothOrder(MEZO))
     with engine, undisturbed:
         for each in (engine, undisturbed):
             for seed in range(3):
                 each.step(BATCH, seed=seed)
-        interrupted = fails_at(zo2core.kernels.apply, 17, KeyboardInterrupt())
-        with (
-            patch.object(zo2core.sweep.perturbers, "apply", interrupted),
-            pytest.raises(KeyboardInterrupt),
-        ):
+        interrupt = fails_at(Mock(), 17, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
             engine.flush()
         assert_equal(weights(engine), weights(undisturbed))
         assert engine.step(BATCH, seed=9).losses == undisturbed.step(BATCH, seed=9).losses

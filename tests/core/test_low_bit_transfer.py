@@ -46,7 +46,7 @@ from zo2core.kernels import dispatch, fill
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sweep.perturbers import CounterPerturber, WorkBuffer, in_one_launch
+from zo2core.sweep.perturbers import CounterPerturber, Pass, WorkBuffer, in_one_launch
 from zo2core.types import Lane, ParameterSpec, Perturb, Program
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
@@ -553,14 +553,15 @@ def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(base: Path) -> No
                 for spec in model.layouts[1].parameters
             ]
         }
-        launches = list(in_one_launch([(view, copy) for view in buffer.segments[1]], stores))
-        assert {out.dtype for _, _, _, outs in launches for out in outs or ()} == {
+        passes = [
+            Pass(view, (copy,), view.stored(stores), view.target, view.rounded)
+            for view in buffer.segments[1].trained
+        ]
+        launches = in_one_launch(passes)
+        assert {out.dtype for launch in launches for out in launch.outs or ()} == {
             torch.float32,
             torch.bfloat16,
         }
-        for _, _, thetas, outs in launches:
-            assert (
-                len({theta.dtype for theta in thetas})
-                == len({out.dtype for out in outs or ()})
-                == 1
-            )
+        for launch in launches:
+            assert len({weights.dtype for weights in launch.weights}) == 1
+            assert len({out.dtype for out in launch.outs or ()}) == 1

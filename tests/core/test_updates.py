@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engines import assert_same_outcome, memory, outcome, weights, zeroth_order
+from engines import assert_same_outcome, kernels_in, memory, outcome, weights, zeroth_order
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from toy import ToyBlockModel
 from updates import update_of
 
-import zo2core.kernels
-import zo2core.sweep.perturbers
 from zo2adapters import open_checkpoint
 from zo2core import (
     BlockLayout,
@@ -34,6 +32,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.estimators.noise import GENERATOR, STREAM
+from zo2core.kernels.dispatch import Kernel
 from zo2core.kernels.programs import compile_moves, compile_updates, seeds_of, split_updates
 from zo2core.planning.memory import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
@@ -107,19 +106,21 @@ def test_moves_lead_to_the_evaluation(
 @pytest.mark.parametrize("distribution", [None, Distribution.GAUSSIAN])
 @pytest.mark.parametrize("blocks", [1, 5])
 def test_a_sweep_compiles_its_programs_once_for_all_segments(
-    blocks: int, distribution: Distribution | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blocks: int, distribution: Distribution | None, tmp_path: Path
 ) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=blocks))
     programs: dict[int, Program] = {}
 
-    def recorded(theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
+    def record(kernel: Kernel, theta: torch.Tensor, program: Program, *arguments: Any) -> None:
         programs[id(program)] = program  # kept, so that no other one gets its address
-        zo2core.kernels.apply(theta, program, *arguments, **options)
+        kernel(theta, program, *arguments)
 
-    monkeypatch.setattr(zo2core.sweep.perturbers, "apply", recorded)
     noise = None if distribution is None else PhiloxNoise(distribution)
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, weight_decay=0.1)
-    with Engine(open_checkpoint(base), ZerothOrder(estimator, noise=noise)) as engine:
+    with (
+        kernels_in(record),
+        Engine(open_checkpoint(base), ZerothOrder(estimator, noise=noise)) as engine,
+    ):
         engine.step(make_batch(40, [5]))
         programs.clear()
         engine.step(make_batch(40, [5]))

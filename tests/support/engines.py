@@ -2,7 +2,7 @@
 engines.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields
 from functools import partial
@@ -15,7 +15,9 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from torch.utils import _pytree as pytree
 
 from zo2core import Batch, Engine, FirstOrder, Forward, HostPlan, MemoryPolicy, ZerothOrder
+from zo2core.kernels.dispatch import Kernel, choose_kernel
 from zo2core.planning.memory import DevicePlan
+from zo2core.sweep import perturbers
 
 
 def zeroth_order(model: Any, estimator: Any, **options: Any) -> Engine:
@@ -106,6 +108,19 @@ def fails_at(real: Callable[..., Any], at: int, error: BaseException) -> Callabl
         return real(*arguments, **options)
 
     return call
+
+
+@contextmanager
+def kernels_in(around: Callable[..., None]) -> Iterator[None]:
+    """Within the context, engines are opened that call a function of the kernel and its arguments
+    wherever they would call the kernel.
+    """
+
+    def choose(*weights: torch.Tensor, copies: Sequence[torch.Tensor | None]) -> Kernel:
+        return partial(around, choose_kernel(*weights, copies=copies))
+
+    with patch.object(perturbers, "choose_kernel", choose):
+        yield
 
 
 class Proxy:

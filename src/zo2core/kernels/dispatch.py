@@ -19,6 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -206,6 +207,12 @@ class _Direction(ctypes.Structure):
     _fields_ = (("seed", ctypes.c_uint64), ("z", ctypes.c_void_p))
 
 
+# Runs a program as ``apply`` does, with its arguments in their order.
+Kernel: TypeAlias = Callable[
+    [Tensor, Program, Draw | Sequence[Tensor], Tensor | None, Tensor | None], None
+]
+
+
 def apply(
     theta: Tensor,
     program: Program,
@@ -226,34 +233,87 @@ def apply(
             once to its dtype; it overlaps no other tensor.
     """
     assert (out is None) == (program.then is None)
-    draw, zs = (z, ()) if isinstance(z, Draw) else (None, z)
-    if takes(theta, *zs) and rounds_to(out, rounded):
-        coded = table(program, theta.device)
-        in_place = len(program.instructions)
-        if draw is not None:
-            directions: object = coded.directions.data_ptr()
-            drawn = _DISTRIBUTIONS[draw.distribution], draw.parameter, draw.start
-        else:
-            directions = (_Direction * len(zs))(*[_Direction(0, given.data_ptr()) for given in zs])
-            drawn = (0, 0, 0)
-        memory = (
-            DTYPES[theta.dtype],
-            theta.data_ptr(),
-            *_results(theta, out, rounded),
-            theta.numel(),
-        )
-        run = coded.instructions.data_ptr(), in_place, in_place + (out is not None), directions
-        functions().zo2core_walk(*memory, *run, *drawn)
-        return
-    outs = None if out is None else [out]
-    if (kernels := triton_kernels(theta)) is None:
-        reference.apply(theta, program, z, out=out)
-    elif draw is not None:
-        kernels.apply_drawing(
-            [theta], program, draw.distribution, [draw.parameter], draw.start, outs=outs
-        )
+    zs = () if isinstance(z, Draw) else z
+    choose_kernel(theta, *zs, copies=(out, rounded))(theta, program, z, out, rounded)
+
+
+def choose_kernel(*weights: Tensor, copies: Sequence[Tensor | None]) -> Kernel:
+    """Choose the fastest kernel for tensors of these dtypes on their device. All are contiguous.
+
+    Args:
+        weights: Weights, and their directions if these are drawn before.
+        copies: Memory for copies, or None.
+    """
+    if takes(*weights) and rounds_to(*copies):
+        return _apply_compiled
+    if triton_kernels(weights[0]) is not None:
+        return _apply_triton
+    return _apply_reference
+
+
+def _apply_compiled(
+    theta: Tensor,
+    program: Program,
+    z: Draw | Sequence[Tensor],
+    out: Tensor | None,
+    rounded: Tensor | None,
+) -> None:
+    assert (out is None) == (program.then is None), "the copy has memory"
+    coded = program.tables.get(theta.device) or table(program, theta.device)
+    directions: object
+    if isinstance(z, Draw):
+        directions = coded.directions.data_ptr()
+        drawn = (_DISTRIBUTIONS[z.distribution], z.parameter, z.start)
     else:
-        kernels.apply([theta], program, [[given] for given in zs], outs)
+        rows = map(_Direction, program.seeds, map(Tensor.data_ptr, z))
+        directions = (_Direction * len(z))(*rows)
+        drawn = (0, 0, 0)
+    if out is not None and out.dtype is not theta.dtype:
+        assert rounded is None, "one other dtype at a time"
+        rounded = out
+        out = None
+    in_place = len(program.instructions)
+    functions().zo2core_walk(
+        DTYPES[theta.dtype],
+        theta.data_ptr(),
+        None if out is None else out.data_ptr(),
+        0 if rounded is None else DTYPES[rounded.dtype],
+        None if rounded is None else rounded.data_ptr(),
+        theta.numel(),
+        coded.instructions.data_ptr(),
+        in_place,
+        in_place + (program.then is not None),
+        directions,
+        *drawn,
+    )
+
+
+def _apply_triton(
+    theta: Tensor,
+    program: Program,
+    z: Draw | Sequence[Tensor],
+    out: Tensor | None,
+    rounded: Tensor | None,
+) -> None:
+    kernels = triton_kernels(theta)
+    assert kernels is not None, "the kernel was chosen for another tensor"
+    outs = None if out is None else [out]
+    if isinstance(z, Draw):
+        kernels.apply_drawing([theta], program, z.distribution, [z.parameter], z.start, outs=outs)
+    else:
+        kernels.apply([theta], program, [[direction] for direction in z], outs)
+    if rounded is not None:
+        rounded.copy_(theta if out is None else out)
+
+
+def _apply_reference(
+    theta: Tensor,
+    program: Program,
+    z: Draw | Sequence[Tensor],
+    out: Tensor | None,
+    rounded: Tensor | None,
+) -> None:
+    reference.apply(theta, program, z, out=out)
     if rounded is not None:
         rounded.copy_(theta if out is None else out)
 
@@ -312,23 +372,6 @@ def perturb_each(
                 then=perturbation._replace(direction=0),
             )
             apply(theta, program, Draw(distribution, parameter), out=row)
-
-
-def _results(
-    theta: Tensor, out: Tensor | None, rounded: Tensor | None
-) -> tuple[int | None, int, int | None]:
-    """A kernel's output arguments: address of an unrounded output, and dtype and address of a
-    rounded one.
-    """
-    if out is not None and out.dtype is not theta.dtype:
-        assert rounded is None, "one other dtype at a time"
-        out, rounded = None, out
-    unrounded = None if out is None else out.data_ptr()
-    return (
-        (unrounded, 0, None)
-        if rounded is None
-        else (unrounded, DTYPES[rounded.dtype], rounded.data_ptr())
-    )
 
 
 def triton_kernels(tensor: Tensor) -> ModuleType | None:

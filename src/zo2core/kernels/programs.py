@@ -75,6 +75,11 @@ def compile_updates(
     return {False: plain, True: _compiled(updates, then, zo_eps, decays=True) if decay else plain}
 
 
+def compile_copy(evaluation: Evaluation, zo_eps: float) -> Program:
+    """Compile the perturbation of a copy of the weights, which stay unchanged."""
+    return Program((evaluation.seed,), (), Perturb(0, evaluation.shift, zo_eps))
+
+
 def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: float) -> Program:
     """Compile the perturbations from one evaluation to another; None stands for unperturbed
     weights.
@@ -82,6 +87,14 @@ def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: f
     moves = _moves(before, after)
     seeds = tuple(dict.fromkeys(seed for seed, _ in moves))
     return Program(seeds, tuple(Perturb(seeds.index(seed), shift, zo_eps) for seed, shift in moves))
+
+
+def one_by_one(program: Program) -> list[Program]:
+    """The perturbations of a program, each as one of its own."""
+    moves = [move for move in program.instructions if isinstance(move, Perturb)]
+    return [
+        Program((program.seeds[move.direction],), (move._replace(direction=0),)) for move in moves
+    ]
 
 
 def seeds_of(update: Update) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from functools import cache, partial
+from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -41,13 +42,15 @@ from zo2core.encodings import decoding
 from zo2core.estimators.factors import FactorStore
 from zo2core.estimators.noise import noise_bytes
 from zo2core.estimators.perturbation import StackedForward, StackedModel
-from zo2core.kernels import Draw, apply
-from zo2core.kernels.dispatch import triton_kernels
+from zo2core.kernels.dispatch import Kernel, choose_kernel, triton_kernels
 from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
 from zo2core.kernels.programs import (
+    Draw,
     Trajectory,
+    compile_copy,
     compile_moves,
     compile_updates,
+    one_by_one,
     seeds_of,
     split_updates,
 )
@@ -65,7 +68,6 @@ from zo2core.types import (
     BlockLayout,
     Evaluation,
     ParameterSpec,
-    Perturb,
     Program,
     Update,
     aligned,
@@ -83,19 +85,22 @@ _READ_ALIGNMENT = 16  # bytes
 
 
 class ParameterView(NamedTuple):
-    """One parameter in one segment: the memory of its stored weight, its perturbed weight and its
-    noise.
+    """One parameter in one segment: where its stored weight is, and the memory of its perturbed
+    weight and its noise.
     """
 
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
     position: int  # position of the weight in that store
     scales: int | None  # position of the scales in a store of 8-bit weights; None for other weights
-    work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
-    # the perturbed weight in its stored dtype; None: it is perturbed in the work buffer
-    unrounded: torch.Tensor | None
+    is_low_bit: bool  # whether it is converted from its transfer dtype before it is perturbed
+    work: torch.Tensor  # flat view of the work buffer: what the forward reads, in its dtype
+    # flat, where the weight is perturbed: in its stored dtype, or else in the work buffer
+    target: torch.Tensor
+    rounded: torch.Tensor | None  # ``work``, where the target is memory of its own
     z: torch.Tensor | None  # flat view of the noise buffer; None if noise is not kept
     chunks: list[tuple[int, int]]  # (start, stop) of the chunks in which z is drawn
+    apply: Kernel  # runs programs on the stored weight and on the target
 
     def stored(self, stores: Stores) -> torch.Tensor:
         """The weight in its store."""
@@ -105,37 +110,40 @@ class ParameterView(NamedTuple):
         """Whether a store has the codes of the weight; a shared base hands out decoded weights."""
         return self.spec.encoding is not None and stored.dtype is self.spec.stored_dtype
 
-    def load(self, stores: Stores, helper: Executor | None = None) -> None:
+    def load(self, stored: torch.Tensor, helper: Executor | None = None) -> None:
         """Copy or decode the weight to the memory where it is perturbed or read."""
-        stored = self.stored(stores)
-        (target, _) = self.targets()
         if self.is_encoded(stored):
-            decoding.decode(self.spec, stored, target, helper)
+            decoding.decode(self.spec, stored, self.target, helper)
         else:
-            target.copy_(stored)
+            self.target.copy_(stored)
 
-    def readable(self, stores: Stores, helper: Executor | None = None) -> torch.Tensor:
+    def readable(self, stored: torch.Tensor, helper: Executor | None = None) -> torch.Tensor:
         """Return the memory from which modules read the weight: its store if that gives the same
         bits, else the buffer.
         """
-        stored = self.stored(stores)
-        if (
-            stored.dtype is self.spec.in_forward().dtype
-            and stored.data_ptr() % _READ_ALIGNMENT == 0
-        ):
+        if stored.dtype is self.work.dtype and stored.data_ptr() % _READ_ALIGNMENT == 0:
             return stored.view(self.spec.shape)
-        self.load(stores, helper)
+        self.load(stored, helper)
         return self.work.view(self.spec.shape)
 
-    def targets(
-        self, start: int = 0, stop: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the memory of a range's perturbed weights: unrounded, and rounded for the forward;
-        None if not rounded.
-        """
-        if self.unrounded is None:
-            return self.work[start:stop], None
-        return self.unrounded[start:stop], self.work[start:stop]
+
+class SegmentViews(NamedTuple):
+    """The parameters of one segment in the work buffer, and what holds for all of them."""
+
+    trained: tuple[ParameterView, ...]  # in drawing order
+    owned: tuple[ParameterView, ...]  # the trained ones whose weight is in the segment's store
+    frozen: tuple[ParameterView, ...]
+    numel: int  # elements of the trained ones
+    owned_numel: int  # elements of the owned ones
+    is_low_bit: bool  # whether some are converted from their transfer dtype
+    transfers_back: bool  # whether updates are rounded to a transfer dtype
+    # kernels that change all trained ones in one launch; None if each is changed by itself
+    kernels: ModuleType | None
+
+    @property
+    def all(self) -> tuple[ParameterView, ...]:
+        """All parameters."""
+        return (*self.trained, *self.frozen)
 
 
 class WorkBuffer:
@@ -151,67 +159,30 @@ class WorkBuffer:
         perturbs_in_place: bool = True,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        tied, untied = divide_tied(layouts)
-        work = (device.empty if allocate is None else allocate)(work_bytes(layouts))
-        unrounded_memory = device.empty(
-            unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place)
-        )
+        self._device = device
         self._low_bit = device.empty(low_bit_bytes(layouts))  # in which parameters are rounded
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
-        z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
-        # the same memory for all segments that use a weight
-        tied_noise = {} if z is None else named_views(tied, z)
-        locations = {
-            spec.name: (index, position, scales)
-            for index, layout in enumerate(layouts)
-            for position, (spec, scales) in enumerate(
-                zip(layout.parameters, scales_positions(layout), strict=True)
+        memory = _Memory(
+            work=(device.empty if allocate is None else allocate)(work_bytes(layouts)),
+            unrounded=device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place)),
+            z=device.empty(noise_bytes(layouts)) if self.keeps_noise else None,
+            perturbs_in_place=perturbs_in_place,
+        )
+        stored = _stored_positions(layouts)
+        self.segments = [
+            _segment_views(
+                index, layout, _parameter_views(layout, stored, memory, kept_noise, noise)
             )
-        }
-        # for each segment, trained parameters in drawing order
-        self.segments: list[tuple[ParameterView, ...]] = []
-        self._frozen: list[tuple[ParameterView, ...]] = []  # for each segment, frozen parameters
-        for layout, untied_specs in zip(layouts, untied, strict=True):
-            used = {spec.name: spec for spec in layout.used}
-            kept_noise = (
-                {} if z is None else tied_noise | named_views(untied_specs, z[packed_bytes(tied) :])
+            for index, (layout, kept_noise) in enumerate(
+                zip(layouts, _kept_noise(layouts, memory.z), strict=True)
             )
-            works = named_views([spec.in_forward() for spec in used.values()], work)
-            unrounded = named_views(
-                [
-                    spec
-                    for spec in used.values()
-                    if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)
-                ],
-                unrounded_memory,
-            )
-            views = [
-                ParameterView(
-                    spec,
-                    *locations[name],
-                    works[name],
-                    unrounded.get(name),
-                    kept_noise.get(name),
-                    [] if spec.frozen else noise.chunks(spec),
-                )
-                for name, spec in used.items()
-            ]
-            views.sort(key=lambda view: view.spec.index)
-            self.segments.append(tuple(view for view in views if not view.spec.frozen))
-            self._frozen.append(tuple(view for view in views if view.spec.frozen))
-        self._device = device
-        self.transfers_back = [
-            any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters)
-            for layout in layouts
         ]
-        self.is_low_bit = [any(spec.is_low_bit for spec in layout.used) for layout in layouts]
-        self.elements = [sum(view.spec.numel for view in views) for views in self.segments]
         self._drawings: dict[tuple[torch.dtype, str], torch.Tensor] = {}
-        self._chunk = max(
+        self._longest_chunk = max(
             (
                 stop - start
-                for views in self.segments
-                for view in views
+                for segment in self.segments
+                for view in segment.trained
                 for start, stop in view.chunks
             ),
             default=0,
@@ -222,26 +193,22 @@ class WorkBuffer:
         self._bind = bind
         # each segment's weights since its last visit, by name
         self.bound: list[dict[str, torch.Tensor]] = [
-            {view.spec.name: view.work.view(view.spec.shape) for view in self.views(index)}
-            for index in range(len(self.segments))
+            {view.spec.name: view.work.view(view.spec.shape) for view in segment.all}
+            for segment in self.segments
         ]
         self._reads_stores = False
         for index, parameters in enumerate(self.bound):
             bind(index, parameters)
 
-    def views(self, index: int) -> tuple[ParameterView, ...]:
-        """All parameters of a segment."""
-        return (*self.segments[index], *self._frozen[index])
-
     def load_frozen(self, index: int, stores: Stores) -> None:
         """Let a segment's modules read frozen weights, from the store or else decoded or rounded
         into the buffer.
         """
-        frozen = {view.spec.name: view.readable(stores) for view in self._frozen[index]}
-        self._reads_stores |= any(
-            frozen[view.spec.name].data_ptr() != view.work.data_ptr()
-            for view in self._frozen[index]
-        )
+        frozen: dict[str, torch.Tensor] = {}
+        for view in self.segments[index].frozen:
+            weight = view.readable(stores[view.owner][view.position])
+            frozen[view.spec.name] = weight
+            self._reads_stores |= weight.data_ptr() != view.work.data_ptr()
         if self._reads_stores and frozen:
             # segments share modules, which may still read another segment's store
             self.bound[index].update(frozen)
@@ -252,52 +219,158 @@ class WorkBuffer:
         their transfer.
         """
         self.load_low_bit(index, stores)
-        for view in self.segments[index]:
-            target, rounded = view.targets()
-            if not view.spec.is_low_bit:
-                view.load(stores)
-            if rounded is not None:
-                rounded.copy_(target)
+        for view in self.segments[index].trained:
+            if not view.is_low_bit:
+                view.load(stores[view.owner][view.position])
+            if view.rounded is not None:
+                view.rounded.copy_(view.target)
 
     def load_low_bit(self, index: int, stores: Stores) -> None:
         """Convert a segment's low-bit weights to where they are perturbed, with the rounding of
         their transfer.
         """
-        for view in self.segments[index]:
-            if view.spec.is_low_bit:
-                stored = view.stored(stores)
-                (target, _) = view.targets()
-                if stored.dtype is view.spec.dtype:
-                    round_low_bit(view.spec, stored, target, self._low_bit)
-                else:
-                    decode(
-                        stored,
-                        None if view.scales is None else stores[view.owner][view.scales],
-                        target,
-                    )
+        segment = self.segments[index]
+        if not segment.is_low_bit:
+            return
+        for view in segment.trained:
+            if not view.is_low_bit:
+                continue
+            stored = view.stored(stores)
+            if stored.dtype is view.spec.dtype:
+                round_low_bit(view.spec, stored, view.target, self._low_bit)
+                continue
+            scales = None if view.scales is None else stores[view.owner][view.scales]
+            decode(stored, scales, view.target)
 
     def round_to_transfer_dtype(self, index: int, store: Store) -> None:
         """Round a segment's weights to their transfer dtype, if they are transferred back from the
         device.
         """
-        for view in self.segments[index]:
-            if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
-                theta = store[view.position]
-                if theta.dtype is view.spec.dtype:
-                    round_low_bit(view.spec, theta, theta, self._low_bit)
-                    continue
-                scales = None if view.scales is None else store[view.scales]
-                (target, _) = view.targets()
-                encode(target, theta, scales)
-                decode(theta, scales, target)
+        for view in self.segments[index].owned:
+            if not (view.is_low_bit and view.spec.transfer_back):
+                continue
+            theta = store[view.position]
+            if theta.dtype is view.spec.dtype:
+                round_low_bit(view.spec, theta, theta, self._low_bit)
+                continue
+            scales = None if view.scales is None else store[view.scales]
+            encode(view.target, theta, scales)
+            decode(theta, scales, view.target)
 
     def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """Return memory for a chunk of z: one buffer for each dtype and purpose, kept."""
         key = (dtype, purpose)
         if key not in self._drawings:
-            nbytes = self._chunk * dtype.itemsize
+            nbytes = self._longest_chunk * dtype.itemsize
             self._drawings[key] = self._device.empty(nbytes)[:nbytes].view(dtype)
         return self._drawings[key]
+
+
+class _Memory(NamedTuple):
+    """The memory of a work buffer, uint8, which segments use in turn."""
+
+    work: torch.Tensor  # weights as forwards read them
+    unrounded: torch.Tensor  # perturbed weights whose rounded copy is in ``work``
+    z: torch.Tensor | None  # noise that is kept; None: it is drawn again
+    perturbs_in_place: bool
+
+
+class _StoredPosition(NamedTuple):
+    """Where a stored weight is."""
+
+    owner: int  # segment
+    weight: int  # position in the segment's store
+    scales: int | None  # position of the scales of 8-bit weights in a store that has them
+
+
+def _stored_positions(layouts: Sequence[BlockLayout]) -> dict[str, _StoredPosition]:
+    """Where each parameter is stored, by name."""
+    positions: dict[str, _StoredPosition] = {}
+    for index, layout in enumerate(layouts):
+        pairs = zip(layout.parameters, scales_positions(layout), strict=True)
+        for position, (spec, scales) in enumerate(pairs):
+            positions[spec.name] = _StoredPosition(index, position, scales)
+    return positions
+
+
+def _kept_noise(
+    layouts: Sequence[BlockLayout], z: torch.Tensor | None
+) -> list[dict[str, torch.Tensor]]:
+    """Memory for the noise of each segment's parameters, by name.
+
+    Segments that use a tied weight have the same memory for its noise.
+    """
+    if z is None:
+        return [{} for _ in layouts]
+    tied, untied = divide_tied(layouts)
+    tied_noise = named_views(tied, z)
+    untied_memory = z[packed_bytes(tied) :]
+    return [tied_noise | named_views(specs, untied_memory) for specs in untied]
+
+
+def _parameter_views(
+    layout: BlockLayout,
+    stored: Mapping[str, _StoredPosition],
+    memory: _Memory,
+    kept_noise: Mapping[str, torch.Tensor],
+    noise: NoiseGenerator,
+) -> list[ParameterView]:
+    """The parameters that a segment uses, in drawing order."""
+    specs = list({spec.name: spec for spec in layout.used}.values())
+    works = named_views([spec.in_forward() for spec in specs], memory.work)
+    with_unrounded = [
+        spec for spec in specs if keeps_unrounded(spec, perturbs_in_place=memory.perturbs_in_place)
+    ]
+    unrounded = named_views(with_unrounded, memory.unrounded)
+    views: list[ParameterView] = []
+    for spec in sorted(specs, key=lambda spec: spec.index):
+        work = works[spec.name]
+        target = unrounded.get(spec.name, work)
+        rounded = None if target is work else work
+        weights = torch.empty(0, dtype=spec.dtype, device=work.device)
+        views.append(
+            ParameterView(
+                spec,
+                *stored[spec.name],
+                is_low_bit=spec.is_low_bit,
+                work=work,
+                target=target,
+                rounded=rounded,
+                z=kept_noise.get(spec.name),
+                chunks=[] if spec.frozen else noise.chunks(spec),
+                apply=choose_kernel(weights, copies=(target, rounded)),
+            )
+        )
+    return views
+
+
+def _segment_views(index: int, layout: BlockLayout, views: Sequence[ParameterView]) -> SegmentViews:
+    """Divide a segment's parameters into trained and frozen ones."""
+    trained = tuple(view for view in views if not view.spec.frozen)
+    owned = tuple(view for view in trained if view.owner == index)
+    return SegmentViews(
+        trained=trained,
+        owned=owned,
+        frozen=tuple(view for view in views if view.spec.frozen),
+        numel=sum(view.spec.numel for view in trained),
+        owned_numel=sum(view.spec.numel for view in owned),
+        is_low_bit=any(view.is_low_bit for view in views),
+        transfers_back=any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters),
+        kernels=_kernels_in_one_launch(trained),
+    )
+
+
+def _kernels_in_one_launch(views: Sequence[ParameterView]) -> ModuleType | None:
+    """Kernels that change all of these parameters in one launch; None if one of them has no such
+    kernel, or is perturbed where the forward does not read it.
+    """
+    kernels: ModuleType | None = None
+    for view in views:
+        kernels = triton_kernels(view.work)
+        is_rounded_apart = view.rounded is not None or view.is_low_bit
+        if kernels is None or is_rounded_apart or view.spec.dtype is torch.float64:
+            return None
+    return kernels
 
 
 def named_views(specs: Sequence[ParameterSpec], memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -314,10 +387,9 @@ RANGE = 1 << 18  # elements
 
 # evaluations, each with the batches to run at it
 Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]
-# of updates, by whether weight decay applies to a parameter
+# of one update or of several ones, by whether weight decay applies to a parameter
 Programs: TypeAlias = Mapping[bool, Program]
-Work: TypeAlias = tuple[ParameterView, Sequence[Program]]  # a parameter, and what is run on it
-Replayed: TypeAlias = SimpleQueue[int | None]  # ends of replayed chunks; None: the replay failed
+ReplayedChunks: TypeAlias = SimpleQueue[int | None]  # their ends; None: the replay failed
 
 
 class Stream(NamedTuple):
@@ -368,10 +440,33 @@ class Perturber(ABC):
         """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
+class Pass(NamedTuple):
+    """One pass over the memory of a parameter."""
+
+    view: ParameterView
+    programs: Sequence[Program]  # run one after the other on each range
+    weights: torch.Tensor  # flat; changed in place, or copied
+    out: torch.Tensor | None  # flat; memory for a perturbed copy, if the program makes one
+    rounded: torch.Tensor | None  # flat; memory for the result as the forward reads it
+
+    def run(
+        self, program: Program, z: Draw | Sequence[torch.Tensor], start: int, stop: int
+    ) -> None:
+        """Run one of the programs on a range."""
+        self.view.apply(
+            self.weights[start:stop],
+            program,
+            z,
+            None if self.out is None else self.out[start:stop],
+            None if self.rounded is None else self.rounded[start:stop],
+        )
+
+
 class TrajectoryPerturber(Perturber):
     """Replays a trajectory's updates, and perturbs along its evaluations.
 
-    How z is drawn is up to the two kinds of it.
+    How z is drawn is up to the two kinds of it. All segments share programs, so that each is
+    encoded for the kernels once.
     """
 
     def __init__(
@@ -381,84 +476,79 @@ class TrajectoryPerturber(Perturber):
         self._worker = worker
         self._trajectory = trajectory
         self._parallel_from = PARALLEL_FROM
-        first = trajectory.evaluations[0] if trajectory.evaluations else None
-        # prepared during the replay
-        self._first = first if first is not None and first.shift != 0 else None
+        evaluations = trajectory.evaluations
+        # for each evaluation what perturbs a copy of the weights, which stay unchanged; None: the
+        # weights are not perturbed
+        self._copies = [
+            None if at is None or at.shift == 0 else compile_copy(at, trajectory.zo_eps)
+            for at in evaluations
+        ]
+        # for each evaluation after the first one what perturbs the weights of the one before
+        self._moves: list[list[Program]] = []
+        for before, after in pairwise(evaluations):
+            move = compile_moves(before, after, trajectory.zo_eps)
+            self._moves.append([move] if move.instructions else [])
         # whether the work buffer has the first evaluation's weights since the replay
         self._is_prepared = False
-        # All segments share programs, so that each is encoded for the kernels once. These caches do
-        # not refer to the perturber, which is freed with its sweep, and so is the memory that it
-        # uses.
-        self._compiled: Callable[[Update], Programs] = cache(
-            lambda update: compile_updates([update])
-        )
-        # Perturbs a copy of the weights, which stay unchanged.
-        self._copy: Callable[[Evaluation], Program] = cache(
-            lambda evaluation: compile_updates((), evaluation, trajectory.zo_eps)[False]
-        )
-        self._moves: Callable[[Evaluation | None, Evaluation | None], Sequence[Program]] = cache(
-            lambda before, after: [compile_moves(before, after, trajectory.zo_eps)]
-        )  # from one evaluation's weights to the next's
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write an evaluation's weights to the work buffer, unless the replay has done so.
-
-        See the contract.
-        """
-        if self._is_prepared and evaluation == 0:
+        """Write an evaluation's weights to the work buffer, unless the replay has done so."""
+        if evaluation == 0 and self._is_prepared:
             return
-        at = self._trajectory.evaluations[evaluation]
-        if evaluation and self._trajectory.perturb_in_place:
-            # from the weights of the evaluation before
-            for move in self._moves(self._trajectory.evaluations[evaluation - 1], at):
-                self._run(index, None, [{False: move, True: move}], move)
-        elif at is None or at.shift == 0:
+        if evaluation > 0 and self._trajectory.perturb_in_place:
+            for move in self._moves[evaluation - 1]:
+                self._run(index, self._passes_in_place(index, move))
+            return
+        copy = self._copies[evaluation]
+        if copy is None:
             self.buffer.load(index, stores)
-        else:
-            self.buffer.load_low_bit(index, stores)
-            copy = self._copy(at)
-            self._run(index, stores, [{False: copy, True: copy}], copy)
+            return
+        self.buffer.load_low_bit(index, stores)
+        self._run(index, self._passes_to_copies(index, stores, {False: copy, True: copy}, copy))
 
     def _missing_updates(self, version: int) -> list[Sequence[Update]]:
         """The updates that a version lacks, in parts for whose seeds a thread draws in turn."""
         return list(split_updates(self._trajectory.updates[version : self.version], SEEDS_IN_TURN))
 
-    def _run(
-        self, index: int, stores: Stores | None, owned: Sequence[Programs], borrowed: Program | None
-    ) -> None:
-        """Run programs on stores, with perturbed copies in the work buffer; in place on perturbed
-        weights without stores.
-        """
-        owned = [
-            programs
-            for programs in owned
-            if programs[False].instructions or programs[False].then is not None
-        ]
-        by_decay = [[programs[decays] for programs in owned] for decays in (False, True)]
-        work: list[Work] = []
-        for view in self.buffer.segments[index] if owned else ():
-            if view.owner == index:
-                work.append((view, by_decay[view.spec.decays]))
-            elif borrowed is not None:
-                work.append((view, [borrowed]))
-        if work:
-            self._run_all(index, stores, work)
-
     @abstractmethod
-    def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
-        """Run programs on parameters of a segment, equally many on each."""
-
-    def _kernels(self, index: int) -> ModuleType | None:
-        """Kernels that change a segment's parameters in one launch; None if each is changed by
-        itself.
+    def _run(self, index: int, passes: Sequence[Pass]) -> None:
+        """Make passes over a segment's parameters, each with one program; the programs have the
+        same directions.
         """
-        views = self.buffer.segments[index]
-        if self.buffer.is_low_bit[index] or any(view.unrounded is not None for view in views):
-            return None
-        found = [
-            triton_kernels(view.work) for view in views if view.spec.dtype is not torch.float64
+
+    def _passes_in_stores(
+        self, index: int, store: Store, programs: Mapping[bool, Sequence[Program]]
+    ) -> list[Pass]:
+        """Passes that change the weights of a segment's store."""
+        passes: list[Pass] = []
+        for view in self.buffer.segments[index].owned:
+            weights = store[view.position]
+            if weights.dtype is not view.spec.dtype:
+                assert view.spec.transfer_back, "other weights are replayed in their stored dtype"
+                weights = view.target  # converted before, and back afterwards
+            passes.append(Pass(view, programs[view.spec.decays], weights, None, None))
+        return passes
+
+    def _passes_to_copies(
+        self, index: int, stores: Stores, owned: Programs, borrowed: Program
+    ) -> list[Pass]:
+        """Passes that write perturbed copies of weights to the work buffer.
+
+        Those of low-bit ones start where these were converted to.
+        """
+        passes: list[Pass] = []
+        for view in self.buffer.segments[index].trained:
+            program = owned[view.spec.decays] if view.owner == index else borrowed
+            weights = view.target if view.is_low_bit else stores[view.owner][view.position]
+            passes.append(Pass(view, (program,), weights, view.target, view.rounded))
+        return passes
+
+    def _passes_in_place(self, index: int, program: Program) -> list[Pass]:
+        """Passes that change perturbed weights."""
+        return [
+            Pass(view, (program,), view.target, None, view.rounded)
+            for view in self.buffer.segments[index].trained
         ]
-        return found[0] if found and len(found) == len(views) and all(found) else None
 
     def _divide(self, index: int, tasks: Iterable[Callable[[], object]], helpers: int = 1) -> None:
         """Do a segment's tasks on several threads if that saves time."""
@@ -487,45 +577,33 @@ class TrajectoryPerturber(Perturber):
 
     def _divides(self, index: int) -> bool:
         """Whether a segment is so large that a second thread saves time."""
-        return self._worker is not None and self.buffer.elements[index] >= self._parallel_from
+        return self._worker is not None and self.buffer.segments[index].numel >= self._parallel_from
 
 
-def in_one_launch(
-    work: Iterable[tuple[ParameterView, Program]], stores: Stores | None
-) -> Iterator[tuple[Program, list[ParameterView], list[torch.Tensor], list[torch.Tensor] | None]]:
-    """Divide parameters into those that one launch changes, since they share a program and dtypes.
+class Launch(NamedTuple):
+    """Parameters that one launch changes, since they share a program and dtypes."""
 
-    Yields:
-        The program, the parameters, their weights, and memory for copies if the program makes them.
-    """
-    groups: dict[tuple[int, torch.dtype, torch.dtype], tuple[Program, list[ParameterView]]] = {}
-    for view, program in work:
-        # of weights and of copies, as the forward reads them
-        dtypes = view.spec.dtype, view.work.dtype
-        groups.setdefault((id(program), *dtypes), (program, []))[1].append(view)
-    for program, views in groups.values():
-        outs = None if program.then is None else [view.work for view in views]
-        yield (
-            program,
-            views,
-            [_weights(view, stores, copied=outs is not None) for view in views],
-            outs,
-        )
+    program: Program
+    views: list[ParameterView]
+    weights: list[torch.Tensor]
+    outs: list[torch.Tensor] | None  # memory for copies, if the program makes them
 
 
-def _weights(view: ParameterView, stores: Stores | None, *, copied: bool) -> torch.Tensor:
-    """Return stored weights, or perturbed ones without stores; copies of low-bit ones begin in
-    their stored dtype.
-    """
-    if stores is None:
-        return view.targets()[0]
-    stored = view.stored(stores)
-    if view.spec.is_low_bit and (copied or stored.dtype is not view.spec.dtype):
-        assert copied or view.spec.transfer_back, (
-            "weights that are not transferred back are replayed in their stored dtype"
-        )
-        return view.targets()[0]
-    return stored
+def in_one_launch(passes: Iterable[Pass], number: int = 0) -> list[Launch]:
+    """Divide passes, each with its program of this number, into those that one launch makes."""
+    launches: dict[tuple[int, torch.dtype, torch.dtype], Launch] = {}
+    for each in passes:
+        program = each.programs[number]
+        # dtypes of weights and of copies, as the forward reads them
+        key = id(program), each.view.spec.dtype, each.view.work.dtype
+        if key not in launches:
+            launches[key] = Launch(program, [], [], None if program.then is None else [])
+        launch = launches[key]
+        launch.views.append(each.view)
+        launch.weights.append(each.weights)
+        if launch.outs is not None and each.out is not None:
+            launch.outs.append(each.out)
+    return list(launches.values())
 
 
 class CounterPerturber(TrajectoryPerturber):
@@ -543,27 +621,28 @@ class CounterPerturber(TrajectoryPerturber):
         super().__init__(buffer, worker if helpers > 0 else None, trajectory)
         self._distribution = noise.distribution
         self._helpers = helpers
-        # by the arguments of ``_programs``
+        # by version, and by whether the last program writes the first evaluation's weights
         self._replays: dict[tuple[int, bool], list[Programs]] = {}
+        # by step
+        self._low_bit_replays: dict[int, Programs] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version, and write the first evaluation's weights in the
         same pass.
         """
+        segment = self.buffer.segments[index]
         self._is_prepared = False
-        if self.buffer.transfers_back[index]:
+        if segment.transfers_back:
             self._replay_low_bit(index, stores, version)
             return self.version
-        prepares = not self.buffer.is_low_bit[index]
-        for programs in self._programs(version, prepares=prepares):
-            is_last = programs[False].then is not None
-            self._run(
-                index,
-                stores,
-                [programs],
-                self._copy(self._first) if is_last and self._first is not None else None,
-            )
-        self._is_prepared = prepares and self._first is not None
+        first = self._copies[0] if self._copies and not segment.is_low_bit else None
+        for programs in self._programs(version, prepares=first is not None):
+            if programs[False].then is None:
+                self._change_stores(index, stores, programs)
+            else:
+                assert first is not None, "programs make copies for the first evaluation"
+                self._run(index, self._passes_to_copies(index, stores, programs, first))
+        self._is_prepared = first is not None
         return self.version
 
     def _replay_low_bit(self, index: int, stores: Stores, version: int) -> None:
@@ -575,8 +654,10 @@ class CounterPerturber(TrajectoryPerturber):
             self.buffer.load_low_bit(index, stores)
         if missing and version == 0:  # the base has not been rounded to the transfer dtype
             self.buffer.round_to_transfer_dtype(index, stores[index])
-        for update in missing:
-            self._run(index, stores, [self._compiled(update)], None)
+        for step, update in enumerate(missing, version):
+            if step not in self._low_bit_replays:
+                self._low_bit_replays[step] = compile_updates([update])
+            self._change_stores(index, stores, self._low_bit_replays[step])
             self.buffer.round_to_transfer_dtype(index, stores[index])
 
     def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
@@ -585,49 +666,41 @@ class CounterPerturber(TrajectoryPerturber):
         """
         if (version, prepares) not in self._replays:
             *before, last = self._missing_updates(version)
-            last_programs = compile_updates(
-                last, self._first if prepares else None, self._trajectory.zo_eps
-            )
+            first = self._trajectory.evaluations[0] if prepares else None
+            last_programs = compile_updates(last, first, self._trajectory.zo_eps)
             self._replays[version, prepares] = [*map(compile_updates, before), last_programs]
         return self._replays[version, prepares]
 
-    def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
-        if (kernels := self._kernels(index)) is not None:
-            for program, views, thetas, outs in in_one_launch(
-                ((view, program) for view, (program,) in work), stores
-            ):
+    def _change_stores(self, index: int, stores: Stores, programs: Programs) -> None:
+        if programs[False].instructions:
+            by_decay = {decays: (program,) for decays, program in programs.items()}
+            self._run(index, self._passes_in_stores(index, stores[index], by_decay))
+
+    def _run(self, index: int, passes: Sequence[Pass]) -> None:
+        kernels = self.buffer.segments[index].kernels
+        if kernels is not None:
+            for launch in in_one_launch(passes):
                 kernels.apply_drawing(
-                    thetas,
-                    program,
+                    launch.weights,
+                    launch.program,
                     self._distribution,
-                    [view.spec.index for view in views],
-                    outs=outs,
+                    [view.spec.index for view in launch.views],
+                    outs=launch.outs,
                 )
             return
-        length = RANGE if self._divides(index) else max(self.buffer.elements[index], 1)
+        length = max(self.buffer.segments[index].numel, 1)
+        if self._divides(index):
+            length = RANGE
         tasks = [
-            partial(
-                self._run_range, view, program, stores, start, min(start + length, view.spec.numel)
-            )
-            for view, (program,) in work
-            for start in range(0, view.spec.numel, length)
+            partial(self._run_range, each, start, min(start + length, len(each.weights)))
+            for each in passes
+            for start in range(0, len(each.weights), length)
         ]
         self._divide(index, tasks, self._helpers)
 
-    def _run_range(
-        self, view: ParameterView, program: Program, stores: Stores | None, start: int, stop: int
-    ) -> None:
-        copies = program.then is not None
-        (out, rounded) = view.targets(start, stop)
-        theta = _weights(view, stores, copied=copies)[start:stop]
-        z = Draw(self._distribution, view.spec.index, start)
-        apply(
-            theta,
-            program,
-            z,
-            out=out if copies else None,
-            rounded=rounded if copies or stores is None else None,
-        )
+    def _run_range(self, each: Pass, start: int, stop: int) -> None:
+        draw = Draw(self._distribution, each.view.spec.index, start)
+        each.run(each.programs[0], draw, start, stop)
 
 
 class DrawnPerturber(TrajectoryPerturber):
@@ -642,34 +715,31 @@ class DrawnPerturber(TrajectoryPerturber):
     ) -> None:
         super().__init__(buffer, worker, trajectory)
         self._noise = noise
+        # z of several directions would take memory
+        self._moves = [[one for move in moves for one in one_by_one(move)] for moves in self._moves]
         self.seeds: set[int] = {
             evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None
         }
-        self._replays: dict[int, list[Sequence[Programs]]] = {}  # by version, in parts
-        whole_moves = self._moves
-        self._moves = cache(
-            lambda before, after: [
-                move for whole in whole_moves(before, after) for move in _apart(whole)
-            ]
-        )
+        # by version, in parts: programs of one update each, since z of each takes memory
+        self._replays: dict[int, list[Mapping[bool, Sequence[Program]]]] = {}
         # writes the first evaluation's weights on the second thread
         self._ahead: Future[None] | None = None
-        self._replayed: Replayed | None = None  # is told which chunks are replayed
         # seed and parameters of what ``_drawn_together`` has drawn
         self._drawn_at_once: tuple[int, ...] = ()
         # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the
         # weight is tied.
-        self._drawn: dict[str, int] = {}
+        self._kept_seeds: dict[str, int] = {}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
-        """Bring a segment's store to the present version. See the contract."""
-        replayed: Replayed = SimpleQueue()
+        """Bring a segment's store to the present version."""
+        replayed: ReplayedChunks = SimpleQueue()
         try:
-            missing = self._missing(version)
-            self._begin_ahead(index, stores, missing, replayed)
-            for programs in missing:
-                self._replayed = replayed if self._is_prepared and programs is missing[-1] else None
-                self._run(index, stores, programs, None)
+            parts = self._missing(version)
+            self._begin_ahead(index, stores, parts, replayed)
+            for part in parts:
+                awaited = self._is_prepared and part is parts[-1]
+                passes = self._passes_in_stores(index, stores[index], part)
+                self._replay(index, passes, replayed if awaited else None)
         except BaseException:
             replayed.put(None)  # ends the second thread's work, if it has any
             self.finish()
@@ -677,131 +747,153 @@ class DrawnPerturber(TrajectoryPerturber):
         return self.version
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Write an evaluation's weights, unless the second thread has done so. See the contract."""
+        """Write an evaluation's weights, unless the second thread has done so."""
         if self._ahead is not None:  # this is the first evaluation
             self._ahead.result()  # if this is interrupted, ``finish`` can still wait for the thread
             self._ahead = None
         super().perturb(index, stores, evaluation)
 
     def finish(self) -> None:
-        """Wait until the second thread no longer uses the memory. See the contract."""
+        """Wait until the second thread no longer uses the memory, however the sweep ended."""
         if self._ahead is not None:
             wait([self._ahead])
 
-    def _missing(self, version: int) -> list[Sequence[Programs]]:
-        """Compile the updates that a version lacks, one by one: z of each takes memory."""
+    def _missing(self, version: int) -> list[Mapping[bool, Sequence[Program]]]:
+        """Compile the updates that a version lacks."""
         if version not in self._replays:
-            parts = self._missing_updates(version)
-            self.seeds.update(
-                seed for updates in parts for update in updates for seed in seeds_of(update)
-            )
             self._replays[version] = [
-                [self._compiled(update) for update in updates] for updates in parts
+                self._compiled(updates) for updates in self._missing_updates(version)
             ]
         return self._replays[version]
 
+    def _compiled(self, updates: Sequence[Update]) -> Mapping[bool, Sequence[Program]]:
+        """Compile updates one by one."""
+        programs: dict[bool, list[Program]] = {False: [], True: []}
+        for update in updates:
+            self.seeds.update(seeds_of(update))
+            compiled = compile_updates([update])
+            if compiled[False].instructions:
+                for decays, program in compiled.items():
+                    programs[decays].append(program)
+        return programs
+
     def _begin_ahead(
-        self, index: int, stores: Stores, missing: Sequence[Sequence[Programs]], replayed: Replayed
+        self,
+        index: int,
+        stores: Stores,
+        parts: Sequence[Mapping[bool, Sequence[Program]]],
+        replayed: ReplayedChunks,
     ) -> None:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed
         chunk is sent to it.
         """
-        self._is_prepared, first = False, self._first
-        if self._worker is None or first is None or self._kernels(index) is not None:
+        segment = self.buffer.segments[index]
+        first = self._copies[0] if self._copies else None
+        self._is_prepared = False
+        if self._worker is None or first is None or segment.kernels is not None:
             return
-        owned = sum(view.spec.numel for view in self.buffer.segments[index] if view.owner == index)
-        if owned < self._parallel_from:
+        if segment.owned_numel < self._parallel_from:
             return  # there is little to replay; later both threads perturb the borrowed weights
-        if any(first.seed in program[False].seeds for programs in missing for program in programs):
+        if any(first.seeds[0] in program.seeds for part in parts for program in part[False]):
             # two threads would draw from one seed's generator, which would start over for each
             # chunk
             return
-        work: list[Work] = [(view, [self._copy(first)]) for view in self.buffer.segments[index]]
+        passes = self._passes_to_copies(index, stores, {False: first, True: first}, first)
         self._is_prepared = True
-        is_behind = any(programs[False].instructions for programs in missing[-1])
-        awaited = replayed if is_behind else None
-        self._ahead = self._worker.submit(self._run_chunks, index, stores, work, awaited=awaited)
+        awaited = replayed if parts[-1][False] else None
+        self._ahead = self._worker.submit(self._perturb_chunks, index, passes, awaited=awaited)
 
-    def _run_all(self, index: int, stores: Stores | None, work: Sequence[Work]) -> None:
-        programs = work[0][1]
-        kernels = None if self.buffer.keeps_noise else self._kernels(index)
-        if kernels is not None and all(len(program.seeds) == 1 for program in programs):
-            for number, program in enumerate(programs):
-                for zs in self._drawn_together([view for view, _ in work], program.seeds[0]):
-                    part = ((view, each[number]) for view, each in work if view.spec.index in zs)
-                    for launched, views, thetas, outs in in_one_launch(part, stores):
-                        kernels.apply(
-                            thetas, launched, [[zs[view.spec.index] for view in views]], outs
-                        )
-        elif _perturbs(programs[0], stores) and all(
-            self._has_drawn(view, programs[0]) for view, _ in work
-        ):
+    def _replay(self, index: int, passes: Sequence[Pass], replayed: ReplayedChunks | None) -> None:
+        if not passes or not passes[0].programs:
+            return
+        programs = passes[0].programs
+        kernels = self._kernels_for_drawn(index)
+        if kernels is None or any(len(program.seeds) != 1 for program in programs):
+            self._replay_chunks(passes, replayed)
+            return
+        for number, program in enumerate(programs):
+            self._run_together(kernels, passes, number, program.seeds[0])
+
+    def _run(self, index: int, passes: Sequence[Pass]) -> None:
+        if not passes:
+            return
+        seed = passes[0].programs[0].seeds[0]
+        kernels = self._kernels_for_drawn(index)
+        if kernels is not None:
+            self._run_together(kernels, passes, 0, seed)
+        elif {self._kept_seeds.get(each.view.spec.name) for each in passes} == {seed}:
             halves = [
-                partial(self._run_chunks, index, stores, work, part=part, parts=2)
+                partial(self._perturb_chunks, index, passes, part=part, parts=2)
                 for part in range(2)
             ]
             self._divide(index, halves)
         else:
-            self._run_chunks(index, stores, work)
+            self._perturb_chunks(index, passes)
+
+    def _kernels_for_drawn(self, index: int) -> ModuleType | None:
+        """Kernels that change a segment's parameters in one launch, along noise that is not
+        kept.
+        """
+        return None if self.buffer.keeps_noise else self.buffer.segments[index].kernels
 
     @torch.inference_mode()
-    def _run_chunks(
+    def _replay_chunks(self, passes: Sequence[Pass], replayed: ReplayedChunks | None) -> None:
+        """Run programs on the chunks of each parameter, along z that is drawn for each of them."""
+        for each in passes:
+            spec = each.view.spec
+            for start, stop in each.view.chunks:
+                for program in each.programs:
+                    zs: list[torch.Tensor] = []
+                    for number, seed in enumerate(program.seeds):
+                        z = self.buffer.drawing(spec.dtype, f"z {number}")[: stop - start]
+                        self._noise.fill(z, seed, spec, start)
+                        zs.append(z)
+                    each.run(program, zs, start, stop)
+                if replayed is not None:
+                    replayed.put(stop)
+
+    @torch.inference_mode()
+    def _perturb_chunks(
         self,
         index: int,
-        stores: Stores | None,
-        work: Sequence[Work],
+        passes: Sequence[Pass],
         *,
         part: int = 0,
         parts: int = 1,
-        awaited: Replayed | None = None,
+        awaited: ReplayedChunks | None = None,
     ) -> None:
-        """Run programs on every ``parts``-th chunk of each parameter, along z that is in the noise
-        buffer or is drawn now.
+        """Perturb every ``parts``-th chunk of each parameter, along z that is kept or is drawn now.
 
         With ``awaited``, each chunk of the segment's own parameters waits for a message that it is
         up to date.
         """
-        perturbs = _perturbs(work[0][1][0], stores)
-        for view, programs in work:
-            spec = view.spec
-            has_drawn = perturbs and self._has_drawn(view, programs[0])
+        for each in passes:
+            view = each.view
+            program = each.programs[0]
+            seed = program.seeds[0]
+            has_drawn = self._kept_seeds.get(view.spec.name) == seed
             for start, stop in view.chunks[part::parts]:
-                out, rounded = view.targets(start, stop)
-                for program in programs:
-                    if perturbs and view.z is not None:
-                        zs = [view.z[start:stop]]
-                    else:
-                        names = (
-                            ["z move"]
-                            if perturbs
-                            else [f"z {number}" for number in range(len(program.seeds))]
-                        )
-                        zs = [
-                            self.buffer.drawing(spec.dtype, name)[: stop - start] for name in names
-                        ]
-                    for z, seed in () if has_drawn else zip(zs, program.seeds, strict=True):
-                        self._noise.fill(z, seed, spec, start)
-                    if awaited is not None and view.owner == index and awaited.get() is None:
-                        return
-                    copies = program.then is not None
-                    theta = _weights(view, stores, copied=copies)[start:stop]
-                    apply(
-                        theta,
-                        program,
-                        zs,
-                        out=out if copies else None,
-                        rounded=rounded if perturbs else None,
-                    )
-                if not perturbs and self._replayed is not None:
-                    self._replayed.put(stop)
-            if perturbs and view.z is not None:
-                self._drawn[spec.name] = programs[0].seeds[0]
+                if view.z is None:
+                    z = self.buffer.drawing(view.spec.dtype, "z move")[: stop - start]
+                else:
+                    z = view.z[start:stop]
+                if not has_drawn:
+                    self._noise.fill(z, seed, view.spec, start)
+                if awaited is not None and view.owner == index and awaited.get() is None:
+                    return
+                each.run(program, [z], start, stop)
+            if view.z is not None:
+                self._kept_seeds[view.spec.name] = seed
 
-    def _has_drawn(self, view: ParameterView, program: Program) -> bool:
-        """Whether the noise buffer has z of the direction along which a program perturbs a
-        parameter.
-        """
-        return view.z is not None and (self._drawn.get(view.spec.name),) == program.seeds
+    def _run_together(
+        self, kernels: ModuleType, passes: Sequence[Pass], number: int, seed: int
+    ) -> None:
+        """Run one program of each pass along one direction, in few launches."""
+        for zs in self._drawn_together([each.view for each in passes], seed):
+            drawn = [each for each in passes if each.view.spec.index in zs]
+            for launch in in_one_launch(drawn, number):
+                directions = [[zs[view.spec.index] for view in launch.views]]
+                kernels.apply(launch.weights, launch.program, directions, launch.outs)
 
     def _drawn_together(
         self, views: Sequence[ParameterView], seed: int
@@ -833,21 +925,6 @@ class DrawnPerturber(TrajectoryPerturber):
                         self._noise.fill(zs[view.spec.index][start:stop], seed, view.spec, start)
                 self._drawn_at_once = (seed, *zs)
             yield zs
-
-
-def _perturbs(program: Program, stores: Stores | None) -> bool:
-    """Whether a program writes perturbed weights, where others bring stores to another version."""
-    return stores is None or program.then is not None
-
-
-def _apart(program: Program) -> list[Program]:
-    """The perturbations of a program, each as one of its own: z of several directions would take
-    memory.
-    """
-    moves = [move for move in program.instructions if isinstance(move, Perturb)]
-    return [
-        Program((program.seeds[move.direction],), (move._replace(direction=0),)) for move in moves
-    ]
 
 
 class FactorPerturber(Perturber):
@@ -893,7 +970,7 @@ class FactorPerturber(Perturber):
 
     def load_frozen(self, index: int, stores: Stores) -> None:
         """Let the forward read all of a segment's weights. See ``Perturber``."""
-        views = self.buffer.views(index)
+        views = self.buffer.segments[index].all
         self._model.bind(index, {view.spec.name: self._readable(view, stores) for view in views})
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
@@ -901,7 +978,7 @@ class FactorPerturber(Perturber):
         program = self._perturbations[evaluation]
         perturbed = {
             view.spec.name: self._factors.perturbed(view.spec, view.stored(stores), program)
-            for view in self.buffer.segments[index]
+            for view in self.buffer.segments[index].trained
         }
         self._model.perturb(index, perturbed, len(program.instructions))
 
@@ -913,12 +990,12 @@ class FactorPerturber(Perturber):
         """Return the tensor from which modules read a parameter, with past periods if it has
         many.
         """
-        if not self._factors.forms(view.spec):
-            return view.readable(stores, self._worker)
         theta = view.stored(stores)
+        if not self._factors.forms(view.spec):
+            return view.readable(theta, self._worker)
         weight = view.work.view(view.spec.shape)
         if view.is_encoded(theta):
-            view.load(stores, self._worker)
+            view.load(theta, self._worker)
             theta = weight
         self._factors.form(view.spec, theta, weight, self._worker)
         return weight
