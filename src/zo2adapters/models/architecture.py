@@ -16,7 +16,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import product
@@ -25,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from zo2adapters.models.batches import CAUSAL_LM, Head, without_router_losses
+from zo2adapters.models.meta_forward import MetaForward, meta_copy
 from zo2adapters.models.skeleton import StandIn
 from zo2core import BlockLayout, ParameterSpec, SegmentKind
 from zo2core.errors import OptionError, UnsupportedModelError, system_errors_as, without_effect
@@ -41,13 +40,6 @@ _EXAMPLE = "see the example in docs/models.md"
 _MAX_AXES = 8  # axes of hidden states
 
 _MAX_RETURNED = 3  # length of the tuple that a layer returns
-_VALUE_READS: dict[Any, type] = {
-    torch.Tensor.__bool__: bool,
-    torch.Tensor.__contains__: bool,
-    torch.Tensor.__int__: int,
-    torch.Tensor.__index__: int,
-    torch.Tensor.__float__: float,
-}
 _IDENTITY_OPS = (torch.Tensor.to, torch.Tensor.contiguous)  # may return the tensor itself
 # operations that unpack tuples
 _TUPLE_OPS = (torch.Tensor.__getitem__, torch.Tensor.__iter__, torch.Tensor.unbind)
@@ -448,20 +440,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
-class _DryRun(TorchFunctionMode):
+class _DryRun(MetaForward):
     """Forwards of a copy of a model on the meta device, with stubs for its layers, and the record
     of the last one.
 
-    Data may flow from part to part only through the layers' hidden states. Meta tensors have no
-    values. Where the forward reads one (is a row packed?), it gets ``read_as``, on which the place
-    of the layers does not depend; if that leads to an error, the caller tries the other value.
+    Data may flow from part to part only through the layers' hidden states. If what the forward
+    reads as values leads to an error, the caller tries the other one.
     """
 
     def __init__(
         self, model: PreTrainedModel, layers: nn.ModuleList, returned: int, *, read_as: bool
     ) -> None:
-        super().__init__()
-        self.read_as = read_as
+        super().__init__(read_as=read_as)
         self.returned = returned  # length of the tuple that a layer returns; 0: a bare tensor
         # the other values of a layer's tuple
         self.others = [object() for _ in range(max(returned - 1, 0))]
@@ -469,8 +459,7 @@ class _DryRun(TorchFunctionMode):
         self.shapes: list[torch.Size] = []
         self.layers = len(layers)
         stubs = nn.ModuleList(_DryLayer(layer, index, self) for index, layer in enumerate(layers))
-        copy: nn.Module = deepcopy(model, {id(layers): stubs})
-        self.model: Any = copy.to("meta")  # with tensors on two devices its forward would not run
+        self.model: Any = meta_copy(model, {id(layers): stubs})
         modules = self.model.named_modules()
         self.owners = {
             name: module
@@ -504,12 +493,8 @@ class _DryRun(TorchFunctionMode):
         )
         names.append(name)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and args[0].is_meta:
-            return self.read_as if args[0].dtype is torch.bool else int(self.read_as)
-        if func in _VALUE_READS and args[0].is_meta:
-            return _VALUE_READS[func](self.read_as)
-        result = func(*args, **(kwargs or {}))
+    def followed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+        """See the base class."""
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if results and not (func in _IDENTITY_OPS and result is args[0]):
             self._follow(
@@ -517,7 +502,6 @@ class _DryRun(TorchFunctionMode):
                 [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)],
                 results,
             )
-        return result
 
     def _follow(
         self, func: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]

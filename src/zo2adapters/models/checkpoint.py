@@ -51,6 +51,7 @@ from zo2adapters.models.model_files import (
     refuse_pickles,
     require_config,
 )
+from zo2adapters.models.module_use import module_use
 from zo2adapters.models.peft_adapter import (
     Adapter,
     ChosenConfig,
@@ -227,6 +228,7 @@ def open_checkpoint(
             base,
             is_mixed=chosen.autocast is not None,
             encoded=encodings.keys(),
+            idle=module_use(skeleton, architecture).idle,
         )
         causal = PeftBlockModel if opened.wrapper is None else PrefixBlockModel
         model_class = causal if kind is CAUSAL_LM else PeftHeadModel

@@ -69,6 +69,7 @@ from zo2adapters.models.footprint import (
 )
 from zo2adapters.models.library_names import cache_argument
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
+from zo2adapters.models.module_use import ModuleUse, module_use
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
 from zo2core import Batch, Forward, ZO2Error
@@ -180,6 +181,7 @@ class HFBlockModel:
         self.make_room: Callable[[int], object] = lambda nbytes: None  # set by an engine
         self.kind = head
         self.longest_row = longest_row(skeleton)
+        self._architecture = architecture
         self._axes = architecture.axes
         self._aliases = segment_aliases(skeleton, architecture)
         self.modules = dict(skeleton.named_modules())
@@ -198,18 +200,16 @@ class HFBlockModel:
         self._low_rank: LowRankModules | None = None  # set by ``require_stackable``
         self._stand_in_branches = BranchCache()  # for ``logits``: the same for any number of tokens
         self.experts: RoutedExperts | None = None  # set by ``route``
-        layers = skeleton.get_submodule(architecture.blocks)
-        assert isinstance(layers, nn.ModuleList)
-        self._layers = list(layers)
+        self._layers = list(self._present_layers)
         self.routers = RouterLogits(skeleton, self._layers)
         for i, layer in enumerate(self._layers):
-            layers[i] = Stub(
+            self._present_layers[i] = Stub(
                 layer,
                 self._recorder,
                 last=i + 1 == len(self._layers),
                 returned=architecture.returned,
             )
-        self.routers.join(layers[-1])
+        self.routers.join(self._present_layers[-1])
         if loss_chunk is not None:
             self._require_no_router_loss("loss_chunk", f"chunks of {loss_chunk} tokens")
             require_chunkable(skeleton)
@@ -391,10 +391,51 @@ class HFBlockModel:
         with self._unwrapped(), self._stand_in_branches:
             self.prologue({"input_ids": torch.zeros_like(batch["input_ids"][:1, :1])})
 
+    @property
+    def _present_layers(self) -> nn.ModuleList:
+        """The skeleton's list of layers or, in their place, stubs."""
+        layers = self.skeleton.get_submodule(self._architecture.blocks)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+    def _module_use(self) -> ModuleUse:
+        """How the forward uses the modules, found with the layers in their places."""
+        stubs = list(self._present_layers)
+        try:
+            self._place(self._layers)
+            return module_use(self.skeleton, self._architecture)
+        finally:
+            self._place(stubs)
+
+    def _place(self, layers: Sequence[nn.Module]) -> None:
+        for index, layer in enumerate(layers):
+            self._present_layers[index] = layer
+
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations. See the contract."""
         self._require_no_router_loss("perturbation", "directions of low rank")
-        self._low_rank = self._low_rank or LowRankModules(self.modules)
+        if self._low_rank is None:
+            self._require_called_for_weights()
+            self._low_rank = LowRankModules(self.modules)
+
+    def _require_called_for_weights(self) -> None:
+        """Refuse trained weights that the forward takes without calling their module, in whose
+        output perturbations are added.
+        """
+        trained = {
+            alias: name
+            for name in self._stored
+            for aliases in self._aliases[name].values()
+            for alias in aliases
+        }
+        for name, function in self._module_use().read_outside.items():
+            if name in trained:
+                raise UnsupportedModelError(
+                    name,
+                    f"a weight that is used without its layer's forward (by {function})",
+                    "layers that are called, for low-rank perturbations",
+                    "leave --rank out, or use DensePerturbation(), which takes any layer",
+                )
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join batches of equal shapes, where the loss follows from logits. See the contract."""

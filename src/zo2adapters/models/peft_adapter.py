@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.adapter_files import (
     ADAPTER_NAME,
@@ -179,8 +179,10 @@ class AdapterKind:
         """The tensors of a file by the parameters to which peft loads them."""
         return mapped_by_peft(skeleton, state)
 
-    def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
-        """Put peft's modules into a skeleton.
+    def insert(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, idle: Collection[str]
+    ) -> Any:
+        """Put peft's modules into a skeleton, some of whose layers are never called.
 
         Returns peft's model around it, if the adapter only works through that.
         """
@@ -398,12 +400,14 @@ class LoRAKind(AdapterKind):
             "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
         )
 
-    def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> None:
+    def insert(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, idle: Collection[str]
+    ) -> None:
         """See the base class."""
         layers: tuple[type[nn.Module], ...] = (
             (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D)
         )
-        _name_targets(skeleton, config, layers)
+        _name_targets(skeleton, config, layers, idle)
         _wrap_layers(skeleton, config, layers)
         if any(type(layer.base_layer) is Conv1D for _, layer in _wrapped_layers(skeleton)):
             # as peft sets it for each such layer, with a warning if the config says otherwise
@@ -446,7 +450,10 @@ class LoRAKind(AdapterKind):
 
 
 def _name_targets(
-    skeleton: PreTrainedModel, config: Any, layers: tuple[type[nn.Module], ...]
+    skeleton: PreTrainedModel,
+    config: Any,
+    layers: tuple[type[nn.Module], ...],
+    idle: Collection[str],
 ) -> None:
     """Replace ``auto`` and ``experts`` among a config's targets by names of this model."""
     targets = (
@@ -467,29 +474,63 @@ def _name_targets(
         config.target_parameters = sorted({*(config.target_parameters or ()), *stacks})
         config.target_modules = targets = targets - {EXPERTS}
     if AUTO in targets:
-        config.target_modules = targets - {AUTO} | _linear_layers(skeleton, layers)
+        config.target_modules = targets - {AUTO} | _linear_layers(skeleton, layers, idle)
 
 
-def _linear_layers(skeleton: PreTrainedModel, layers: tuple[type[nn.Module], ...]) -> set[str]:
-    """The paths of linear layers before the head: of a mixture, those outside its experts and
-    routers.
+def _linear_layers(
+    skeleton: PreTrainedModel, layers: tuple[type[nn.Module], ...], idle: Collection[str]
+) -> set[str]:
+    """The paths of linear layers before the head that are called: of a mixture, those outside its
+    experts and routers.
 
     Dense layers stay out whose names peft takes for those of experts, as ``gate_proj`` in
-    DeepSeek's first layers.
+    DeepSeek's first layers, and layers that peft refuses, as ``out_proj`` of Mamba.
     """
     whole: Any = skeleton
     head = whole.get_output_embeddings()
     paths = [
         path
         for path, module in skeleton.named_modules()
-        if module is not head and _is_linear(module, layers)
+        if module is not head and path not in idle and _is_linear(module, layers)
     ]
-    of_experts = {
+    named = {path.rpartition(".")[2]: skeleton.get_submodule(path) for path in paths}
+    left_out = {
         leaf
-        for leaf in {path.rpartition(".")[2] for path in paths}
-        if _names_experts(skeleton, leaf)
+        for leaf, module in named.items()
+        if _names_experts(skeleton, leaf) or not is_taken_by_peft(skeleton.config, leaf, module)
     }
-    return {path for path in paths if path.rpartition(".")[2] not in of_experts}
+    return {path for path in paths if path.rpartition(".")[2] not in left_out}
+
+
+def is_taken_by_peft(config: PretrainedConfig, leaf: str, module: nn.Module) -> bool:
+    """Whether peft puts LoRA on a layer of this name in a model of this config, tried on a model
+    that has only this layer.
+    """
+    import peft
+
+    model = nn.Module()
+    model.config = config  # type: ignore[assignment]
+    model.add_module(leaf, module)
+    try:
+        with _insertion("", ""):
+            peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=[leaf]), model)
+    except OptionError:
+        return False
+    return True
+
+
+def _require_called(skeleton: PreTrainedModel, idle: Collection[str]) -> None:
+    """Refuse an adapter of a layer that the model's forward never calls."""
+    for path, _ in _wrapped_layers(skeleton):
+        name = base_form(f"{path}.").rstrip(".")
+        if name in idle:
+            raise OptionError(
+                "adapter.target_modules",
+                f"{name}, which {skeleton.config.model_type}'s forward never calls: it takes the "
+                "layer's weight by itself, or does not use it",
+                "layers that are called, since an adapter has no effect in others",
+                f"leave it out, or name {AUTO}, which leaves such layers out",
+            )
 
 
 def _names_experts(skeleton: PreTrainedModel, leaf: str) -> bool:
@@ -579,7 +620,9 @@ class PrefixKind(AdapterKind):
         """See the base class."""
         return {_TABLE if key == self.file_name(key) else key: state[key] for key in state}
 
-    def insert(self, skeleton: PreTrainedModel, config: Any, seed: int) -> Any:
+    def insert(
+        self, skeleton: PreTrainedModel, config: Any, seed: int, idle: Collection[str]
+    ) -> Any:
         """See the base class. Sizes that the config does not set are filled in, as in peft."""
         # so that rows fit in the model's positions
         most = (longest_row(skeleton) or LARGEST) - _SHORTEST_ROW
@@ -782,9 +825,10 @@ def inject(
     *,
     is_mixed: bool,
     encoded: Collection[str],
+    idle: Collection[str],
 ) -> OpenedAdapter:
     """Insert peft's modules into a skeleton, in mixed or exact precision, given the names of the
-    encoded parameters.
+    encoded parameters and the paths of the modules that are never called.
 
     Their parameters are on the meta device.
     """
@@ -792,7 +836,7 @@ def inject(
     of_base = skeleton.named_parameters(remove_duplicate=False)
     dtypes = {name: parameter.dtype for name, parameter in of_base}
     try:
-        wrapper = kind.insert(skeleton, config, adapter.seed)
+        wrapper = kind.insert(skeleton, config, adapter.seed, idle)
     except OptionError as error:
         if weights is None:
             raise
@@ -803,6 +847,8 @@ def inject(
         raise CheckpointError(
             weights.with_name(CONFIG_FILE), found, error.expected, remedy
         ) from error
+    if adapter.is_trained:
+        _require_called(skeleton, idle)
     tensors = dict[str, torch.Tensor]()
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32

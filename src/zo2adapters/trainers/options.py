@@ -67,8 +67,9 @@ class AdapterOptions:
     """With --lora-rank: names of the layers that get an adapter, such as q_proj v_proj.
 
     By default auto, which is every linear layer but the output layer of a language model, and of a
-    mixture those outside its experts and routers. auto experts is these and the experts. all-linear
-    is what peft makes of it: of some mixtures the experts, too.
+    mixture those outside its experts and routers; layers that the forward never calls or that peft
+    refuses are left out. auto experts is these and the experts. all-linear is what peft makes of
+    it: of some mixtures the experts, too.
     """
     lora_alpha: int | None = None
     """With --lora-rank: peft's lora_alpha, which scales the adapter by alpha / rank.
