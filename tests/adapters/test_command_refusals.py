@@ -546,6 +546,10 @@ RUNS: list[tuple[Mapping[str, Any], str]] = [
     ({"a": {"rank": 2, "lr": "auto"}}, "zo2 tune"),
     ({"a/b": {"rank": 2}}, "a name of letters and digits"),
     ({"a": 3}, "a name of letters and digits"),
+    *(
+        ({"a": {"rank": 2}, name: {"rank": 4}}, f"runs.yaml: found a run named {name}; expected")
+        for name in ("lock", "runs.json", "Lock")
+    ),
     ({"a": {"rnk": 2}}, "rank"),
     ({}, "at least one"),
     (

@@ -53,6 +53,7 @@ from zo2adapters.trainers.process import (
 from zo2adapters.trainers.run_directory import (
     CHOICE,
     JOURNAL,
+    LOCK,
     METRICS,
     OPTIONS,
     RunDirectory,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from zo2core import SharedBase, Workers
 
 TABLE = "runs.json"  # name of the comparison of several runs in their output directory
+_OWN_FILES = (LOCK, TABLE)  # names in that directory that no run can have
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of one of several runs
 _JUDGED = 0.1  # share of a run's steps, the last ones, whose mean loss is compared
 # Options that several runs share.
@@ -579,6 +581,13 @@ def read_differences(path: Path) -> dict[str, Mapping[object, object]]:
                 "each run"
             )
             raise OptionError(path, f"{name!r}: {str(values)[:80]}", expected, f"write {example}")
+        if name.lower() in _OWN_FILES:
+            raise OptionError(
+                path,
+                f"a run named {name}",
+                f"a name that is none of {', '.join(_OWN_FILES)}, files beside the runs",
+                "give the run another name",
+            )
         if common := [str(option) for option in values if option in _SAME]:
             remedy = f"pass {flag(common[0])} for all runs"
             raise OptionError(
