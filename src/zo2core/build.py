@@ -682,7 +682,7 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
                 "model",
                 found=f"a {type(model).__name__}, which has no `leaves`",
                 expected="a DifferentiableModel",
-                remedy="add this method to the model, or use ZerothOrder",
+                remedy="add this method to the model, or train by `ZerothOrder`",
             )
     if _replays_or_trains(method, options):
         require_whole_model(model)

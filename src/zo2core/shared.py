@@ -566,7 +566,7 @@ def _positions(
                     "shared",
                     found=f"a run that would change {spec.name}",
                     expected="runs that only read the base",
-                    remedy="train an adapter, or pass perturbation=LowRankPerturbation(rank=...)",
+                    remedy="train an adapter, or pass `LowRankPerturbation(rank=8)`",
                 )
         elif not layout.resident or spec.name in renamed:
             raise _other_base(spec.name, f"only the parameters that {shared.name} has")

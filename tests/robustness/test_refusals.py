@@ -592,6 +592,20 @@ def test_a_resumed_run_refuses_what_decides_its_result(
     )
 
 
+def test_a_journal_of_other_options_is_told_by_its_flags(run: Path, place: Path) -> None:
+    others = ["--steps", 6, "--lr", 2e-2, "--decay", "cosine", "--queries", 2, "--seed", 7]
+    assert run_here(*train(place, "other"), *others).status == 0
+    shutil.copy(place / "other" / "journal.jsonl", run)
+    unfinish(run)
+    line = refusal("train", "--resume", run)
+    theirs, ours = line.split(" found ")[1].split("; expected ")
+    for told in ("--decay 'cosine'", "--lr 0.02", "--queries 2", "--seed 7"):
+        assert told in theirs
+    for told in ("--decay 'constant'", "--lr 0.01", "--seed 0"):
+        assert told in ours
+    assert "schedule" not in line
+
+
 def test_more_steps_lengthen_a_run_as_if_it_had_had_them_but_for_one_whose_schedule_ends(
     run: Path, place: Path
 ) -> None:

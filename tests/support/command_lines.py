@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,10 @@ ROWS = [
     for word in WORDS[5:8]
     for other in WORDS[8:]
 ]
+
+
+_DOUBLED = re.compile(r"\b([a-z]+) \1\b")  # words, as in 'found found'
+_PYTHON = re.compile(r"\b[A-Z][a-z]+\w*\(")  # an expression, as in AdamW(lr=1): users see flags
 
 
 class Ended(NamedTuple):
@@ -104,6 +109,8 @@ def assert_typed(ended: Ended) -> None:
     assert "Traceback" not in ended.err
     for part in (": found ", "; expected ", ". What to do: "):
         assert part in ended.line, ended.line
+    assert not _DOUBLED.search(ended.line), ended.line
+    assert not _PYTHON.search(ended.line), ended.line
 
 
 def command(*arguments: object) -> list[str]:

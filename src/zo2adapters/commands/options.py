@@ -41,6 +41,7 @@ from zo2adapters.trainers.option_table import (
 )
 from zo2core.errors import (
     DeviceError,
+    JournalError,
     MemoryBudgetError,
     OptionError,
     OutputError,
@@ -873,7 +874,35 @@ _LIBRARY_NAMES: Mapping[str, str] = {
     "output_dtype": "export_dtype",
 }
 _LONGEST_PATH = 300  # characters of a path that an error shows
-_QUOTED = re.compile(r"`([\w.]+)`")
+# What the library's errors tell to write in Python, as flags.
+_IN_FLAGS: Mapping[str, str] = {
+    "DensePerturbation()": "dense perturbations (no --rank)",
+    "LowRankPerturbation(rank=8)": "--rank 8",
+    "PhiloxNoise()": "--noise gaussian",
+    "PhiloxNoise(Distribution.GAUSSIAN)": "--noise gaussian",
+    "PhiloxNoise(Distribution.RADEMACHER)": "--noise rademacher",
+    "FirstOrder": "--method adamw",
+    "ZerothOrder": "zeroth-order steps (no --method)",
+    "every=None": "--write-back-every never",
+    "loss_chunk=None": "no --loss-chunk",
+    "perturb_in_place=False": "no exact of --estimator",
+    "precision='exact'": "--precision exact",
+    "precision='mixed'": "--precision mixed",
+    "weight_decay=0": "--weight-decay 0",
+}
+# Keys of a journal's header that an error shows, each before its value.
+_HEADER_KEY = re.compile(
+    r"\b(?:estimator|method|perturbation|provenance)\.[\w. -]*?\w(?= [-\d'TFN\[{]|;|\. )"
+)
+# Options by the last part of their keys there, where these differ.
+_IN_HEADER: Mapping[str, str] = {
+    "clip_norm": "max_grad_norm",
+    "clip_value": "max_grad_value",
+    "evaluated_every": "evaluate_every",
+    "peak": "lr",
+    "q": "queries",
+}
+_QUOTED = re.compile(r"`([^`]+)`")
 # Options that reduce the memory a command takes.
 _MEMORY_OPTIONS = (
     "micro_batch_size",
@@ -964,5 +993,16 @@ def error_line(error: ZO2Error, command: Any) -> str:
             f", or reduce it with {', '.join(reducing)}" if reducing else ""
         )
     line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
-    line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
+    line = _QUOTED.sub(
+        lambda quoted: flags.get(quoted[1]) or _IN_FLAGS.get(quoted[1]) or quoted[0], line
+    )
+    if isinstance(error, JournalError):
+        line = _HEADER_KEY.sub(lambda key: flags.get(_option_of(key[0])) or key[0], line)
     return " ".join(line.split())
+
+
+def _option_of(key: str) -> str:
+    """The option that a journal's header has at a dotted key, such as ``estimator.lr.peak``."""
+    first, *_, last = key.split(".")
+    name = last.replace(" ", "_").replace("-", "_")
+    return first if name == "name" else _IN_HEADER.get(name, name)

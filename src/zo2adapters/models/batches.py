@@ -628,7 +628,7 @@ def require_chunkable(model: PreTrainedModel) -> None:
             f"model type {model.config.model_type}",
             f"{found}, in transformers {transformers.__version__}",
             f"{math.log(2) / 4:.3g}, for losses of logits in chunks",
-            "open it with loss_chunk=None",
+            "open it with `loss_chunk=None`",
         )
 
 

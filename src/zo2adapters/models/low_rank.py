@@ -290,5 +290,5 @@ def _make_patch(path: str, module: nn.Module, batch: LowRankModules) -> _Patch:
 
 
 def _unfit(path: str, found: str, expected: str) -> UnsupportedModelError:
-    remedy = "leave --rank out, or use DensePerturbation(), which takes any layer"
+    remedy = "choose `DensePerturbation()` for any layer"
     return UnsupportedModelError(path, found, f"{expected}, for low-rank perturbations", remedy)

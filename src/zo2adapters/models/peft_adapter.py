@@ -701,7 +701,7 @@ def _real_keys_and_values(
             f"{len(states)} keys and values of {len(layers)} layers, or not of the same shape: "
             f"{sorted(shapes)}",
             f"those of every layer, {shape[1]} numbers a token, as in peft's table",
-            'pass init_weights="zero", or train LoRA',
+            'write "init_weights": "zero" in its config, or train LoRA',
         )
     return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
 

@@ -99,9 +99,7 @@ class PeftBlockModel(HFBlockModel):
         if title is not None:
             found = f"{title} with low-rank perturbations"
             expected = "LoRA, whose matrices are linear layers"
-            raise UnsupportedModelError(
-                "adapter", found, expected, "leave --rank out, or use DensePerturbation()"
-            )
+            raise UnsupportedModelError("adapter", found, expected, "choose `DensePerturbation()`")
         fused_lora.unfuse(self.skeleton)  # streams have factors of their own beside each matrix
         super().require_stackable()
 

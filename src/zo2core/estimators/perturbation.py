@@ -193,10 +193,10 @@ def require_perturbation(
             "perturbation",
             f"a {type(model).__name__}",
             "a model that stacks streams",
-            "use DensePerturbation()",
+            "choose `DensePerturbation()`",
         )
     if not isinstance(noise, CounterNoise):
-        remedy = "pass PhiloxNoise(Distribution.GAUSSIAN)"
+        remedy = "pass `PhiloxNoise(Distribution.GAUSSIAN)`"
         raise _refusal("noise", noise.name, "counter-based noise beside the activations", remedy)
     _require_factorable(model)
     if estimator is not None:
@@ -211,7 +211,7 @@ def _require_not_quantised(model: BlockModel) -> None:
                 "perturbation",
                 f"none, for the weights of {spec.name}, which are stored in {spec.encoding.name}",
                 "directions of low rank or an adapter, because quantised weights are only read",
-                "pass --rank 8 (perturbation=LowRankPerturbation(rank=8)), or train an adapter",
+                "pass `LowRankPerturbation(rank=8)`, or train an adapter",
             )
 
 
@@ -225,17 +225,14 @@ def _require_factorable(model: BlockModel) -> None:
                 f"{spec.name}, stored in {spec.dtype} and rounded to another dtype in forwards or "
                 "transfers",
                 "exact precision beside the activations, whose factors are float32 anyway",
-                'open the model with precision="exact"',
+                "open the model with `precision='exact'`",
             )
         if len(spec.shape) not in (1, 2):
             raise UnsupportedModelError(
                 spec.name,
                 found=f"a parameter of shape {list(spec.shape)}",
                 expected="matrices and vectors, for directions beside the activations",
-                remedy=(
-                    "leave --rank out, or use DensePerturbation(), which takes parameters of any "
-                    "shape"
-                ),
+                remedy="choose `DensePerturbation()` for parameters of any shape",
             )
 
 
@@ -245,11 +242,11 @@ def _require_weights_stay(estimator: ZOEstimator) -> None:
     """
     if estimator.perturb_in_place:
         expected = "False beside the activations, where weights stay"
-        raise _refusal("perturb_in_place", "True", expected, "pass perturb_in_place=False")
+        raise _refusal("perturb_in_place", "True", expected, "pass `perturb_in_place=False`")
     weight_decay = estimator.options.get("weight_decay")
     if weight_decay:
         expected = "0 beside the activations, where weights are only read"
-        raise _refusal("weight_decay", str(weight_decay), expected, "pass weight_decay=0.0")
+        raise _refusal("weight_decay", str(weight_decay), expected, "pass `weight_decay=0`")
     if estimator.distribution is not None:
         name = estimator.options.get("name")
         raise _refusal(
@@ -257,7 +254,7 @@ def _require_weights_stay(estimator: ZOEstimator) -> None:
             f"{name}, which needs {estimator.distribution.value} directions",
             "an estimator for directions of any distribution, since products of factors have "
             "another one",
-            "choose another estimator, or DensePerturbation()",
+            "choose another estimator, or `DensePerturbation()`",
         )
 
 

@@ -74,7 +74,7 @@ def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:
         "noise",
         found=noise.name,
         expected=f"{needed.value} noise, which the estimator {estimator.options.get('name')} needs",
-        remedy=f"pass noise=PhiloxNoise(Distribution.{needed.name})",
+        remedy=f"pass `PhiloxNoise(Distribution.{needed.name})`",
     )
 
 

@@ -175,6 +175,12 @@ def digest(parameters: Iterable[ParameterSpec]) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
+_REPR = re.compile(r"[A-Z]\w*\((\w+=.+)\)")  # of a dataclass
+_FIELD = re.compile(
+    r"(\w+)=(?:<[^:>]*: )?([^,>]+)>?"
+)  # of a repr; of an enumeration's member the value
+
+
 def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
     """Nested objects and lists as one flat dictionary, with dotted paths as keys."""
     if depth > _NESTING:
@@ -185,12 +191,23 @@ def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
         items: Iterable[tuple[object, object]] = value.items()
     elif isinstance(value, list) and value:
         items = enumerate(value)
+    elif isinstance(value, str) and (fields := _REPR.fullmatch(value)):
+        # of a schedule: what differs in it is told, not the whole
+        items = [(name, _of_repr(text)) for name, text in _FIELD.findall(fields[1])]
     else:
         return {path: value}
     leaves: dict[str, Any] = {}
     for key, item in items:
         leaves |= _leaves(item, f"{path}.{key}" if path else str(key), depth + 1)
     return leaves
+
+
+def _of_repr(text: str) -> object:
+    """A number, or a text, by its repr."""
+    try:
+        return float(text) if "." in text or "e" in text else int(text)
+    except ValueError:
+        return text.strip("'")
 
 
 def _same(one: object, other: object) -> bool:

@@ -158,7 +158,7 @@ def require_trainable(
             "scaling",
             found=f"float16 gradients of {halves[0]}, which the optimizer takes as they are",
             expected="float32 gradients, into which those of the scaled loss are converted",
-            remedy="open the model with precision='mixed', or use LOMO or AdaLOMO",
+            remedy="open the model with `precision='mixed'`, or use LOMO or AdaLOMO",
         )
     if options.commit_every is None:
         return

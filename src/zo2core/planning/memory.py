@@ -268,7 +268,7 @@ def choose_low_bit_transfer(
         return None
     if replay == "device" and not comes_back:
         expected = (
-            "'host', or weights rounded to the transfer dtype (Precision(transfer_back=True))"
+            "'host', or weights rounded to the transfer dtype (`Precision(transfer_back=True)`)"
         )
         found = "'device', to which weights are copied in fewer bits than they are stored in"
         raise without_effect("replay", found, expected)
@@ -291,8 +291,8 @@ def require_drawable(
             expected=(
                 "counter-based noise, since weights are rounded for transfer or the host replays"
             ),
-            remedy="pass noise=PhiloxNoise(), or copy the weights as they are stored and replay on "
-            "the device",
+            remedy="pass `PhiloxNoise()`, or copy the weights as they are stored and replay on the "
+            "device",
         )
 
 

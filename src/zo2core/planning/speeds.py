@@ -244,7 +244,7 @@ class WriteBackPolicy:
     def __post_init__(self) -> None:
         limit, remedy = (
             self.terabytes_per_1000_steps,
-            "pass a limit above 0; every=None writes nothing",
+            "pass a limit above 0; `every=None` writes nothing",
         )
         if limit is not None:
             require_number("write_back.terabytes_per_1000_steps", limit, above=0, remedy=remedy)

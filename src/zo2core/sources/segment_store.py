@@ -346,7 +346,7 @@ class SegmentStore:
                 "write_back_every",
                 found=f"{write_back_every!r}, {'no ' if scratch is None else ''}scratch directory",
                 expected="at least 1 and a directory to write to, or None to write nothing",
-                remedy="pass scratch=DIRECTORY, or leave `write_back_every` out",
+                remedy="pass `scratch=DIRECTORY`, or leave `write_back_every` out",
             )
         self.layouts = tuple(layouts)
         self.write_back_every = write_back_every

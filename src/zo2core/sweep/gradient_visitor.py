@@ -231,7 +231,7 @@ def _other_tensors(found: str) -> OptionError:
         "model",
         found=f"a forward that saves other tensors for its backward when it runs again: {found}",
         expected="layers that compute the same when they run again on the same input",
-        remedy="train this model by ZerothOrder, whose steps need no gradient",
+        remedy="train this model by `ZerothOrder`, without gradients",
     )
 
 
@@ -558,7 +558,7 @@ class GradientVisitor(Visitor):
                 found=f"{self._visits.layouts[index].name}, which passes tensors to later blocks "
                 "besides its output",
                 expected="blocks that are connected by their outputs alone",
-                remedy="train this model by ZerothOrder, whose steps need no gradient",
+                remedy="train this model by `ZerothOrder`, without gradients",
             )
 
 
@@ -579,5 +579,5 @@ def _require_gradient(output: torch.Tensor) -> None:
             "forward",
             found="a loss that has no gradient",
             expected="a loss that torch.autograd can differentiate",
-            remedy="use ZerothOrder, whose steps need no gradient",
+            remedy="train by `ZerothOrder`, without gradients",
         )

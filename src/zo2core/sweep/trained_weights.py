@@ -314,9 +314,8 @@ def _require_trainable(spec: ParameterSpec) -> None:
             "model",
             found=f"{spec.name}, which is {'frozen' if spec.encoding is None else 'quantised'}",
             expected="a model all of whose parameters are trained",
-            remedy=(
-                "open it without an adapter and not quantised, or train an adapter by FirstOrder"
-            ),
+            remedy="open it without an adapter and not quantised, or train an adapter by "
+            "`FirstOrder`",
         )
     if spec.is_low_bit:
         raise OptionError(

@@ -103,8 +103,7 @@ def require_agreement(
                 f"worker {rank}",
                 found=f"a machine that draws other {noise.name} noise than worker 0's",
                 expected="the same numbers on all machines",
-                remedy="use counter-based noise (PhiloxNoise; no --estimator mezo:exact), or "
-                "machines of one kind",
+                remedy="pass `PhiloxNoise()`, or use machines of one kind",
             )
 
 
