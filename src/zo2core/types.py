@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -252,12 +253,12 @@ class BlockLayout:
     # tensors of an optimizer, stored in the bucket after the parameters
     states: tuple[StateSpec, ...] = ()
 
-    @property
+    @cached_property
     def resident(self) -> bool:
         """Whether the segment stays in memory for a whole sweep."""
         return self.kind is not SegmentKind.BLOCK
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the bucket in bytes, with alignment."""
         if self.offsets is None:
@@ -286,7 +287,7 @@ class BlockLayout:
         """All parameters of the segment's forward, owned ones first."""
         return (*self.parameters, *self.borrowed)
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether updates change the segment: False if it owns parameters and all are frozen."""
         return not self.parameters or not all(spec.frozen for spec in self.parameters)

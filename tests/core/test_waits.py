@@ -343,7 +343,7 @@ class Sweeps(Queued):
         count = self.case.streams
         self.memory.begin(count)
         for stream in range(count):
-            self.memory.add(stream, self.forward(stream, 0, None, 0.0), lambda: STREAM_BYTES)
+            self.memory.add(stream, self.forward(stream, 0, None, 0.0), STREAM_BYTES)
         for segment in range(1, segments):
             for stream in range(count):
                 found = self.memory.take(segment, stream)
@@ -388,7 +388,7 @@ def test_streams_take_the_planned_host_memory_and_allocate_nothing_after_the_fir
             memory.add(
                 stream,
                 tuple(torch.full((number * PAGE,), stream, dtype=torch.uint8) for number in pages),
-                lambda: 0,
+                0,
             )
         for segment, stream in product(range(1, SEGMENTS), range(count)):
             found = memory.take(segment, stream)
@@ -490,7 +490,7 @@ def test_streams_stay_only_while_those_in_transit_have_room(streams: int, number
     for count, size in ((2, 4 * 64), (9, 3 * 64), (streams, nbytes)):
         memory.begin(count)
         for stream in range(count):
-            memory.add(stream, torch.zeros(size, dtype=torch.uint8), lambda: 64)
+            memory.add(stream, torch.zeros(size, dtype=torch.uint8), 64)
     staying = len(memory._on_device)
     assert staying in (0, streams) or (staying + IN_TRANSIT) * nbytes + 64 <= allowed
     assert staying < streams or streams * nbytes + 64 <= allowed
@@ -519,7 +519,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = StreamActivations(device, 0)
     memory.begin(1)
-    memory.add(0, activations, lambda: 0)
+    memory.add(0, activations, 0)
     for larger in range(3):
         found = memory.take(1 + larger, 0)
         assert found.hidden.stride() == (1, 6)
@@ -558,7 +558,7 @@ def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = StreamActivations(device, 0)
     memory.begin(1)
-    memory.add(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
+    memory.add(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), 0)
     tensor, others = memory.take(1, 0)
     assert torch.equal(tensor, hidden)
     assert tensor is not hidden
@@ -573,7 +573,7 @@ def test_where_the_device_is_the_host_everything_stays() -> None:
     memory = StreamActivations(HostDevice(), 0, timeline=timeline)
     memory.begin(1)
     tensor, base = torch.zeros(3), torch.zeros(10)
-    memory.add(0, [tensor], lambda: 10**9)
+    memory.add(0, [tensor], 10**9)
     assert memory.take(1, 0)[0] is tensor
     assert timeline.take() == []
     assert (

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+from functools import cache
 
 import psutil
 
 
+@cache
+def _process(number: int) -> psutil.Process:
+    return psutil.Process(number)
+
+
 def resident_memory() -> int:
     """Resident bytes of this process."""
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
 
 
 def memory_in_use() -> int:

@@ -20,7 +20,7 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -234,18 +234,18 @@ class Loading:
 
     def done(self) -> bool:
         """Whether all reads have ended."""
-        return all(future.done() for future in self.futures)
+        return all(map(Future.done, self.futures))
 
     def failure(self) -> BaseException | None:
         """Wait for all reads to end, so that none writes into the memory later; returns the first
         failure.
         """
         wait(self.futures)
-        failures = (
-            CancelledError() if future.cancelled() else future.exception()
-            for future in self.futures
-        )
-        return next((failure for failure in failures if failure is not None), None)
+        for future in self.futures:
+            failure = CancelledError() if future.cancelled() else future.exception()
+            if failure is not None:
+                return failure
+        return None
 
     def wait(self) -> bool:
         """Wait for all reads to end, and report the first failure; returns False if the bytes do
@@ -363,7 +363,6 @@ class SegmentStore:
         self._ranks: dict[int, int] = {}
         self._next_rank = 0
         self._lock = threading.RLock()
-        self._nbytes = [layout.nbytes for layout in self.layouts]  # it takes a while to add up
         self._own: dict[int, _BucketMemory] = {}  # of one segment each
         self._ring: list[_BucketMemory] = []  # of all other segments
         self._take_memory(host_memory, buckets)
@@ -380,10 +379,9 @@ class SegmentStore:
         own = [
             index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident
         ]
-        shared = [
-            whole_pages(nbytes) for index, nbytes in enumerate(self._nbytes) if index not in own
-        ]
-        sizes = [whole_pages(self._nbytes[index]) for index in own]
+        pages = [whole_pages(layout.nbytes) for layout in self.layouts]
+        shared = [nbytes for index, nbytes in enumerate(pages) if index not in own]
+        sizes = [pages[index] for index in own]
         if buckets is not None:
             sizes += [max(shared, default=0)] * min(buckets, len(shared))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
@@ -402,13 +400,13 @@ class SegmentStore:
             self._ranks = {segment: rank for rank, segment in enumerate(order)}
             self._next_rank = len(order)
             self._read_ahead()
-            held = (self._holding.get(segment) for segment in self._ahead())
-            return sum(
-                1
-                for _ in itertools.takewhile(
-                    lambda one: one is not None and self._is_idle(one.state), held
-                )
-            )
+            ready = 0
+            for segment in self._ahead():
+                memory = self._holding.get(segment)
+                if memory is None or not self._is_idle(memory.state):
+                    break
+                ready += 1
+            return ready
 
     def close(self) -> None:
         """Drop reads that have not started, wait for reads and writes in flight, and free the
@@ -446,12 +444,8 @@ class SegmentStore:
         version = self._wait_for_reads(index, memory, before.loading if is_held else None)
         if self._needs_states:
             self._start_states(index, memory)
-        return Bucket(
-            index,
-            memory.pages[: self._nbytes[index]],
-            memory.views(index, self.layouts[index]),
-            version,
-        )
+        layout = self.layouts[index]
+        return Bucket(index, memory.pages[: layout.nbytes], memory.views(index, layout), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Release a bucket: it is written back if due, and kept until it is reused.
@@ -526,7 +520,7 @@ class SegmentStore:
         scratch, every = self._scratch, self.write_back_every
         if scratch is None or every is None or version - scratch.version(segment) < every:
             return
-        pages = memory.pages[: whole_pages(self._nbytes[segment])]
+        pages = memory.pages[: whole_pages(self.layouts[segment].nbytes)]
 
         def write() -> None:
             with self._timeline.noted(Lane.WRITE, self.layouts[segment].name, pages.nbytes):
@@ -564,16 +558,18 @@ class SegmentStore:
             if not isinstance(state, _Empty):
                 self._holding[state.segment] = memory
 
-    def _ahead(self) -> Iterator[int]:
-        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand
-        among them.
+    def _ahead(self) -> list[int]:
+        """The segments to prefetch: the next blocks, and embedding and head where they stand among
+        them.
         """
+        segments: list[int] = []
         blocks = 0
         for segment in self._ranks:
             blocks += not self.layouts[segment].resident
             if blocks > READ_AHEAD:
-                return
-            yield segment
+                break
+            segments.append(segment)
+        return segments
 
     def _read_ahead(self) -> None:
         """Start reading the next segments, as far as that evicts only segments that are needed

@@ -623,11 +623,11 @@ class StreamActivations:
         self._expected = streams
         self._may_offload = may_offload and self._allowed is not None
 
-    def add(self, stream: int, activations: Activations, forward_bytes: Callable[[], int]) -> None:
+    def add(self, stream: int, activations: Activations, forward_bytes: int) -> None:
         """Keep the output of a stream's first forward, and decide whether the stream stays on the
         device.
         """
-        if self._may_offload and not self._stays(storage_bytes(activations), forward_bytes()):
+        if self._may_offload and not self._stays(storage_bytes(activations), forward_bytes):
             self._offloaded.add(stream)
         self.put(1, stream, activations)
 

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -180,8 +179,12 @@ class ForwardVisitor(Visitor):
         # stores of the visited segment and of resident segments, by segment
         self._stores: dict[int, Store] = {}
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # of the head, by evaluation
+        # of the forward of each stream, by its number
+        self._forward_bytes = [
+            forward.forward_bytes(stream.batch) for streams in self._streams for stream in streams
+        ]
         may_offload = any(evaluation is not None for evaluation, _ in groups)
-        visits.activations.begin(sum(map(len, self._streams)), may_offload=may_offload)
+        visits.activations.begin(len(self._forward_bytes), may_offload=may_offload)
 
     @property
     def seeds(self) -> Collection[int]:  # type: ignore[override]
@@ -247,11 +250,10 @@ class ForwardVisitor(Visitor):
         memory = self._visits.activations
         forward = self._forward
         kind = self._visits.layouts[index].kind
-        self._visits.make_room(forward.forward_bytes(stream.batch))
+        nbytes = self._forward_bytes[number]
+        self._visits.make_room(nbytes)
         if kind is SegmentKind.EMBEDDING:
-            memory.add(
-                number, forward.embed(stream.batch), partial(forward.forward_bytes, stream.batch)
-            )
+            memory.add(number, forward.embed(stream.batch), nbytes)
             return
         activations = memory.take(index, number)
         if kind is SegmentKind.BLOCK:
