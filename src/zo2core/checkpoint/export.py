@@ -47,7 +47,7 @@ from zo2core.io.durable import (
     open_regular,
     sync_path,
 )
-from zo2core.types import CopiedTensor, ParameterSpec, SavedForm, shown_bytes
+from zo2core.types import CopiedTensor, ParameterSpec, SavedForm, SavedPart, shown_bytes
 
 _WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # of file systems
 
@@ -99,34 +99,18 @@ def write_checkpoint(
     written = {
         spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters
     }
-    runs = {spec.name: form.parts_of(spec) for spec in parameters}
+    parts = {spec.name: form.parts_of(spec) for spec in parameters}
     saved = {
         part.tensor: replace(written[name], name=part.tensor, shape=part.shape)
-        for name in runs
-        for part in runs[name]
+        for name in parts
+        for part in parts[name]
     }
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in form.constants.items()}
-    shapes |= {name: (copied.shape, copied.dtype) for name, copied in form.copied.items()}
-    others = [
-        ParameterSpec(name, shape, stored, index=-1, decays=False)
-        for name, (shape, stored) in shapes.items()
-    ]
-    with new_checkpoint(directory, [*saved.values(), *others], companions, max_shard) as locations:
+    header = [*saved.values(), *_further_tensors(form)]
+    with new_checkpoint(directory, header, companions, max_shard) as locations:
         missing = set(written)
         for name, tensor in tensors:
             missing.remove(name)
-            spec = written[name]
-            done = 0
-            assert sum(part.numel for part in runs[name]) == tensor.numel() == spec.numel
-            for part in runs[name]:
-                elements = tensor.view(-1)[done : done + part.numel]
-                file, start = locations[part.tensor]
-                file.seek(start + part.start * spec.dtype.itemsize)
-                for given, rounded in _converted(elements, spec.dtype):
-                    if not is_finite(rounded):
-                        raise not_finite(f"{origin(name)}: {name}", given, rounded)
-                    file.write(byte_view(rounded))  # the view does not keep the memory alive
-                done += part.numel
+            _write_parameter(written[name], parts[name], tensor, locations, origin)
         assert not missing, missing  # the file would have holes
         for name, tensor in form.constants.items():  # masks among them may have infinities
             file, start = locations[name]
@@ -136,6 +120,35 @@ def write_checkpoint(
             file, start = locations[name]
             file.seek(start)
             _copy(name, copied, file)
+
+
+def _further_tensors(form: SavedForm) -> list[ParameterSpec]:
+    """The tensors of an export that are no parameters."""
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in form.constants.items()}
+    shapes |= {name: (copied.shape, copied.dtype) for name, copied in form.copied.items()}
+    return [
+        ParameterSpec(name, shape, dtype, index=-1, decays=False)
+        for name, (shape, dtype) in shapes.items()
+    ]
+
+
+def _write_parameter(
+    spec: ParameterSpec,
+    parts: Sequence[SavedPart],
+    tensor: torch.Tensor,
+    locations: Mapping[str, tuple[IO[bytes], int]],
+    origin: Callable[[str], str],
+) -> None:
+    """Write a parameter's elements to the parts of tensors that store them."""
+    assert sum(part.numel for part in parts) == tensor.numel() == spec.numel
+    elements = torch.split(tensor.view(-1), [part.numel for part in parts])
+    for part, stored in zip(parts, elements, strict=True):
+        file, start = locations[part.tensor]
+        file.seek(start + part.start * spec.dtype.itemsize)
+        for exact, rounded in _converted(stored, spec.dtype):
+            if not is_finite(rounded):
+                raise not_finite(f"{origin(spec.name)}: {spec.name}", exact, rounded)
+            file.write(byte_view(rounded))  # the view does not keep the memory alive
 
 
 def _copy(name: str, copied: CopiedTensor, file: IO[bytes]) -> None:
