@@ -366,7 +366,7 @@ class _SharedVisitor:
         self._position = 0
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Let each run visit a segment. See the contract."""
+        """Let each run visit a segment, whose bytes stay as they are."""
         commit(version)
         here = [
             sweep
@@ -428,21 +428,18 @@ class SharedRun:
             self._sources.append([sources[spec.name] for spec in layout.parameters])
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
-        """Visit the segments in this order. See the contract."""
+        """Visit the segments in this order, together with the other runs that are in a sweep."""
         sweep = _RunSweep(self, visit, order)
         self._base.lockstep.request(sweep)
         if sweep.error is not None:
             raise sweep.error
 
     def replayed(self, replay: ReplaySegment, index: int) -> AbstractContextManager[Bucket]:
-        """Bring one segment to the present version, with its bytes on the host.
-
-        See the contract.
-        """
+        """Bring one segment to the present version, with its bytes on the host."""
         return self._base.replayed(self, replay, index)
 
     def release_all(self) -> None:
-        """Do nothing: nothing newer is on a device than the run's own memory. See the contract."""
+        """Do nothing: nothing newer is on a device than the run's own memory."""
 
     def leave(self) -> None:
         """Free the run's place."""

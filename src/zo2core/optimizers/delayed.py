@@ -46,28 +46,25 @@ class Delayed(BlockUpdate):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and options of the optimizer. See the contract."""
+        """Those of the optimizer, and that it is delayed."""
         return {**self._update.options, "delayed": True}
 
     @property
     def widens_gradients(self) -> bool:
-        """As the optimizer says. See the contract."""
+        """Whether the optimizer gets 16-bit gradients in float32."""
         return self._update.widens_gradients
 
     @property
     def copies(self) -> int:
-        """As the optimizer says. See the contract."""
+        """Most float32 tensors of the size of one parameter that the optimizer has at a time."""
         return self._update.copies
 
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """As the optimizer says. See the contract."""
+        """The segments that the optimizer changes in a step."""
         return self._update.segments(step, trained)
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """The optimizer's states, the weights after the update that is due, and its gradients.
-
-        See the contract.
-        """
+        """The optimizer's states, the weights after the update that is due, and its gradients."""
         kept: list[StateSpec] = []
         for spec in layout.parameters:
             dtype = torch.float32 if self.widens_gradients and spec.dtype in HALVES else spec.dtype
@@ -76,10 +73,7 @@ class Delayed(BlockUpdate):
         return [StateSpec(_HAS_NEXT, (), torch.uint8), *kept, *self._update.states(layout)]
 
     def apply(self, inputs: UpdateInputs) -> None:
-        """Give a segment the weights of the update before, and start this one in another thread.
-
-        See the contract.
-        """
+        """Give a segment the weights of the update before, and start this one in another thread."""
         segment = inputs.segment
         weights = inputs.weights
         states = inputs.states
@@ -101,7 +95,7 @@ class Delayed(BlockUpdate):
         self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)
 
     def settle(self) -> None:
-        """Wait for all updates that were started. See the contract."""
+        """Wait for all updates that were started."""
         for segment in list(self._pending):
             self._wait(segment)
         self._update.settle()

@@ -39,11 +39,11 @@ class LOMO(BlockUpdate):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and options. See the contract."""
+        """Name and options, for the journal."""
         return {"name": self.name, **asdict(self)}
 
     def apply(self, inputs: UpdateInputs) -> None:
-        """Change a segment's weights in place. See the contract."""
+        """Change a segment's weights in place."""
         for name in inputs.gradients:
             weight = inputs.weights[name]
             theta = widened(weight)  # the weight itself, unless it has 16 bits
@@ -100,14 +100,11 @@ class AdaLOMO(LOMO):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and options. See the contract."""
+        """Name and options, for the journal."""
         return {**super().options, "eps": list(self.eps)}
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """One row and one column of each matrix, and each element of vectors, in float32.
-
-        See the contract.
-        """
+        """One row and one column of each matrix, and each element of vectors, in float32."""
         return [
             StateSpec(f"{spec.name}.{side}", shape, torch.float32)
             for spec in layout.parameters

@@ -103,14 +103,11 @@ class TorchOptimizer(BlockUpdate):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and options. See the contract."""
+        """Name and options, for the journal."""
         return self._options
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """What the optimizer keeps of each parameter, and whether it has begun to.
-
-        See the contract.
-        """
+        """What the optimizer keeps of each parameter, and whether it has begun to."""
         specs: list[StateSpec] = []
         for parameter in layout.parameters:
             if not parameter.frozen:
@@ -125,7 +122,7 @@ class TorchOptimizer(BlockUpdate):
         return specs
 
     def apply(self, inputs: UpdateInputs) -> None:
-        """Change a segment's weights in place. See the contract."""
+        """Change a segment's weights in place."""
         weights, states = inputs.weights, inputs.states
         parameters = {name: nn.Parameter(weight.cpu()) for name, weight in weights.items()}
         for name, gradient in inputs.gradients.items():
@@ -289,26 +286,23 @@ class BAdam(BlockUpdate):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Name and options. See the contract."""
+        """Name and options, for the journal."""
         return {**self._options, "switch_every": self._every, "switch_seed": self._seed}
 
     @property
     def turn(self) -> int:
-        """Steps for which a segment is trained. See the contract."""
+        """Steps for which a segment is trained; then all states are forgotten."""
         return self._every
 
     def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
-        """The one segment whose turn it is. See the contract."""
+        """The one segment whose turn it is."""
         epoch, turn = divmod(step // self._every, len(trained))
         generator = torch.Generator().manual_seed((self._seed + epoch) % (MAX_SEED + 1))
         order = torch.randperm(len(trained), generator=generator)
         return (trained[int(order[turn])],)
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
-        """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight.
-
-        See the contract.
-        """
+        """The optimizer's states of float32 weights, and a float32 copy of each 16-bit weight."""
         wide = [
             replace(spec, dtype=torch.float32) if spec.dtype in HALVES else spec
             for spec in layout.parameters
@@ -322,7 +316,7 @@ class BAdam(BlockUpdate):
         return [*begun, *masters, *self._optimizer.states(replace(layout, parameters=tuple(wide)))]
 
     def apply(self, inputs: UpdateInputs) -> None:
-        """Change a segment's weights in place. See the contract."""
+        """Change a segment's weights in place."""
         weights, states = inputs.weights, inputs.states
         masters = {
             name: states[f"{name}.master"]

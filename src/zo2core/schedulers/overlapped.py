@@ -162,7 +162,7 @@ class OverlappedScheduler:
         self._acquired_blocks = 0  # blocks' buckets acquired and not released
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
-        """Visit the segments in this order. See the contract."""
+        """Visit the segments in this order, with transfers beside the visits."""
         # residents computed in their buckets: released at the end
         residents: dict[int, _DeviceSegment] = {}
         segment: _DeviceSegment | None = None
@@ -214,9 +214,8 @@ class OverlappedScheduler:
 
     @contextmanager
     def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, and its bytes to its bucket.
-
-        See the contract.
+        """Bring one segment to the present version, and its bytes to its bucket, which is released
+        at the end.
         """
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         segment = self._take_segment(index)
@@ -232,7 +231,7 @@ class OverlappedScheduler:
             self._release_all()
 
     def release_all(self) -> None:
-        """Release segments uploaded early, and offload segments that stay. See the contract."""
+        """Release segments uploaded early, and offload newer bytes of segments that stay."""
         for segment in self._uploaded_early.values():
             self._release_segment(segment)
         self._uploaded_early.clear()

@@ -44,7 +44,7 @@ class SerialScheduler:
         }
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
-        """Visit the segments in this order. See the contract."""
+        """Visit the segments in this order, one thing after the other."""
         held: dict[int, Bucket] = {}  # resident segments stay acquired until the sweep has ended
         has_revisits = len(set(order)) < len(order)
         self._source.prefetch(upcoming(order, 0))
@@ -84,9 +84,8 @@ class SerialScheduler:
 
     @contextmanager
     def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, and its bytes to its bucket.
-
-        See the contract.
+        """Bring one segment to the present version, and its bytes to its bucket, which is released
+        at the end.
         """
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         bucket = self._source.acquire(index)

@@ -17,12 +17,12 @@ from zo2core.types import Event, Lane
 
 
 class HostStreams:
-    """Does all work at once, so that nothing is ever in flight."""
+    """``Streams`` of the host, which does all work at once: nothing is ever in flight."""
 
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
     ) -> Transfer:
-        """Copy now. See the contract."""
+        """Copy now."""
         start = now()
         target.copy_(source)
         return Transfer(target, source, start, now())
@@ -73,7 +73,7 @@ class CudaEvent:
 
 
 class CudaStreams:
-    """Streams of one GPU for copies, one a lane, besides the stream that torch computes in."""
+    """``Streams`` of one GPU: one a lane for copies, besides the stream that torch computes in."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -87,7 +87,7 @@ class CudaStreams:
     def copy(
         self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
     ) -> Transfer:
-        """Start a copy between page-locked memory and the GPU. See the contract."""
+        """Start a copy between page-locked memory and the GPU, after events."""
         stream = self._lanes[lane]
         for event in after.values():
             stream.wait_event(_recorded(event))
@@ -104,11 +104,11 @@ class CudaStreams:
         return CudaEvent(self._clock, torch.cuda.current_stream(self._index))
 
     def order(self, event: Event, why: Wait) -> None:
-        """Let the stream that torch computes in wait. See the contract."""
+        """Let the stream that torch computes in wait for an event; the host does not wait."""
         torch.cuda.current_stream(self._index).wait_event(_recorded(event))
 
     def wait(self, event: Event, why: Wait) -> None:
-        """Block the host. See the contract."""
+        """Block the host until an event has passed."""
         _recorded(event).synchronize()
 
     def drain(self) -> None:

@@ -43,7 +43,7 @@ def staging_bytes(layouts: Sequence[BlockLayout]) -> int:
 
 
 class LowBitSource:
-    """Wraps a source of a device with memory of its own."""
+    """A ``BlockSource`` for a device with memory of its own, around the source of stored blocks."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LowBitSource:
             self._prefetches = before
 
     def prefetch(self, order: Sequence[int]) -> int:
-        """Encode blocks in this order, and have the source read them. See the contract."""
+        """Encode blocks in this order, and have the source read them. Returns at once."""
         if list(order) != list(self._order[len(self._order) - len(order) :]):
             self._order = tuple(order)
             self._thread.submit(self._source.prefetch, self._order)
@@ -117,7 +117,7 @@ class LowBitSource:
         return ready
 
     def acquire(self, index: int) -> Bucket:
-        """Wait until a block is ready to be copied. See the contract."""
+        """Wait until a block is ready to be copied."""
         while self._returning and self._returning[0].done():
             self._returning.popleft().result()
         if index not in self.low_bit_segments:
@@ -135,7 +135,7 @@ class LowBitSource:
         return stage.encoded
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Release a block, decoding it if it was copied back. See the contract."""
+        """Release a block, decoding it if it was copied back."""
         index = bucket.segment
         if index not in self.low_bit_segments:
             self._thread.submit(self._source.release, bucket, version).result()
@@ -263,20 +263,20 @@ class LowBitScheduler:
         self._interrupted = False
 
     def sweep(self, visit: VisitSegment, order: Sequence[int]) -> None:
-        """Visit the segments in this order. See the contract."""
+        """Visit the segments in this order."""
         self._interrupted = True
         self._scheduler.sweep(visit, order)
         self._interrupted = False
 
     def release_all(self) -> None:
-        """Give back all buckets. See the contract."""
+        """Give back all buckets."""
         with self._source.only_when_acquired():
             self._scheduler.release_all()
         self._interrupted = False
 
     @contextmanager
     def replayed(self, replay: ReplaySegment, index: int) -> Iterator[Bucket]:
-        """Bring one segment to the present version, in its stored dtype. See the contract."""
+        """Bring one segment to the present version, in its stored dtype."""
         if self._interrupted:
             self.release_all()
         with self._source.only_when_acquired():

@@ -394,7 +394,7 @@ class SegmentStore:
         return len(self._ring) or len(self._own)
 
     def prefetch(self, order: Sequence[int]) -> int:
-        """Read ahead along this order from now on. See the contract."""
+        """Read ahead along this order from now on; returns how many of the next are there."""
         with self._lock:
             self._require_open()
             self._ranks = {segment: rank for rank, segment in enumerate(order)}
@@ -422,7 +422,7 @@ class SegmentStore:
             self._scratch.close()
 
     def acquire(self, index: int) -> Bucket:
-        """Wait until a segment is read. See the contract."""
+        """Wait until a segment is read; its bucket belongs to the caller until it is released."""
         self._wait_for_write(index)
         with self._lock:
             self._require_open()
@@ -450,7 +450,7 @@ class SegmentStore:
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Release a bucket: it is written back if due, and kept until it is reused.
 
-        See the contract.
+        Without a version its bytes are invalid, and are read again.
         """
         segment = bucket.segment
         memory = self._holding[bucket.segment]

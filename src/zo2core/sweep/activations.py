@@ -214,7 +214,7 @@ class ActivationFile:
         self._has_failed = False  # a write: the disk may be full
 
     def send(self, use: Use, storages: Sequence[Storage]) -> Future[None]:
-        """Write storages behind the caller, and free them. See the contract."""
+        """Write storages behind the caller, and free them."""
         ranges = []
         for storage in storages:
             ranges.append(_Range(storage, self._end, storage.nbytes()))
@@ -223,7 +223,7 @@ class ActivationFile:
         return self._thread.submit(self._write, str(use), ranges)
 
     def bring(self, use: Use) -> Future[None]:
-        """Read storages ahead of the caller. See the contract."""
+        """Read storages ahead of the caller."""
         return self._thread.submit(self._read, str(use), self._ranges.pop(use))
 
     def clear(self) -> None:
@@ -375,20 +375,17 @@ class _HostStorage:
         return self._piece.memory[: self._nbytes]
 
     def nbytes(self) -> int:
-        """Present size. See the contract."""
+        """Present size in bytes."""
         return self._nbytes
 
     def data_ptr(self) -> int:
-        """Address of the bytes, once the device has copied them there. See the contract."""
+        """Address of the bytes, once the device has copied them there."""
         if self.filled is not None:
             self._streams.wait(self.filled, Wait.INPUT_OFFLOADED)
         return self.content.data_ptr()
 
     def resize_(self, size: int, /) -> None:
-        """Give the memory back (size 0), or take some that the device does not read any more.
-
-        See the contract.
-        """
+        """Give the memory back (size 0), or take some that the device does not read any more."""
         if not size:
             self.give_back(None)
             return
@@ -462,7 +459,7 @@ class ActivationOffload:
 
     @torch.inference_mode(mode=False)  # copies may be done by other threads
     def send(self, use: Use, storages: list[torch.UntypedStorage]) -> _Copies:
-        """Start copying storages to the host. See the contract."""
+        """Start copying storages to the host."""
         streams = self._device.streams
         computed = {Wait.COMPUTED: streams.mark()}
         hosts = [_HostStorage(self._memory, streams, storage.nbytes()) for storage in storages]
@@ -483,7 +480,7 @@ class ActivationOffload:
 
     @torch.inference_mode(mode=False)
     def bring(self, use: Use) -> _Copies:
-        """Start copying back, once the bytes are in host memory. See the contract."""
+        """Start copying back, once the bytes are in host memory."""
         streams = self._device.streams
         (storages, hosts) = self._sent.pop(use)
         if self._on_host is not None:
@@ -505,7 +502,7 @@ class ActivationOffload:
         return _Copies(streams, transfers, Wait.ACTIVATIONS_UPLOADED, give_back)
 
     def clear(self) -> None:
-        """Forget everything, after all copies. See the contract."""
+        """Forget everything, after all copies."""
         for event in self._last.values():
             self._device.streams.wait(event, Wait.ACTIVATIONS_UPLOADED)
         self._last.clear()
@@ -515,7 +512,7 @@ class ActivationOffload:
         self._memory.take_back()
 
     def close(self) -> None:
-        """Forget all memory. See the contract."""
+        """Forget all memory."""
         self.clear()
         if self._on_host is not None:
             self._on_host.close()

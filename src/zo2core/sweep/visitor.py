@@ -204,7 +204,7 @@ class ForwardVisitor(Visitor):
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version. See the contract."""
+        """Bring a segment to the present version, and return that version."""
         visits = self._visits
         layout = visits.layouts[index]
         self._stores[index] = store
