@@ -33,11 +33,11 @@ class Fitness(Enum):
 
 
 MOST_RUNS = 64  # of one base, each of which has a thread and files of its own
-LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
+LARGEST_WHOLE = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
 
 
 def require_whole(
-    option: str, value: object, least: int, most: int = LARGEST, *, otherwise: str = ""
+    option: str, value: object, least: int, most: int = LARGEST_WHOLE, *, otherwise: str = ""
 ) -> None:
     """Refuse what is not a whole number in a range."""
     if type(value) is not int:

@@ -17,7 +17,7 @@ import torch
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-_LARGEST = 999.5  # a number that rounds to 1000 is written as 1 of the next unit
+_NEXT_UNIT_FROM = 999.5  # a number that rounds to 1000 is written as 1 of the next unit
 
 
 def shown_bytes(nbytes: float) -> str:
@@ -30,7 +30,7 @@ def shown_bytes(nbytes: float) -> str:
         return "0"
     units = iter(_UNITS)
     unit = next(units)
-    while nbytes >= _LARGEST and unit != _UNITS[-1]:
+    while nbytes >= _NEXT_UNIT_FROM and unit != _UNITS[-1]:
         nbytes = nbytes / 1000
         unit = next(units)
     if unit == "bytes":
@@ -446,7 +446,7 @@ class Distribution(Enum):
 
 MAX_SEED = 2**63 - 1
 # largest number that may be added to a weight: more overflows float32
-LARGEST = torch.finfo(torch.float32).max
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 # inputs of the model's forward: input_ids, attention_mask, labels, ...
 Batch: TypeAlias = Mapping[str, torch.Tensor]
@@ -550,7 +550,7 @@ class Update:
 
         Weights in float32 have to stay finite: lr, zo_eps, weight decay, the projected gradients,
         and each product that is added to a weight, ``lr * g``, ``lr * weight_decay`` and ``shift *
-        zo_eps``, are at most ``LARGEST``.
+        zo_eps``, are at most ``LARGEST_FLOAT32``.
 
         Returns:
             The finding and the expectation, in words; None if all values are valid.
@@ -585,11 +585,11 @@ class Update:
         return None
 
     def _contradiction_of_numbers(self) -> tuple[str, str] | None:
-        if not 0 < self.zo_eps <= LARGEST:
-            return f"zo_eps {self.zo_eps}", f"a positive number of at most {LARGEST:.4g}"
+        if not 0 < self.zo_eps <= LARGEST_FLOAT32:
+            return f"zo_eps {self.zo_eps}", f"a positive number of at most {LARGEST_FLOAT32:.4g}"
         for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if not 0 <= value <= LARGEST:
-                return f"{name} {value}", f"a number from 0 to {LARGEST:.4g}"
+            if not 0 <= value <= LARGEST_FLOAT32:
+                return f"{name} {value}", f"a number from 0 to {LARGEST_FLOAT32:.4g}"
         for loss in self.losses:
             if not math.isfinite(loss):
                 return f"loss {loss}", "a finite loss"
@@ -597,8 +597,11 @@ class Update:
         bounded += [("lr * projected gradient", self.lr * grad) for grad in self.projected_grads]
         bounded += [("shift * zo_eps", shift * self.zo_eps) for _, shift, _ in self.evaluations]
         for name, value in [*bounded, ("lr * weight_decay", self.lr * self.weight_decay)]:
-            if not abs(value) <= LARGEST:
-                return f"{name} {value:.6g}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"
+            if not abs(value) <= LARGEST_FLOAT32:
+                return (
+                    f"{name} {value:.6g}",
+                    f"a number from -{LARGEST_FLOAT32:.4g} to {LARGEST_FLOAT32:.4g}",
+                )
         return None
 
 

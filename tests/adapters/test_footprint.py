@@ -511,7 +511,7 @@ def test_a_process_that_keeps_freed_memory_has_hardly_any_page_fault() -> None:
 
 @pytest.mark.few(1)
 @glibc
-@pytest.mark.parametrize(("largest", "is_kept"), [("LARGEST", True), ("SMALL", False)])
+@pytest.mark.parametrize(("largest", "is_kept"), [("LARGEST_KEPT", True), ("SMALL", False)])
 def test_blocks_above_the_largest_that_is_kept_return_to_the_system(
     largest: str, is_kept: bool
 ) -> None:

@@ -37,7 +37,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError, ZO2Warning
 from zo2core.planning.memory import MemoryPart
-from zo2core.ranges import LARGEST, EstimatorName, OptimizerName, parse_size
+from zo2core.ranges import LARGEST_WHOLE, EstimatorName, OptimizerName, parse_size
 from zo2core.types import shown_bytes
 
 NAMED: dict[str, Any] = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run")}
@@ -257,9 +257,9 @@ def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: 
     assert not TrainOptions(**run).evaluations_from(0)
     assert not TrainOptions(**run).is_evaluated_after(0)
     long = TrainOptions(
-        **{**run, "steps": LARGEST, "evaluate_every": 1}, evaluation=Path("rows.jsonl")
+        **{**run, "steps": LARGEST_WHOLE, "evaluate_every": 1}, evaluation=Path("rows.jsonl")
     )
-    assert long.evaluations_from(LARGEST - 2) == 3, "they are counted without a list of them"
+    assert long.evaluations_from(LARGEST_WHOLE - 2) == 3, "they are counted without a list of them"
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2adapters.trainers.process import LARGEST, SMALL, keep_freed_memory, peak_memory
+from zo2adapters.trainers.process import LARGEST_KEPT, SMALL, keep_freed_memory, peak_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     CudaDevice,
@@ -101,7 +101,7 @@ NOISES = {"mezo": None} | {distribution.value: distribution for distribution in 
 # without effect on a geometry
 OF_CHECKPOINTS = ("lora", "lora_fa", "precision", "transfer_dtype", "loss_chunk", "rate")
 # the largest blocks of memory that stay when they are freed
-FREED = {"returned": None, "small": SMALL, "kept": LARGEST}
+FREED = {"returned": None, "small": SMALL, "kept": LARGEST_KEPT}
 LORA_LR, LR = 1e-4, 1e-6
 ADAMW = partial(torch.optim.AdamW, weight_decay=0.0, fused=True)  # of all parameters
 ADAPTERS = [name for name, made in OPTIMIZERS.items() if made.of_adapter]

@@ -38,7 +38,7 @@ from zo2adapters.trainers.run_files import require_free_file, require_there
 from zo2core.checkpoint.unused import refuse_used
 from zo2core.errors import NonFiniteLossError, OptionError, without_effect
 from zo2core.io.durable import read_regular
-from zo2core.ranges import LARGEST, counted, parse_size, require_whole
+from zo2core.ranges import LARGEST_WHOLE, counted, parse_size, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.commands.train import Train
@@ -371,8 +371,8 @@ class WriteRows(Command):
         benchmark = benchmark_of(self.task)
         sizes = {name: getattr(self, f"{name}_rows") for name in ("train", "dev", "test")}
         for name, most in sizes.items():
-            require_whole(f"{name}_rows", most, 1, LARGEST)
-        require_whole("seed", self.seed, -LARGEST, LARGEST)
+            require_whole(f"{name}_rows", most, 1, LARGEST_WHOLE)
+        require_whole("seed", self.seed, -LARGEST_WHOLE, LARGEST_WHOLE)
         named = benchmark_rows(benchmark, self.data, seed=self.seed, **sizes)
         if self.shots is not None:
             named["in-context"] = with_demonstrations(named["test"], named["train"], self.shots)

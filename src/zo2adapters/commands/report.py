@@ -52,7 +52,7 @@ _RARE = (
     "steps rejected by the guard",
 )
 _UPRIGHT = 4  # learning rates that have room beside each other
-_LARGEST = 1e300  # largest number that is drawn
+_LARGEST_DRAWN = 1e300  # largest number that is drawn
 _MARKED = {"marker": "o", "markersize": 4}  # style of a curve of few points
 _SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
 _STYLE = """
@@ -166,7 +166,11 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) < _LARGEST_DRAWN
+    )
 
 
 def page(runs: Sequence[Run]) -> str:

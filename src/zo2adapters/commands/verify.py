@@ -12,7 +12,7 @@ from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.option_table import MOST_ROWS
 from zo2adapters.trainers.options import AdapterOptions, ModelOptions
 from zo2core.errors import without_effect
-from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole
+from zo2core.ranges import LARGEST_WHOLE, OptimizerName, counted, require_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Verify(Command):
         require_whole("steps", self.steps, 1)
         require_whole("batch_size", self.batch_size, 1, MOST_ROWS)
         require_whole("tokens", self.tokens, 2)
-        require_whole("seed", self.seed, 0, LARGEST - self.steps)
+        require_whole("seed", self.seed, 0, LARGEST_WHOLE - self.steps)
         self.adapter_options.require_valid()
         if self.method is not None:
             self.adapter_options.require_method(self.method)

@@ -74,8 +74,9 @@ from zo2core.errors import (
     system_errors_as,
 )
 from zo2core.io.durable import create_file, open_no_follow, open_regular, sync_path
-from zo2core.ranges import LARGEST, require_number, require_whole
+from zo2core.ranges import LARGEST_WHOLE, require_number, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
+from zo2core.types import LARGEST_FLOAT32
 
 GROUP = 1024  # signs from eight calls of Philox
 _CALLS = 8  # calls per group
@@ -139,7 +140,6 @@ def groups_of(size: int) -> int:
 
 
 STREAMS = 2  # evaluations of a step: at +eps and at -eps
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class DualForwardLinear(nn.Module):
@@ -232,7 +232,7 @@ class TrainingStep(nn.Module):
             for half in torch.chunk(logits, STREAMS)
         )
         projected_grad = (plus - minus) / (2 * self.zo_eps)
-        is_finite = projected_grad.abs() <= _LARGEST
+        is_finite = projected_grad.abs() <= LARGEST_FLOAT32
         applied = torch.where(is_finite, projected_grad, torch.zeros_like(projected_grad))
         state.adapter.copy_(state.adapter - lr * (applied * z))
         state.seed.copy_(state.seed + 1)
@@ -659,7 +659,7 @@ def write_program(
     if path.exists() or path.is_symlink():
         raise _in_use(path)
     require_whole("rows", rows, 1)
-    require_whole("tokens", tokens, 2, model.longest_row or LARGEST)
+    require_whole("tokens", tokens, 2, model.longest_row or LARGEST_WHOLE)
     require_whole("seed", seed, 0, _LARGEST_SEED)
     require_number("zo_eps", zo_eps, above=0)
     exir = executorch("exir")

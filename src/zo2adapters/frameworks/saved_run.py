@@ -19,11 +19,11 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from zo2core import Journal
+from zo2core.build import JOURNAL as JOURNAL
 from zo2core.errors import JournalError, OutputError, system_errors_as
 from zo2core.io.durable import sync_path
 from zo2core.ranges import counted
 
-JOURNAL = "journal.jsonl"
 # keys of a model's config
 _SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")
 _SINGLE = "model.safetensors"

@@ -59,7 +59,7 @@ from zo2core.errors import (
 )
 from zo2core.io.durable import open_regular
 from zo2core.protocols import TensorReader
-from zo2core.ranges import LARGEST, require_number, require_whole
+from zo2core.ranges import LARGEST_WHOLE, require_number, require_whole
 
 # part of the names of a wrapped module's parameters
 _WRAPPED = re.compile(r"(\.(base_layer|original_module))+\.")
@@ -625,7 +625,7 @@ class PrefixKind(AdapterKind):
     ) -> Any:
         """See the base class. Sizes that the config does not set are filled in, as in peft."""
         # so that rows fit in the model's positions
-        most = (longest_row(skeleton) or LARGEST) - _SHORTEST_ROW
+        most = (longest_row(skeleton) or LARGEST_WHOLE) - _SHORTEST_ROW
         require_whole("adapter.num_virtual_tokens", config.num_virtual_tokens, 1, most)
         wrapper, own = _wrapped(skeleton, config)
         for option in _BASE_SIZES:

@@ -30,7 +30,7 @@ from zo2adapters.models.footprint import cache_bytes, expected_held_bytes, forwa
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2core import Batch, Engine, Evaluation
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError, UnsupportedModelError
-from zo2core.ranges import LARGEST, counted, require_number, require_whole
+from zo2core.ranges import LARGEST_WHOLE, counted, require_number, require_whole
 
 # entry of a batch: number of its stream, which has a cache, for each row
 STREAM = "generation_stream"
@@ -99,7 +99,7 @@ class Sampling:
 
 def sampling_of(temperature: float, top_p: float, seed: int) -> Sampling | None:
     """How options sample tokens; None takes the likeliest token."""
-    require_whole("seed", seed, -LARGEST, LARGEST)
+    require_whole("seed", seed, -LARGEST_WHOLE, LARGEST_WHOLE)
     if temperature:
         return Sampling(temperature=temperature, top_p=top_p, seed=seed)
     if top_p != 1:

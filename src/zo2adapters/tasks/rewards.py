@@ -22,7 +22,7 @@ _PROGRAM = Path(reward_program.__file__)
 _MOST_NAMES = 12  # that an error lists
 # absolute value of a reward: sums and squares of many have to be finite, in float32 also each of
 # them
-_LARGEST = 1e30
+_LARGEST_REWARD = 1e30
 _CALLS = 64  # calls of a request: a request that fails is repeated call by call, to name the row
 
 
@@ -229,7 +229,10 @@ class Rewards:
                 if isinstance(value, str)
                 else f"{value:g}" + (f" with a weight of {weight:g}" if weight != 1 else "")
             )
-            if isinstance(value, str) or not max(abs(value), abs(weight * value)) <= _LARGEST:
+            if (
+                isinstance(value, str)
+                or not max(abs(value), abs(weight * value)) <= _LARGEST_REWARD
+            ):
                 # also if it is NaN
                 raise self._failure(index, completion, why, option)
         return list(values)
@@ -255,7 +258,8 @@ class Rewards:
     def _failure(self, index: int, completion: Completion, why: str, option: str) -> DataError:
         found = f"{why}, for the completion {completion.text[:60]!r}"
         expected = (
-            f"a number from {-_LARGEST:g} to {_LARGEST:g}, within the limits of time and memory"
+            f"a number from {-_LARGEST_REWARD:g} to {_LARGEST_REWARD:g}, within the limits of time "
+            "and memory"
         )
         remedy = (
             "correct row or function and begin anew, or resume with more seconds or memory in "

@@ -21,7 +21,7 @@ import yaml
 from zo2adapters.tasks.registry import names_model_loss
 from zo2core.errors import OptionError, system_error
 from zo2core.io.durable import open_regular
-from zo2core.ranges import LARGEST, OptimizerName, parse_size, require_number, require_whole
+from zo2core.ranges import LARGEST_WHOLE, OptimizerName, parse_size, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions
@@ -83,7 +83,7 @@ _MOVED = Change.MOVED
 _CALL = Change.CALL
 
 
-def _whole(least: int, most: int = LARGEST, otherwise: str = "") -> Check:
+def _whole(least: int, most: int = LARGEST_WHOLE, otherwise: str = "") -> Check:
     return partial(require_whole, least=least, most=most, otherwise=otherwise)
 
 
@@ -146,7 +146,7 @@ _ROWS: Sequence[tuple[str, str, Change, Effect, Check | None]] = [
     ("schedule", "steps", _RESUME, _ANY, _whole(1)),
     ("schedule", "lr", _BRANCH, _ANY, _number(above=0)),
     ("schedule", "decay warmup_steps weight_decay", _BRANCH, _ANY, None),
-    ("schedule", "seed", _NEVER, _ANY, _whole(-LARGEST, LARGEST)),
+    ("schedule", "seed", _NEVER, _ANY, _whole(-LARGEST_WHOLE, LARGEST_WHOLE)),
     ("memory", "memory device_memory activation_memory", _RESUME, _ANY, _size),
     ("memory", "device", _NEVER, _ANY, None),
     ("memory", "snapshot_every", _RESUME, _ANY, _whole(1)),
@@ -485,7 +485,7 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
 RECIPE = "recipe.yaml"  # name of a run's own recipe in its directory
 
 _HEAD = "# All options of this run. To repeat it: zo2 train recipe.yaml --output DIR\n"
-_LARGEST = 1 << 20  # bytes
+_LARGEST_RECIPE = 1 << 20  # bytes
 
 
 class _Loader(yaml.SafeLoader):
@@ -546,8 +546,8 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
     )
     try:
         with open_regular(path) as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
+            content = file.read(_LARGEST_RECIPE + 1)
+        if len(content) > _LARGEST_RECIPE:
             raise OptionError(Path(path), "more than 1 MiB", expected, "pass another file")
         values = yaml.load(content, _Loader)  # noqa: S506 - a safe loader
     except OSError as error:

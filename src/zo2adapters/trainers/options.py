@@ -33,7 +33,7 @@ from zo2adapters.trainers.option_table import (
     require_valid,
 )
 from zo2core.errors import OptionError, without_effect
-from zo2core.ranges import LARGEST, OF_ADAPTERS, OptimizerName, require_number, require_whole
+from zo2core.ranges import LARGEST_WHOLE, OF_ADAPTERS, OptimizerName, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -285,7 +285,7 @@ class Batching:
             "sequence_length",
             self.sequence_length,
             2,
-            longest or LARGEST,
+            longest or LARGEST_WHOLE,
             otherwise=", what the model takes",
         )
         return self.sequence_length
@@ -781,7 +781,7 @@ def _value(value: Any, hint: Any, name: str) -> Any:
             return kind(value)
         if kind in (str, Path) and isinstance(value, str) and "\0" not in value:
             return kind(value)
-        is_number = kind in (int, float) and type(value) is int and abs(value) <= LARGEST
+        is_number = kind in (int, float) and type(value) is int and abs(value) <= LARGEST_WHOLE
         is_number |= kind is float and type(value) is float and math.isfinite(value)
         is_named = origin is Literal and type(value) is str and value in items
         if is_number or is_named or (kind in (bool, NoneType) and type(value) is kind):

@@ -165,7 +165,7 @@ def device_kinds(device: str, workers: Workers | None) -> str:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = -1  # glibc converts it to the largest size
 # bytes of the largest block that is kept; larger blocks are returned to the system
-LARGEST = 1 << 30
+LARGEST_KEPT = 1 << 30
 # where graphs take all spare memory: the largest value that glibc accepts before 2.35
 SMALL = 1 << 25
 
@@ -191,7 +191,7 @@ def keeps_memory(plan: HostPlan) -> bool:
     return any(part.name == KEPT and part.nbytes > 0 for part in plan.parts)
 
 
-def keep_freed_memory(largest: int = LARGEST) -> bool:
+def keep_freed_memory(largest: int = LARGEST_KEPT) -> bool:
     """Tell glibc to keep freed memory for this process. Other C libraries are left alone."""
     try:
         libc = ctypes.CDLL(None)

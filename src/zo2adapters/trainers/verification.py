@@ -33,7 +33,7 @@ from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.optimizers.states import StateMemory
 from zo2core.planning.memory import free_memory
 from zo2core.protocols import UpdateInputs
-from zo2core.ranges import LARGEST, OptimizerName, counted, require_whole
+from zo2core.ranges import LARGEST_WHOLE, OptimizerName, counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
 
@@ -219,7 +219,7 @@ def _steps_of_whole(
 def _require_fit(model: HFBlockModel, rows: int, tokens: int) -> None:
     """Refuse batches that exceed free memory or the model's longest row."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    require_whole("tokens", tokens, 1, longest or LARGEST, otherwise=", the model's limit")
+    require_whole("tokens", tokens, 1, longest or LARGEST_WHOLE, otherwise=", the model's limit")
     weights = sum(layout.nbytes for layout in model.layouts)
     needed = 2 * weights + activation_bytes(model.config, rows, tokens)
     free = free_memory()

@@ -12,7 +12,7 @@ from zo2core.optimizers.states import (
     unusable_state,
 )
 from zo2core.ranges import require_number, require_whole
-from zo2core.types import LARGEST
+from zo2core.types import LARGEST_FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class LossScale:
         if self._good_steps == self._scaling.interval:
             self._good_steps = 0
             grown = self.scale * self._scaling.growth
-            if grown <= LARGEST:
+            if grown <= LARGEST_FLOAT32:
                 self.scale = grown
 
     def values(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class LossScale:
         steps = values.get("good_steps", 0)
         if (
             not isinstance(scale, float)
-            or not 1.0 <= scale <= LARGEST
+            or not 1.0 <= scale <= LARGEST_FLOAT32
             or type(steps) is not int
             or steps < 0
         ):
