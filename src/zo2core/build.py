@@ -51,6 +51,7 @@ from zo2core.protocols import (
     CounterNoise,
     Device,
     DifferentiableModel,
+    ModelOfFiles,
     RoomTakingModel,
     Scheduler,
 )
@@ -116,6 +117,7 @@ def open_run(model: BlockModel, method: Method, options: RunOptions) -> OpenedRu
             perturber=_perturber(start, buffer, trained),
             visits=_visits(start, segments),
             update_loss=start.update_loss,
+            require_unchanged=_check_of_files(model),
             opened=opened,
         )
         buffer.bind(model.bind)
@@ -125,6 +127,11 @@ def open_run(model: BlockModel, method: Method, options: RunOptions) -> OpenedRu
         result = _with_state(run, method, options, trained)
         refused.pop_all()
         return result
+
+
+def _check_of_files(model: BlockModel) -> Callable[[], object]:
+    """The check of the files that a model was opened from; of other models none."""
+    return model.require_unchanged if isinstance(model, ModelOfFiles) else lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)

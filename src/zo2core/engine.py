@@ -260,7 +260,8 @@ class Engine:
             JournalError: if the record cannot be written, has a value that would overflow weights,
                 or differs from that of the step that it repeats.
             WorkerError: if another worker does not answer, or has another batch or step.
-            CheckpointError, ScratchError: if a block cannot be read, or a file cannot be written.
+            CheckpointError, ScratchError: if a block cannot be read, a file of the base has changed
+                since it was opened, or a file cannot be written.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken, unless the message says that segments had
                 been changed: then the
@@ -270,6 +271,7 @@ class Engine:
         self._run.use.require_open()
         if self._steps is None:
             raise lacking("step", "a method", "ZerothOrder or FirstOrder")
+        self._run.require_unchanged()
         return self._steps.step(batch, forward, seed=seed)
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> float:
@@ -291,7 +293,9 @@ class Engine:
                 gradients are cleared then.
         """
         self._run.use.require_open()
-        return _required(self._steps, AdapterSteps, "gradients").gradients(batch, forward)
+        steps = _required(self._steps, AdapterSteps, "gradients")
+        self._run.require_unchanged()
+        return steps.gradients(batch, forward)
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
         """Start a zeroth-order step whose losses the caller computes, by ``forwards_at``, and
@@ -309,7 +313,9 @@ class Engine:
                 workers cannot share the step.
             BusyError, ClosedError: as for ``step``.
         """
-        return self._zeroth_order("ask").ask(seed=seed)
+        steps = self._zeroth_order("ask")
+        self._run.require_unchanged()
+        return steps.ask(seed=seed)
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
         """Take the step that ``ask`` started: write its record to the journal.
@@ -490,6 +496,7 @@ class Engine:
                 called.
 
         Raises:
+            CheckpointError: if a file of the base has changed since it was opened.
             OutputError: if the directory is in use or cannot be written.
         """
         self._run.use.require_open()

@@ -539,6 +539,18 @@ class BlockModel(Forward, Protocol):
 
 
 @runtime_checkable
+class ModelOfFiles(Protocol):
+    """A model that was opened from files, which have to stay as they were."""
+
+    def require_unchanged(self) -> None:
+        """Refuse files that have changed since. Called before each step and each export.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+
+
+@runtime_checkable
 class RoomTakingModel(BlockModel, Protocol):
     """A model that takes memory again and again within a segment, as for chunks of logits."""
 

@@ -161,6 +161,8 @@ class Run:
     perturber: Callable[[Trajectory], Perturber]
     visits: Visits  # what all sweeps share that run the present or perturbed weights
     update_loss: UpdateLoss
+    # refuses files of the model that have changed since they were opened
+    require_unchanged: Callable[[], object]
     opened: ExitStack  # closes what was opened for the run, and nothing of the caller's
     use: ExclusiveUse = field(default_factory=lambda: ExclusiveUse("Engine"))
     progress: _Progress = field(default_factory=_Progress)
@@ -210,6 +212,7 @@ class Run:
     ) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
         """Bring segments to a version, and yield their parameters with their bytes on the host."""
         self.use.require_open()
+        self.require_unchanged()
         with self.use.locked():
             visitor = ForwardVisitor(self.visits, self._perturber(version, []), [], self.model)
             try:

@@ -3,6 +3,7 @@ a remedy for what does not fit.
 """
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -181,6 +182,10 @@ def test_embeddings_beside_an_adapter_are_trained_exported_and_merged_with_it(
     whole = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     whole.merge_and_unload().save_pretrained(tmp_path / "peft")
     assert_equal(weights_of(tmp_path / "merged"), weights_of(tmp_path / "peft"))
+    opened.require_unchanged()
+    os.utime(adapter / WEIGHTS_FILE)  # which is streamed, too
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS_FILE}: found that another process"):
+        opened.require_unchanged()
 
 
 MISFITS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {

@@ -260,6 +260,16 @@ def test_zeroth_order_steps_are_those_on_the_decoded_model(
         assert reader.fingerprint == open_checkpoint(path).weights.fingerprint
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_file_of_a_split_model_that_changes_is_refused(part: int, tmp_path: Path) -> None:
+    model = open_checkpoint(save_gguf(tmp_path / "model.gguf", files=2))
+    model.require_unchanged()
+    path = sorted(tmp_path.iterdir())[part]
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=f"{path.name}: found that another process"):
+        model.require_unchanged()
+
+
 def test_floats_in_the_models_order_train_by_dense_directions(tmp_path: Path) -> None:
     model = open_checkpoint(save_gguf(tmp_path / "model.gguf", "qwen2", "F32"), loss_chunk=None)
     twin = open_checkpoint(

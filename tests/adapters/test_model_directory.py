@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from command_lines import done, refusal
 from families import small_config as family_config
 from families import small_model
-from models import save_model, save_tokenizer, small_config
+from models import make_batch, save_model, save_tokenizer, small_config
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -28,12 +29,25 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import format_warning, show_warning
 from zo2adapters.models import checkpoint
 from zo2adapters.models.checkpoint import refuse_oversized, resolve_directory
+from zo2adapters.models.export import export_adapter
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.task import user_function
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.run_directory import RunDirectory
-from zo2core import Engine, Journal, ZO2Error
+from zo2core import (
+    DensePerturbation,
+    Engine,
+    FirstOrder,
+    Journal,
+    LowRankPerturbation,
+    MeZOSGD,
+    ZerothOrder,
+    ZO2Error,
+)
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
+
+peft: Any = pytest.importorskip("peft")
+BATCH = make_batch(40, [5, 4])
 
 
 @pytest.fixture
@@ -217,6 +231,89 @@ def test_a_command_shows_a_warning_of_ours_as_one_line_also_in_a_progress_bar(
         bar.update(4)
         show_warning(ZO2Warning("said"), ZO2Warning, "file.py", 1)
     assert "\nzo2: said\n" in capsys.readouterr().err.replace("\r", "\n")
+
+
+def replace_whole(path: Path) -> None:
+    shutil.copy(path, path.with_name("other"))
+    path.with_name("other").replace(path)
+
+
+def write_in_place(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+
+
+BASE_FILES = ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"]
+
+
+@pytest.mark.parametrize("name", BASE_FILES)
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (replace_whole, "another file in its place"),
+        (write_in_place, "another process has written"),
+        (Path.unlink, "No such file"),
+    ],
+)
+@pytest.mark.parametrize("trains", ["all", "adapter", "low rank"])
+@pytest.mark.few(6)
+def test_a_base_that_changes_is_refused_by_each_step_and_export_although_it_is_in_memory(
+    name: str, change: Callable[[Path], None], found: str, trains: str, base: Path, tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = open_checkpoint(base, adapter=Adapter(config=config) if trains == "adapter" else None)
+    perturbation = LowRankPerturbation(rank=1) if trains == "low rank" else DensePerturbation()
+    method: Any = ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3), perturbation=perturbation)
+    if trains == "adapter":
+        method = FirstOrder(partial(torch.optim.SGD, lr=1e-3))
+    with Engine(model, method) as engine:
+        engine.step(BATCH)
+        change(base / name)
+        operations: dict[str, Callable[[], object]] = {
+            "step": lambda: engine.step(BATCH),
+            "export": lambda: engine.export(tmp_path / "out"),
+            "weights": lambda: next(engine.parameters_now()),
+            **(
+                {"gradients": lambda: engine.gradients(BATCH)}
+                if trains == "adapter"
+                else {"ask": engine.ask}
+            ),
+        }
+        if trains == "low rank":
+            operations["adapter"] = lambda: export_adapter(
+                engine, model, tmp_path / "out", base=str(base)
+            )
+        for operation in operations.values():
+            with pytest.raises(CheckpointError, match=found) as refused:
+                operation()
+            assert refused.value.where == str(base / name)
+        assert engine.version == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+def test_a_link_that_leads_to_another_file_is_a_change_and_each_file_costs_one_call(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base / "tokenizer.json").rename(base / "first.json")
+    (base / "tokenizer.json").symlink_to(base / "first.json")
+    shutil.copy(base / "first.json", base / "second.json")
+    model = open_checkpoint(base)
+    looked_at: list[Any] = []
+    stat = os.stat
+
+    def counting_stat(path: Any) -> os.stat_result:
+        looked_at.append(path)
+        return stat(path)
+
+    with monkeypatch.context() as counted:
+        counted.setattr(os, "stat", counting_stat)
+        model.require_unchanged()
+    suffixes = (".json", ".safetensors")
+    assert sorted(looked_at) == sorted(path for path in base.iterdir() if path.suffix in suffixes)
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer.json").symlink_to(base / "second.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: found another file in its place"):
+        model.require_unchanged()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,11 @@ REWRITTEN = "that another process has written into the file meanwhile"
     [
         (overwrite_in_place, REWRITTEN, REWRITTEN),
         (lambda path: os.truncate(path, 9000), "9000 bytes", "9000 bytes"),
-        (replace_by_rename, None, REWRITTEN),  # what is open is the file as it was
+        (
+            replace_by_rename,
+            None,
+            "another file in its place",
+        ),  # what is open is the file as it was
         (Path.unlink, None, "No such file"),
     ],
     ids=["in place", "truncated", "replaced", "removed"],

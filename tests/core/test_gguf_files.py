@@ -103,9 +103,9 @@ def test_metadata_of_a_file_that_has_changed_since_it_was_read_is_refused(tmp_pa
     (tmp_path / "new").write_bytes(gguf_bytes(other, TENSORS))
     (tmp_path / "new").replace(file.path)
     for use in (lambda: next(file.array("tokenizer.ggml.tokens")), lambda: file.text("long")):
-        with pytest.raises(CheckpointError, match="found that another process has written"):
+        with pytest.raises(CheckpointError, match="found another file in its place"):
             use()
-    with pytest.raises(CheckpointError, match="found that another process has written"):
+    with pytest.raises(CheckpointError, match="found another file in its place"):
         file.tensors["output_norm.weight"].read()
 
 

@@ -67,6 +67,7 @@ from zo2core.checkpoint.gguf import is_gguf
 from zo2core.checkpoint.shards import (
     INDEX_FILE,
     SINGLE_FILE,
+    BaseFiles,
     Piece,
     SafetensorsReader,
     TensorEntry,
@@ -75,6 +76,7 @@ from zo2core.checkpoint.shards import (
     find_tensors,
     parse_index,
     require_own_file,
+    states_of,
 )
 from zo2core.errors import (
     CheckpointError,
@@ -85,7 +87,7 @@ from zo2core.errors import (
     system_remedy,
     without_effect,
 )
-from zo2core.io.durable import open_regular
+from zo2core.io.durable import FileState, open_regular
 from zo2core.protocols import TensorReader
 from zo2core.ranges import require_whole
 
@@ -249,7 +251,7 @@ def open_checkpoint(
     if opened is not None:
         dtypes = {name: tensor.dtype for name, tensor in opened.tensors.items()}
         reader = stored_tensors.OverlaidReader(reader, opened.values, dtypes, opened.where)
-    return model_class(
+    model = model_class(
         skeleton,
         architecture,
         reader,
@@ -259,6 +261,9 @@ def open_checkpoint(
         export_dtype=exported if rounds else None,
         **options,
     )
+    beside = {} if opened is None else states_of(opened.beside.values())
+    model.base_files = BaseFiles({**files.states, **beside})
+    return model
 
 
 def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
@@ -390,9 +395,14 @@ class ModelDirectory:
         # the latter is the file of the config
         self._directory = directory
         self.described_in = directory / "config.json"
+        require_config(directory)
+        # before they are read
+        beside = {name: FileState.of(directory / name) for name in companion_files(directory)}
         self.config, quantization = _read_config(self.described_in)
         _require_weights(directory, self.config)
         self.entries = find_tensors(directory)
+        self.states = {directory / name: state for name, state in beside.items()}
+        self.states |= states_of(self.entries.values())
         self._encoded = dict[str, EncodedTensor]()
         # whether there are tensors that have to be decoded
         self.is_encoded = quantization is not None
@@ -464,8 +474,6 @@ def require_no_adapter(directory: Path, adapter: Adapter | None) -> None:
 
 def _read_config(path: Path) -> tuple[PretrainedConfig, Quantization | None]:
     """Read the config, and split off its quantization."""
-    require_config(path.parent)
-    companion_files(path.parent)  # refuses unsafe files before transformers reads them
     refuse_oversized(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)

@@ -57,6 +57,7 @@ from zo2core.checkpoint.shards import (
     TensorEntry,
     check_float,
     malformed,
+    states_of,
 )
 from zo2core.encodings.forms import GGUF_BLOCKS, GGUFRows
 from zo2core.encodings.gguf import grid_of, row_order
@@ -186,6 +187,7 @@ class GGUFModel:
         self.where = self.described_in = path
         self.file = read_gguf(path)
         self.entries: Mapping[str, TensorEntry] = self.file.tensors
+        self.states = {path: self.file.state, **states_of(self.entries.values())}
         self._architecture = str(self.file.metadata.get("general.architecture"))
         if self._architecture not in GGUF_ARCHITECTURES:
             raise self._refused(

@@ -73,6 +73,7 @@ from zo2adapters.models.module_use import ModuleUse, module_use
 from zo2adapters.models.routed_experts import MOST, RoutedExperts, expected_share, routed_stacks
 from zo2adapters.models.skeleton import CallRecorder, CutError, LayerCall, LayerCalls, Stub
 from zo2core import Batch, Forward, ZO2Error
+from zo2core.checkpoint.shards import BaseFiles
 from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 from zo2core.estimators.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
@@ -179,6 +180,7 @@ class HFBlockModel:
         self.loss_chunk = loss_chunk
         self.keeps_logits = False  # of all chunks, until the backward pass
         self.make_room: Callable[[int], object] = lambda nbytes: None  # set by an engine
+        self.base_files = BaseFiles()  # set by who opens them
         self.kind = head
         self.longest_row = longest_row(skeleton)
         self._architecture = architecture
@@ -238,6 +240,10 @@ class HFBlockModel:
             if dtype is not None
         }
         return {**decisive, "attention": self.config._attn_implementation, **named, **buffers}
+
+    def require_unchanged(self) -> None:
+        """Refuse files of the base that have changed since they were opened. See the contract."""
+        self.base_files.require_unchanged()
 
     @property
     def tokenizer_files(self) -> dict[str, Path | bytes]:

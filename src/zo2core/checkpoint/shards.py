@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -145,9 +146,41 @@ def refusing_changes(path: Path) -> Iterator[None]:
     try:
         yield
     except DisturbedFileError as error:
-        expected = "the file as it was when it was opened"
-        remedy = "restore it, and give the command again; a run resumes from its last step"
-        raise malformed(path, reason(error), expected, remedy=remedy) from error
+        raise _changed(path, error) from error
+
+
+def _changed(path: Path, error: OSError) -> CheckpointError:
+    expected = "the file as it was when it was opened"
+    remedy = "restore it, and give the command again; a run resumes from its last step"
+    return malformed(path, reason(error), expected, remedy=remedy)
+
+
+class BaseFiles:
+    """The files of a base, in the states that they had when they were opened.
+
+    Note: what a base's files decide is read at different times. Weights in memory and the settings
+    of a tokenizer are read once, streamed blocks at each step, and what an export copies at the
+    end. A file that changes in between would make a run of two bases, also if no step reads it.
+
+    Args:
+        states: State by path. Paths may be links: a link that leads to another file is a change.
+    """
+
+    def __init__(self, states: Mapping[Path, FileState] = MappingProxyType({})) -> None:
+        self._states = dict(states)
+
+    def require_unchanged(self) -> None:
+        """Refuse a file that was written, replaced or removed since, by one call of the system for
+        each.
+
+        Raises:
+            CheckpointError: naming the first such file.
+        """
+        for path, state in self._states.items():
+            try:
+                state.require(path, path)
+            except OSError as error:
+                raise _changed(path, error) from error
 
 
 def malformed(
@@ -242,6 +275,11 @@ def parse_index(path: Path, *, suffix: str = "") -> dict[str, str]:
                 f"{path}: {name}", f"shard {str(shard)[:200]!r}", expected, remedy=remedy
             )
     return dict(pairs)
+
+
+def states_of(entries: Iterable[TensorEntry]) -> dict[Path, FileState]:
+    """The states of the files of tensors, when their headers were read, by path."""
+    return {entry.path: entry.state for entry in entries if entry.state is not None}
 
 
 def check_float(entry: TensorEntry) -> torch.dtype:

@@ -53,22 +53,26 @@ class FileState(NamedTuple):
 
     size: int  # bytes
     mtime_ns: int  # time of the last write
+    identity: tuple[int, int]  # numbers of the file system and of the file in it
 
     @classmethod
-    def of(cls, descriptor: int) -> Self:
-        """The state of an open file."""
-        status = os.fstat(descriptor)
-        return cls(status.st_size, status.st_mtime_ns)
+    def of(cls, file: int | str | os.PathLike[str]) -> Self:
+        """The state of an open file, or of the file at a path."""
+        status = os.stat(file)
+        return cls(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
 
-    def require(self, descriptor: int, path: str | os.PathLike[str]) -> None:
-        """Refuse an open file in another state."""
-        found = FileState.of(descriptor)
+    def require(self, file: int | str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        """Refuse an open file, or the file at a path, that is in another state."""
+        found = FileState.of(file)
+        if found == self:
+            return
+        if found.identity != self.identity:
+            raise DisturbedFileError(path, "another file in its place")
         if found.size != self.size:
             reason = f"{found.size} bytes, where there were {self.size} before"
             raise DisturbedFileError(path, reason)
-        if found != self:
-            reason = "that another process has written into the file meanwhile"
-            raise DisturbedFileError(path, reason)
+        reason = "that another process has written into the file meanwhile"
+        raise DisturbedFileError(path, reason)
 
 
 @contextlib.contextmanager
