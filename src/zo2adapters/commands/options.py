@@ -14,6 +14,7 @@ import errno
 import functools
 import inspect
 import itertools
+import json
 import math
 import os
 import re
@@ -38,6 +39,7 @@ from zo2adapters.trainers.option_table import (
     flag,
     section_of,
     setting_text,
+    yaml_kind,
 )
 from zo2core.errors import (
     DeviceError,
@@ -545,15 +547,13 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
             item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items
         ):
             expected = "a single value, or a list of single values"
-            raise refused(
-                f"a {type(value).__name__} as {key}", expected, "see zo2 train --help-all"
-            )
+            remedy = "see zo2 train --help-all"
+            raise refused(f"{yaml_kind(value)} as {key}", expected, remedy)
         if len(items) > 1 and not listed[option].items:
             raise refused(f"{len(items)} values as {key}", "a single value", "write one of them")
         if is_list and any(item is None or isinstance(item, bool) for item in items):
-            raise refused(
-                f"{value!r} as {key}", "texts or numbers", "write each text between quotes"
-            )
+            remedy = "write each text between quotes"
+            raise refused(f"{json.dumps(value)} as {key}", "texts or numbers", remedy)
         if any("\0" in text for text in texts):
             raise refused(
                 f"NUL in the value of {key}",

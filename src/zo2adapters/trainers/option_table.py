@@ -508,7 +508,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key} a second time", key_node.start_mark
+                    None, None, f"the key {key} twice", key_node.start_mark
                 )
             keys |= {key} if isinstance(key, Hashable) else set()
         return super().construct_mapping(node, deep=deep)
@@ -538,6 +538,12 @@ def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) 
     return text
 
 
+def yaml_kind(value: object) -> str:
+    """What a value of a recipe is called in YAML."""
+    kinds: list[tuple[type, str]] = [(dict, "a mapping"), (list, "a list"), (str, "a text")]
+    return next((name for kind, name in kinds if isinstance(value, kind)), "a number")
+
+
 def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
     """Read a recipe's keys and values as YAML gives them."""
     expected, remedy = (
@@ -557,14 +563,16 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = Path(path) if mark is None else f"{path}, line {mark.line + 1}"
-        raise OptionError(where, error.problem or "no YAML", expected, remedy) from error
+        # The parser's text may begin with 'found' or 'expected'.
+        found = "no YAML" if error.problem is None else f"no YAML ({error.problem})"
+        raise OptionError(where, found, expected, remedy) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         found = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise OptionError(Path(path), found, expected, remedy) from error
     if not isinstance(values, dict):
         raise OptionError(
             Path(path),
-            "nothing" if values is None else f"a {type(values).__name__}",
+            "nothing" if values is None else yaml_kind(values),
             expected,
             remedy,
         )
