@@ -33,6 +33,8 @@ _HELP = {"-h", "--help", "--help-all"}
 _CONTROL = re.compile(r"(?!\r\n)[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _BAR = re.compile(r"\r(?!\n)|\n*(?:\x1b\[A)+\Z")
 _PLAIN_FORMAT = warnings.formatwarning
+# Variables that turn off the progress bars of tqdm, huggingface_hub and datasets.
+_BARS_OFF = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 _BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
 _NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What to do: free memory."
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Texts are tokenised one by one, so the tokenizer has no use for threads; where it cannot
         # start any, it ends the process with a message of many lines.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if not sys.stderr.isatty():  # libraries' bars of downloads are for terminals, too
+            for name in _BARS_OFF:
+                os.environ.setdefault(name, "1")
         signals = SignalHandling()
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)

@@ -20,7 +20,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.trainers import metrics
 from zo2adapters.trainers import trainer as trainer_module
-from zo2adapters.trainers.metrics import SharedSweeps, sweep_bars
+from zo2adapters.trainers.metrics import SharedSweeps, StepBar, sweep_bars
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Engine
 
@@ -62,11 +62,12 @@ def test_long_work_has_a_bar_in_a_terminal_alone(
     told = capsys.readouterr().err
     for text in COMMANDS[command]:
         assert text in told
-    if "train" not in command:  # whose own bar of steps is always there
-        shutil.rmtree("out", ignore_errors=True)
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-        main(command.split())
-        assert "%" not in capsys.readouterr().err
+    shutil.rmtree("out", ignore_errors=True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    main(command.split())
+    logged = capsys.readouterr().err
+    assert "%" not in logged
+    assert not set("\r\x1b") & set(logged)
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(60.0, False), (0.0, True)])
@@ -120,6 +121,7 @@ def test_later_evaluations_count_in_the_time_that_is_left_and_the_first_one_does
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run whose steps take 2 s, and whose evaluations take 500 s."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = StoppedClock()
     monkeypatch.setattr(tqdm.std, "time", clock)
     monkeypatch.setattr(trainer_module, "time", clock)
@@ -151,3 +153,34 @@ def test_later_evaluations_count_in_the_time_that_is_left_and_the_first_one_does
     assert "<16:44," in left[3]
     assert "[33:30<00:00," in lines[-1]
     assert all("2.00s/step" in line for line in lines if " 0/5 " not in line)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "told"),
+    [
+        (1000, 0.5, [*range(100, 1001, 100)]),
+        (100, 20.0, [done + more for done in range(0, 100, 10) for more in (3, 6, 9, 10)]),
+        (3, 0.5, [1, 2, 3]),
+        (20, 25.0, [*range(2, 21, 2)]),
+    ],
+)
+def test_a_log_has_a_line_a_tenth_of_the_steps_and_one_a_minute(
+    steps: int, seconds: float, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"loss": 1.5, "tokens_per_second": 3.0, "rss_bytes": 1, "peak_rss_bytes": 2}
+    clock, log = StoppedClock(), io.StringIO()
+    clock.monotonic = clock  # type: ignore[attr-defined]
+    monkeypatch.setattr(tqdm.std, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(sys, "stderr", log)
+    with StepBar("small", steps, initial=0, evaluations=0, quiet=False) as bar:
+        bar.miniters, bar.dynamic_miniters = 1, False
+        for _ in range(steps):
+            clock.now += seconds
+            bar.count_step(record)
+        bar.write("a line", file=log)
+    lines = log.getvalue().splitlines()
+    assert not set("\r\x1b") & set(log.getvalue())
+    assert lines.pop() == "a line"
+    assert [int(re.match(r"small: step (\d+)/", line)[1]) for line in lines] == told  # type: ignore[index]
+    assert all("loss 1.5" in line for line in lines)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import sys
 import sysconfig
 import tempfile
 import time
@@ -29,11 +28,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command
 from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.trainers.metrics import LoggedBar
 from zo2adapters.trainers.optimization import Decay, LearningRate, Optimization
 from zo2adapters.trainers.options import DEFAULT_LENGTH, Batching, TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
@@ -307,14 +306,7 @@ def _pretrain(
         model.parameters(), lr=recipe.pretraining_lr, betas=(0.9, 0.95), weight_decay=0.01
     )
     losses: list[float] = []
-    for step in tqdm(
-        range(steps),
-        desc="pre-training",
-        unit="step",
-        disable=quiet,
-        file=sys.stderr,
-        dynamic_ncols=True,
-    ):
+    for step in LoggedBar("pre-training", iterable=range(steps), disable=quiet):
         optimizer.param_groups[0]["lr"] = lr(step)
         starts = torch.randint(len(ids) - recipe.window, (recipe.windows, 1), generator=generator)
         batch = ids[starts + torch.arange(recipe.window)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -452,11 +453,68 @@ class SharedSweeps:
             self._running = 0
 
 
-_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{spent}<{left}, {rate_fmt}{postfix}]"
+_LOGGED_SECONDS = 60.0  # after which a log has a line also of less than a tenth of the steps
 
 
-class StepBar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar over the steps of a run, between which evaluations take time."""
+class LoggedBar(tqdm):  # type: ignore[type-arg]
+    """A tqdm bar of steps on standard error; where that is no terminal, lines of a log instead.
+
+    A line is written after each tenth of the steps, and once a minute. No line moves the cursor.
+    """
+
+    _bar_end = "[{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+    def __init__(self, label: str | None, **options: Any) -> None:
+        self._is_log = not sys.stderr.isatty()
+        self._logged = float(options.get("initial", 0))  # steps that the last line has told
+        self._logged_at = time.monotonic()
+        prefix = "step" if label is None else f"{label}: step"
+        start = f"{prefix} " if self._is_log else "{l_bar}{bar}| "
+        super().__init__(
+            bar_format=f"{start}{{n_fmt}}/{{total_fmt}} {self._bar_end}",
+            desc=label,
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=not self._is_log,
+            **options,
+        )
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        """Show the bar, or write a line if one is due."""
+        if not self._is_log:
+            return super().display(msg, pos)
+        is_due = self._tenth(self.n) > self._tenth(self._logged)
+        if is_due or time.monotonic() - self._logged_at >= _LOGGED_SECONDS:
+            self._log()
+        return True
+
+    def _tenth(self, steps: float) -> int:
+        return int(steps * 10 // (self.total or 1))
+
+    def _log(self) -> None:
+        self._logged = self.n
+        self._logged_at = time.monotonic()
+        self.fp.write(f"{self}\n")
+
+    def clear(self, nolock: bool = False) -> None:  # noqa: FBT001, FBT002 - as tqdm's
+        """Remove the bar from the terminal, to print something else."""
+        if not self._is_log:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        """End the bar, or write the last line. May be called twice."""
+        if self._is_log and not self.disable:
+            if self.n > self._logged:
+                self._log()
+            self.leave = False
+            self.last_print_t = -math.inf  # tqdm's own takes it for a bar that was never shown
+        super().close()
+
+
+class StepBar(LoggedBar):
+    """A bar over the steps of a run, between which evaluations take time."""
+
+    _bar_end = "[{spent}<{left}, {rate_fmt}{postfix}]"
 
     def __init__(
         self, label: str | None, steps: int, *, initial: int, evaluations: int, quiet: bool
@@ -466,11 +524,7 @@ class StepBar(tqdm):  # type: ignore[type-arg]
         # seconds of the longest evaluation; the one before the first step also reads the weights
         self._longest = 0.0
         super().__init__(
-            bar_format=_FORMAT,
-            unit="step",
-            file=sys.stderr,
-            dynamic_ncols=True,
-            desc=label,
+            label,
             leave=label is None,
             total=steps,
             initial=initial,
