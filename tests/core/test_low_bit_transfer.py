@@ -46,7 +46,7 @@ from zo2core.kernels import dispatch, fill
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sweep.perturbers import CounterPerturber, Pass, WorkBuffer, in_one_launch
+from zo2core.sweep.perturbers import CounterPerturber, Operation, WorkBuffer, in_one_launch
 from zo2core.types import Lane, ParameterSpec, Perturb, Program
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
@@ -455,7 +455,7 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
                 "--precision",
                 f"mixed:transfer={transfer_dtype}",
                 "--device-memory",
-                "30000",
+                "30000B",
                 "--micro-batch-size",
                 "1",
             ]
@@ -553,11 +553,11 @@ def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(base: Path) -> No
                 for spec in model.layouts[1].parameters
             ]
         }
-        passes = [
-            Pass(view, (copy,), view.stored(stores), view.target, view.rounded)
+        operations = [
+            Operation(view, (copy,), view.stored(stores), view.target, view.rounded)
             for view in buffer.segments[1].trained
         ]
-        launches = in_one_launch(passes)
+        launches = in_one_launch(operations)
         assert {out.dtype for launch in launches for out in launch.outs or ()} == {
             torch.float32,
             torch.bfloat16,

@@ -89,7 +89,7 @@ def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: f
     return Program(seeds, tuple(Perturb(seeds.index(seed), shift, zo_eps) for seed, shift in moves))
 
 
-def one_by_one(program: Program) -> list[Program]:
+def single_moves(program: Program) -> list[Program]:
     """The perturbations of a program, each as one of its own."""
     moves = [move for move in program.instructions if isinstance(move, Perturb)]
     return [

@@ -50,8 +50,8 @@ from zo2core.kernels.programs import (
     compile_copy,
     compile_moves,
     compile_updates,
-    one_by_one,
     seeds_of,
+    single_moves,
     split_updates,
 )
 from zo2core.protocols import (
@@ -389,6 +389,7 @@ RANGE = 1 << 18  # elements
 Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]
 # of one update or of several ones, by whether weight decay applies to a parameter
 Programs: TypeAlias = Mapping[bool, Program]
+ProgramsInTurn: TypeAlias = Mapping[bool, Sequence[Program]]  # the same, run one after the other
 ReplayedChunks: TypeAlias = SimpleQueue[int | None]  # their ends; None: the replay failed
 
 
@@ -440,8 +441,8 @@ class Perturber(ABC):
         """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
-class Pass(NamedTuple):
-    """One pass over the memory of a parameter."""
+class Operation(NamedTuple):
+    """Programs that one pass over a parameter's memory runs."""
 
     view: ParameterView
     programs: Sequence[Program]  # run one after the other on each range
@@ -497,56 +498,55 @@ class TrajectoryPerturber(Perturber):
             return
         if evaluation > 0 and self._trajectory.perturb_in_place:
             for move in self._moves[evaluation - 1]:
-                self._run(index, self._passes_in_place(index, move))
+                self._run(index, self._moving_operations(index, move))
             return
         copy = self._copies[evaluation]
         if copy is None:
             self.buffer.load(index, stores)
             return
         self.buffer.load_low_bit(index, stores)
-        self._run(index, self._passes_to_copies(index, stores, {False: copy, True: copy}, copy))
+        self._run(index, self._copying_operations(index, stores, {False: copy, True: copy}, copy))
 
     def _missing_updates(self, version: int) -> list[Sequence[Update]]:
         """The updates that a version lacks, in parts for whose seeds a thread draws in turn."""
-        return list(split_updates(self._trajectory.updates[version : self.version], SEEDS_IN_TURN))
+        missing = self._trajectory.updates[version : self.version]
+        return list(split_updates(missing, SEEDS_IN_TURN))
 
     @abstractmethod
-    def _run(self, index: int, passes: Sequence[Pass]) -> None:
-        """Make passes over a segment's parameters, each with one program; the programs have the
-        same directions.
-        """
+    def _run(self, index: int, operations: Sequence[Operation]) -> None:
+        """Run the operations of a segment, each of one program; all have the same directions."""
 
-    def _passes_in_stores(
-        self, index: int, store: Store, programs: Mapping[bool, Sequence[Program]]
-    ) -> list[Pass]:
-        """Passes that change the weights of a segment's store."""
-        passes: list[Pass] = []
+    def _operations_in_store(
+        self, index: int, store: Store, programs: ProgramsInTurn
+    ) -> list[Operation]:
+        """Operations that change the weights of a segment's store."""
+        operations: list[Operation] = []
         for view in self.buffer.segments[index].owned:
             weights = store[view.position]
             if weights.dtype is not view.spec.dtype:
                 assert view.spec.transfer_back, "other weights are replayed in their stored dtype"
                 weights = view.target  # converted before, and back afterwards
-            passes.append(Pass(view, programs[view.spec.decays], weights, None, None))
-        return passes
+            operations.append(Operation(view, programs[view.spec.decays], weights, None, None))
+        return operations
 
-    def _passes_to_copies(
+    def _copying_operations(
         self, index: int, stores: Stores, owned: Programs, borrowed: Program
-    ) -> list[Pass]:
-        """Passes that write perturbed copies of weights to the work buffer.
+    ) -> list[Operation]:
+        """Operations that write perturbed copies of weights to the work buffer.
 
         Those of low-bit ones start where these were converted to.
         """
-        passes: list[Pass] = []
+        operations: list[Operation] = []
         for view in self.buffer.segments[index].trained:
             program = owned[view.spec.decays] if view.owner == index else borrowed
             weights = view.target if view.is_low_bit else stores[view.owner][view.position]
-            passes.append(Pass(view, (program,), weights, view.target, view.rounded))
-        return passes
+            operations.append(Operation(view, (program,), weights, view.target, view.rounded))
+        return operations
 
-    def _passes_in_place(self, index: int, program: Program) -> list[Pass]:
-        """Passes that change perturbed weights."""
+    def _moving_operations(self, index: int, program: Program) -> list[Operation]:
+        """Operations that perturb perturbed weights further."""
         return [
-            Pass(view, (program,), view.target, None, view.rounded)
+            Operation(view, (program,), view.target, None, view.rounded)
             for view in self.buffer.segments[index].trained
         ]
 
@@ -589,20 +589,20 @@ class Launch(NamedTuple):
     outs: list[torch.Tensor] | None  # memory for copies, if the program makes them
 
 
-def in_one_launch(passes: Iterable[Pass], number: int = 0) -> list[Launch]:
-    """Divide passes, each with its program of this number, into those that one launch makes."""
+def in_one_launch(operations: Iterable[Operation], number: int = 0) -> list[Launch]:
+    """Divide operations, each with its program of this number, by the launch that runs them."""
     launches: dict[tuple[int, torch.dtype, torch.dtype], Launch] = {}
-    for each in passes:
-        program = each.programs[number]
+    for operation in operations:
+        program = operation.programs[number]
         # dtypes of weights and of copies, as the forward reads them
-        key = id(program), each.view.spec.dtype, each.view.work.dtype
+        key = id(program), operation.view.spec.dtype, operation.view.work.dtype
         if key not in launches:
             launches[key] = Launch(program, [], [], None if program.then is None else [])
         launch = launches[key]
-        launch.views.append(each.view)
-        launch.weights.append(each.weights)
-        if launch.outs is not None and each.out is not None:
-            launch.outs.append(each.out)
+        launch.views.append(operation.view)
+        launch.weights.append(operation.weights)
+        if launch.outs is not None and operation.out is not None:
+            launch.outs.append(operation.out)
     return list(launches.values())
 
 
@@ -623,8 +623,7 @@ class CounterPerturber(TrajectoryPerturber):
         self._helpers = helpers
         # by version, and by whether the last program writes the first evaluation's weights
         self._replays: dict[tuple[int, bool], list[Programs]] = {}
-        # by step
-        self._low_bit_replays: dict[int, Programs] = {}
+        self._low_bit_replays: dict[int, Programs] = {}  # by step
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version, and write the first evaluation's weights in the
@@ -638,10 +637,10 @@ class CounterPerturber(TrajectoryPerturber):
         first = self._copies[0] if self._copies and not segment.is_low_bit else None
         for programs in self._programs(version, prepares=first is not None):
             if programs[False].then is None:
-                self._change_stores(index, stores, programs)
+                self._change_store(index, stores[index], programs)
             else:
                 assert first is not None, "programs make copies for the first evaluation"
-                self._run(index, self._passes_to_copies(index, stores, programs, first))
+                self._run(index, self._copying_operations(index, stores, programs, first))
         self._is_prepared = first is not None
         return self.version
 
@@ -649,37 +648,38 @@ class CounterPerturber(TrajectoryPerturber):
         """Replay one update at a time, and round to the transfer dtype after each, as a device
         does.
         """
-        missing = self._trajectory.updates[version : self.version]
-        if missing:
+        if version < self.version:
             self.buffer.load_low_bit(index, stores)
-        if missing and version == 0:  # the base has not been rounded to the transfer dtype
-            self.buffer.round_to_transfer_dtype(index, stores[index])
-        for step, update in enumerate(missing, version):
+        store = stores[index]
+        for step in range(version, self.version):
+            if step == 0:  # the base has not been rounded to the transfer dtype
+                self.buffer.round_to_transfer_dtype(index, store)
             if step not in self._low_bit_replays:
-                self._low_bit_replays[step] = compile_updates([update])
-            self._change_stores(index, stores, self._low_bit_replays[step])
-            self.buffer.round_to_transfer_dtype(index, stores[index])
+                self._low_bit_replays[step] = compile_updates([self._trajectory.updates[step]])
+            self._change_store(index, store, self._low_bit_replays[step])
+            self.buffer.round_to_transfer_dtype(index, store)
 
     def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
         """Compile the missing updates, in parts; the last program may also write the first
         evaluation's weights.
         """
         if (version, prepares) not in self._replays:
-            *before, last = self._missing_updates(version)
+            *earlier, last = self._missing_updates(version)
             first = self._trajectory.evaluations[0] if prepares else None
             last_programs = compile_updates(last, first, self._trajectory.zo_eps)
-            self._replays[version, prepares] = [*map(compile_updates, before), last_programs]
+            self._replays[version, prepares] = [*map(compile_updates, earlier), last_programs]
         return self._replays[version, prepares]
 
-    def _change_stores(self, index: int, stores: Stores, programs: Programs) -> None:
+    def _change_store(self, index: int, store: Store, programs: Programs) -> None:
+        """Run programs on the weights of a segment's store."""
         if programs[False].instructions:
             by_decay = {decays: (program,) for decays, program in programs.items()}
-            self._run(index, self._passes_in_stores(index, stores[index], by_decay))
+            self._run(index, self._operations_in_store(index, store, by_decay))
 
-    def _run(self, index: int, passes: Sequence[Pass]) -> None:
+    def _run(self, index: int, operations: Sequence[Operation]) -> None:
         kernels = self.buffer.segments[index].kernels
         if kernels is not None:
-            for launch in in_one_launch(passes):
+            for launch in in_one_launch(operations):
                 kernels.apply_drawing(
                     launch.weights,
                     launch.program,
@@ -692,15 +692,15 @@ class CounterPerturber(TrajectoryPerturber):
         if self._divides(index):
             length = RANGE
         tasks = [
-            partial(self._run_range, each, start, min(start + length, len(each.weights)))
-            for each in passes
-            for start in range(0, len(each.weights), length)
+            partial(self._run_range, operation, start, min(start + length, len(operation.weights)))
+            for operation in operations
+            for start in range(0, len(operation.weights), length)
         ]
         self._divide(index, tasks, self._helpers)
 
-    def _run_range(self, each: Pass, start: int, stop: int) -> None:
-        draw = Draw(self._distribution, each.view.spec.index, start)
-        each.run(each.programs[0], draw, start, stop)
+    def _run_range(self, operation: Operation, start: int, stop: int) -> None:
+        draw = Draw(self._distribution, operation.view.spec.index, start)
+        operation.run(operation.programs[0], draw, start, stop)
 
 
 class DrawnPerturber(TrajectoryPerturber):
@@ -716,12 +716,14 @@ class DrawnPerturber(TrajectoryPerturber):
         super().__init__(buffer, worker, trajectory)
         self._noise = noise
         # z of several directions would take memory
-        self._moves = [[one for move in moves for one in one_by_one(move)] for moves in self._moves]
+        self._moves = [
+            [single for move in moves for single in single_moves(move)] for moves in self._moves
+        ]
         self.seeds: set[int] = {
             evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None
         }
-        # by version, in parts: programs of one update each, since z of each takes memory
-        self._replays: dict[int, list[Mapping[bool, Sequence[Program]]]] = {}
+        # by version, in parts: a program for each update, since z of each takes memory
+        self._replays: dict[int, list[ProgramsInTurn]] = {}
         # writes the first evaluation's weights on the second thread
         self._ahead: Future[None] | None = None
         # seed and parameters of what ``_drawn_together`` has drawn
@@ -734,12 +736,12 @@ class DrawnPerturber(TrajectoryPerturber):
         """Bring a segment's store to the present version."""
         replayed: ReplayedChunks = SimpleQueue()
         try:
-            parts = self._missing(version)
+            parts = self._programs(version)
             self._begin_ahead(index, stores, parts, replayed)
             for part in parts:
                 awaited = self._is_prepared and part is parts[-1]
-                passes = self._passes_in_stores(index, stores[index], part)
-                self._replay(index, passes, replayed if awaited else None)
+                operations = self._operations_in_store(index, stores[index], part)
+                self._replay(index, operations, replayed if awaited else None)
         except BaseException:
             replayed.put(None)  # ends the second thread's work, if it has any
             self.finish()
@@ -758,15 +760,14 @@ class DrawnPerturber(TrajectoryPerturber):
         if self._ahead is not None:
             wait([self._ahead])
 
-    def _missing(self, version: int) -> list[Mapping[bool, Sequence[Program]]]:
-        """Compile the updates that a version lacks."""
+    def _programs(self, version: int) -> list[ProgramsInTurn]:
+        """Compile the missing updates, in parts."""
         if version not in self._replays:
-            self._replays[version] = [
-                self._compiled(updates) for updates in self._missing_updates(version)
-            ]
+            parts = self._missing_updates(version)
+            self._replays[version] = [self._compile(updates) for updates in parts]
         return self._replays[version]
 
-    def _compiled(self, updates: Sequence[Update]) -> Mapping[bool, Sequence[Program]]:
+    def _compile(self, updates: Sequence[Update]) -> ProgramsInTurn:
         """Compile updates one by one."""
         programs: dict[bool, list[Program]] = {False: [], True: []}
         for update in updates:
@@ -781,7 +782,7 @@ class DrawnPerturber(TrajectoryPerturber):
         self,
         index: int,
         stores: Stores,
-        parts: Sequence[Mapping[bool, Sequence[Program]]],
+        parts: Sequence[ProgramsInTurn],
         replayed: ReplayedChunks,
     ) -> None:
         """Let the second thread prepare the first evaluation, if that saves time; each replayed
@@ -798,37 +799,39 @@ class DrawnPerturber(TrajectoryPerturber):
             # two threads would draw from one seed's generator, which would start over for each
             # chunk
             return
-        passes = self._passes_to_copies(index, stores, {False: first, True: first}, first)
+        operations = self._copying_operations(index, stores, {False: first, True: first}, first)
         self._is_prepared = True
         awaited = replayed if parts[-1][False] else None
-        self._ahead = self._worker.submit(self._perturb_chunks, index, passes, awaited=awaited)
+        self._ahead = self._worker.submit(self._perturb_chunks, index, operations, awaited=awaited)
 
-    def _replay(self, index: int, passes: Sequence[Pass], replayed: ReplayedChunks | None) -> None:
-        if not passes or not passes[0].programs:
+    def _replay(
+        self, index: int, operations: Sequence[Operation], replayed: ReplayedChunks | None
+    ) -> None:
+        if not operations or not operations[0].programs:
             return
-        programs = passes[0].programs
+        programs = operations[0].programs
         kernels = self._kernels_for_drawn(index)
         if kernels is None or any(len(program.seeds) != 1 for program in programs):
-            self._replay_chunks(passes, replayed)
+            self._replay_chunks(operations, replayed)
             return
         for number, program in enumerate(programs):
-            self._run_together(kernels, passes, number, program.seeds[0])
+            self._run_together(kernels, operations, number, program.seeds[0])
 
-    def _run(self, index: int, passes: Sequence[Pass]) -> None:
-        if not passes:
+    def _run(self, index: int, operations: Sequence[Operation]) -> None:
+        if not operations:
             return
-        seed = passes[0].programs[0].seeds[0]
+        seed = operations[0].programs[0].seeds[0]
         kernels = self._kernels_for_drawn(index)
         if kernels is not None:
-            self._run_together(kernels, passes, 0, seed)
-        elif {self._kept_seeds.get(each.view.spec.name) for each in passes} == {seed}:
+            self._run_together(kernels, operations, 0, seed)
+        elif {self._kept_seeds.get(operation.view.spec.name) for operation in operations} == {seed}:
             halves = [
-                partial(self._perturb_chunks, index, passes, part=part, parts=2)
+                partial(self._perturb_chunks, index, operations, part=part, parts=2)
                 for part in range(2)
             ]
             self._divide(index, halves)
         else:
-            self._perturb_chunks(index, passes)
+            self._perturb_chunks(index, operations)
 
     def _kernels_for_drawn(self, index: int) -> ModuleType | None:
         """Kernels that change a segment's parameters in one launch, along noise that is not
@@ -837,18 +840,20 @@ class DrawnPerturber(TrajectoryPerturber):
         return None if self.buffer.keeps_noise else self.buffer.segments[index].kernels
 
     @torch.inference_mode()
-    def _replay_chunks(self, passes: Sequence[Pass], replayed: ReplayedChunks | None) -> None:
+    def _replay_chunks(
+        self, operations: Sequence[Operation], replayed: ReplayedChunks | None
+    ) -> None:
         """Run programs on the chunks of each parameter, along z that is drawn for each of them."""
-        for each in passes:
-            spec = each.view.spec
-            for start, stop in each.view.chunks:
-                for program in each.programs:
+        for operation in operations:
+            spec = operation.view.spec
+            for start, stop in operation.view.chunks:
+                for program in operation.programs:
                     zs: list[torch.Tensor] = []
                     for number, seed in enumerate(program.seeds):
                         z = self.buffer.drawing(spec.dtype, f"z {number}")[: stop - start]
                         self._noise.fill(z, seed, spec, start)
                         zs.append(z)
-                    each.run(program, zs, start, stop)
+                    operation.run(program, zs, start, stop)
                 if replayed is not None:
                     replayed.put(stop)
 
@@ -856,7 +861,7 @@ class DrawnPerturber(TrajectoryPerturber):
     def _perturb_chunks(
         self,
         index: int,
-        passes: Sequence[Pass],
+        operations: Sequence[Operation],
         *,
         part: int = 0,
         parts: int = 1,
@@ -867,9 +872,9 @@ class DrawnPerturber(TrajectoryPerturber):
         With ``awaited``, each chunk of the segment's own parameters waits for a message that it is
         up to date.
         """
-        for each in passes:
-            view = each.view
-            program = each.programs[0]
+        for operation in operations:
+            view = operation.view
+            program = operation.programs[0]
             seed = program.seeds[0]
             has_drawn = self._kept_seeds.get(view.spec.name) == seed
             for start, stop in view.chunks[part::parts]:
@@ -881,16 +886,16 @@ class DrawnPerturber(TrajectoryPerturber):
                     self._noise.fill(z, seed, view.spec, start)
                 if awaited is not None and view.owner == index and awaited.get() is None:
                     return
-                each.run(program, [z], start, stop)
+                operation.run(program, [z], start, stop)
             if view.z is not None:
                 self._kept_seeds[view.spec.name] = seed
 
     def _run_together(
-        self, kernels: ModuleType, passes: Sequence[Pass], number: int, seed: int
+        self, kernels: ModuleType, operations: Sequence[Operation], number: int, seed: int
     ) -> None:
-        """Run one program of each pass along one direction, in few launches."""
-        for zs in self._drawn_together([each.view for each in passes], seed):
-            drawn = [each for each in passes if each.view.spec.index in zs]
+        """Run the programs of one number along one direction, in few launches."""
+        for zs in self._drawn_together([operation.view for operation in operations], seed):
+            drawn = [operation for operation in operations if operation.view.spec.index in zs]
             for launch in in_one_launch(drawn, number):
                 directions = [[zs[view.spec.index] for view in launch.views]]
                 kernels.apply(launch.weights, launch.program, directions, launch.outs)
@@ -950,7 +955,7 @@ class FactorPerturber(Perturber):
         factors.begin_sweep()
 
     def streams(self, groups: Groups, forward: Forward) -> Sequence[Sequence[Stream]]:
-        """Have each stack run with perturbations of its own. See ``Perturber``."""
+        """Have each stack run with perturbations of its own."""
         stacks = list(_stacks(forward, groups, self._factors.most_streams))
         factors = self._factors
         self._perturbations = [
@@ -969,12 +974,12 @@ class FactorPerturber(Perturber):
         return version
 
     def load_frozen(self, index: int, stores: Stores) -> None:
-        """Let the forward read all of a segment's weights. See ``Perturber``."""
+        """Let the forward read all of a segment's weights."""
         views = self.buffer.segments[index].all
         self._model.bind(index, {view.spec.name: self._readable(view, stores) for view in views})
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Add the perturbations of a stack beside the activations. See ``Perturber``."""
+        """Add the perturbations of a stack beside the activations."""
         program = self._perturbations[evaluation]
         perturbed = {
             view.spec.name: self._factors.perturbed(view.spec, view.stored(stores), program)

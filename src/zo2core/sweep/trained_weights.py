@@ -78,7 +78,7 @@ class TrainedWeights(Perturber, ABC):
         """Free all gradients."""
 
     def perturb(self, index: int, stores: Stores, evaluation: int) -> None:
-        """Load trained weights into the work buffer. See ``Perturber``."""
+        """Load trained weights into the work buffer."""
         self.buffer.load(index, stores)
 
     def complete(self, index: int) -> dict[str, torch.Tensor]:
