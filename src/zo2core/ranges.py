@@ -107,7 +107,7 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
         raise OptionError(
             option,
             found=f"{number}, which is {counted(int(nbytes), 'byte')}",
-            expected=f"a size with its unit; is {meant} meant?",
+            expected=f"a size with its unit; did you mean {meant}",
             remedy=f"write {meant}, or {number}B for bytes",
         )
     return int(nbytes)

@@ -117,6 +117,12 @@ REFUSED: list[tuple[str, str]] = [
     ("report base -o page.html", "base/journal.jsonl"),
     ("generate --run run", "found no --prompt; expected --prompt TEXT ..."),
     ("init --model nowhere --data rows.jsonl -o new.yaml", "nowhere"),
+    *(
+        (f"{command} --model base {option}", f"{option.split()[0]}: found ")
+        for command in ("generate --prompt the", "chat")
+        for option in ("--seed 0", "--seed 3", "--top-p 0.5", "--top-p 1")
+    ),
+    ("generate --prompt the --model base --seed 3", "expected --temperature with a number above 0"),
     ("chat", "--model"),
     ("chat mine --model base", "--model"),
     ("chat mine --adapter lora", "--adapter"),
@@ -145,7 +151,10 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TRAIN} --memory much", "--memory: found 'much'"),
     (f"{TRAIN} --device-memory 8GiB", "--device-memory: found 8GiB with --device cpu"),
     *(
-        (f"{command} --memory {size}", f"--memory: found {size}, which is {told}; is {meant} meant")
+        (
+            f"{command} --memory {size}",
+            f"--memory: found {size}, which is {told}; did you mean {meant}.",
+        )
         for command in (TRAIN, PLAN, EVALUATE)
         for size, told, meant in (
             ("6", "6 bytes; expected a size with its unit", "6GB"),

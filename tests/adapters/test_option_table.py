@@ -256,7 +256,11 @@ GIVEN: list[tuple[str, str | None]] = [
     ("--reward-options seconds=5", "seconds of --reward-options: found 5.0; expected --reward"),
     ("--no-keep-best --no-pack --samples 0 --report-to none", None),
     ("--method adamw:betas=0.8,0.9 --method sgd --lr 1e-2", None),
-    ("--estimator mezo:fitness=scaled --queries 1", None),
+    ("--estimator mezo:fitness=scaled", "fitness of --estimator: found mezo; expected the esti"),
+    ("--estimator fitness=scaled", "fitness of --estimator: found mezo; expected the estimator es"),
+    ("--estimator es:fitness=scaled --queries 2", None),
+    ("--estimator mezo --queries 1", None),
+    ("--rank 2 --write-back-every auto", "--write-back-every: found auto with --rank; expected no"),
 ]
 
 

@@ -427,7 +427,9 @@ def planned_for_gpu(
     batching = Batching(batch_size=rows)
     sizes: dict[str, Any] = {
         "device_memory": "1GB",
-        **{name: str(value) for name, value in limits.items()},
+        **{
+            name: f"{value}B" if isinstance(value, int) else value for name, value in limits.items()
+        },
     }
     given: Any = {
         "optimization": optimization,

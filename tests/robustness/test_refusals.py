@@ -225,7 +225,7 @@ def test_what_cannot_be_heeded_is_refused_by_its_name(
         (["--memory", "8B"], "--memory: found 8 bytes; expected at least"),
         (
             ["--memory", "8"],
-            "--memory: found 8, which is 8 bytes; expected a size with its unit; is 8GB meant?",
+            "--memory: found 8, which is 8 bytes; expected a size with its unit; did you mean 8GB",
         ),
         (
             ["--memory", "300MB", "--batch-size", "60000"],

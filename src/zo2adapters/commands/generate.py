@@ -9,9 +9,9 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -45,6 +45,20 @@ class SamplingOptions:
     """Probability mass of the likeliest tokens that are sampled from."""
     seed: int = 0
     """Seed of the sampling: of all continuations, or of each answer of a chat."""
+
+    def require_effect(self, given: Collection[str]) -> None:
+        """Refuse options of sampling where the likeliest token is taken.
+
+        Args:
+            given: Names of options that were given, whatever their values are.
+        """
+        if self.temperature:
+            return
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name != "temperature" and (option.name in given or value != option.default):
+                found = f"{value} with a temperature of 0, which takes the likeliest token"
+                raise without_effect(option.name, found, "--temperature with a number above 0")
 
     def chosen(self) -> Sampling | None:
         """How tokens are sampled; None takes the likeliest."""
@@ -83,6 +97,11 @@ class Generate(AtStep):
     max_new_tokens: int = 32
     """Most tokens of a continuation."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+
+    def check(self) -> None:
+        """See the contract."""
+        super().check()
+        self.sampling.require_effect(self.given)
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
@@ -230,6 +249,7 @@ class Chat(Command):
     def check(self) -> None:
         """See the contract."""
         require_whole("max_new_tokens", self.max_new_tokens, 1)
+        self.sampling.require_effect(self.given)
         for name, variant in self._variants().items():
             if name != _BASE or not self.adapters:  # else an adapter may name the base
                 variant.check()

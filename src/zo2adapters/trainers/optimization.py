@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import partial
@@ -251,16 +251,20 @@ class Optimization(StepSize):
             return DensePerturbation()
         return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
 
-    def require_consistent(self) -> None:
+    def require_consistent(self, *, given: Collection[str] = ()) -> None:
         """Refuse options that cannot be combined with the estimator, or with directions of low
         rank.
+
+        Args:
+            given: Names of options that were given, whatever their values are.
         """
         name = self.estimator.value
         noise = self.noise
         apart = "leave one of the two out"
         is_mezo = self.estimator is EstimatorName.MEZO
         is_fzoo = self.estimator is EstimatorName.FZOO
-        has_fitness = self.fitness is not Fitness.SCALED and self.estimator is not EstimatorName.ES
+        has_fitness = "fitness" in given or self.fitness is not Fitness.SCALED
+        is_es = self.estimator is EstimatorName.ES
         in_order, any_order = (
             "MeZO's numbers, which are drawn in sequence",
             "whose factors are drawn in any order",
@@ -268,7 +272,7 @@ class Optimization(StepSize):
         for option, is_refused, found, expected, remedy in (
             ("exact_mezo", self.exact_mezo and not is_mezo, name, "the estimator mezo", apart),
             ("per_row", self.per_row and not is_mezo, name, "the estimator mezo", apart),
-            ("fitness", has_fitness, name, "the estimator es", apart),
+            ("fitness", has_fitness and not is_es, name, "the estimator es", apart),
             (
                 "noise",
                 is_fzoo and noise is not Noise.RADEMACHER,

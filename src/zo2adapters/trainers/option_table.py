@@ -21,7 +21,14 @@ import yaml
 from zo2adapters.tasks.registry import names_model_loss
 from zo2core.errors import OptionError, system_error
 from zo2core.io.durable import open_regular
-from zo2core.ranges import LARGEST_WHOLE, OptimizerName, parse_size, require_number, require_whole
+from zo2core.ranges import (
+    LARGEST_WHOLE,
+    EstimatorName,
+    OptimizerName,
+    parse_size,
+    require_number,
+    require_whole,
+)
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import TrainOptions
@@ -469,6 +476,11 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
     method = values.get("method")
     trains_adapter = any(values.get(name) is not None for name in ("adapter", "lora_rank"))
 
+    # by values, not by methods
+    idle = {
+        "fitness": values.get("estimator") != EstimatorName.ES.value,
+        "write_back_every": trains_adapter or values.get("rank") is not None,
+    }
     needed = dict(NEEDED)
     there = {name for name, value in values.items() if value not in (None, False, [])}
 
@@ -476,6 +488,8 @@ def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
         row = OPTIONS.get(name)
         if row is None or name == "method":
             return True
+        if idle.get(name, False):
+            return False
         is_alone = name in needed and not there & set(needed[name])
         return not is_alone and row.effect.applies(method, trains_adapter=trains_adapter)
 

@@ -462,13 +462,14 @@ class RunOptions:
             if is_needed:
                 require_package(package, install=install)
 
-    def _require_storage(self) -> None:
+    def _require_storage(self, given: Collection[str]) -> None:
         """Refuse limits of what the run does not use: writes of weights that never change, and a
         GPU's memory.
         """
         storage, model_options = self.storage, self.model_options
         every, rank = storage.write_back_every, self.optimization.rank
-        if isinstance(every, int) and (model_options.trains_adapter or rank is not None):
+        writes = isinstance(every, int) or "write_back_every" in given
+        if writes and (model_options.trains_adapter or rank is not None):
             other = "rank" if rank is not None else model_options.adapter_option
             found = f"{every} with {flag(other)}"
             expected = "no value, because no weights change"
@@ -531,9 +532,9 @@ class RunOptions:
             raise OptionError(
                 self.model_options.adapter_option, found, expected, "leave one of the two out"
             )
-        self._require_storage()
+        self._require_storage(given)
         if method is None:
-            self.optimization.require_consistent()
+            self.optimization.require_consistent(given=given)
         else:
             self.model_options.require_method(method)
             size = self.optimization
