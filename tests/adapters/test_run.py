@@ -198,6 +198,46 @@ def test_a_killed_exports_remains_are_cleared_and_a_refused_run_leaves_nothing(
     assert not (options.output / ".model.partial-abc").exists()
 
 
+def with_entry(path: Path) -> None:
+    """Edit a file of JSON, which stays one."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token_id": 5}))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", with_entry),
+        ("generation_config.json", with_entry),
+        ("generation_config.json", Path.unlink),
+        ("tokenizer_config.json", lambda path: path.write_text(path.read_text() + " ")),
+        ("chat_template.jinja", lambda path: path.write_text("new")),
+    ],
+)
+def test_a_base_whose_small_files_changed_after_a_run_is_refused_by_name(
+    name: str, change: Callable[[Path], object], options: TrainOptions
+) -> None:
+    finish(options)
+    run, path, out = options.output, Path(options.model) / name, options.output.parent / "out"
+    before = sorted(options.output.parent.rglob("*"))
+    kept = path.read_bytes() if path.exists() else None
+    change(path)
+    for command in (
+        ("train", "--resume", run, "--steps", 6),
+        ("train", "--resume", run, "--from-step", 2, "--output", out),
+        ("evaluate", "--run", run, "--data", options.data),
+        ("export", "--run", run, "--output", out),
+        ("generate", "--run", run, "--prompt", "the", "--max-new-tokens", 1),
+    ):
+        assert f"{path}: found " in (line := refusal(*command)), line
+        assert "as when the run began. What to do: restore the file" in line
+    path.unlink(missing_ok=True)
+    if kept is not None:
+        path.write_bytes(kept)
+    assert sorted(options.output.parent.rglob("*")) == before
+    done("export", "--run", run, "--output", out)
+
+
 @pytest.fixture
 def moved(options: TrainOptions) -> TrainOptions:
     """A run that was interrupted, whose base and rows then moved to ``elsewhere``."""
@@ -574,6 +614,7 @@ def told(told_options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[
     given: Any = {
         "options": told_options,
         "directory": Path(told_options.model),
+        "model": open_checkpoint(told_options.model),
         "data": data,
         "tokens": rows,
     }
@@ -614,6 +655,9 @@ def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: Train
     tokenizer = Path(told_options.model) / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     others.append(told(told_options))
+    with_entry(tokenizer.with_name("generation_config.json"))
+    others.append(told(told_options))
+    assert others[-1] != others[-2]
     assert all(other != before for other in others)
 
 

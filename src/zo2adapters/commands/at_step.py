@@ -23,7 +23,13 @@ from zo2adapters.trainers.options import (
     precision_of_run,
 )
 from zo2adapters.trainers.process import is_first, local_device, worker_trace
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, RunDirectory, name_of
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    OPTIONS,
+    RunDirectory,
+    name_of,
+    require_same_base_files,
+)
 from zo2adapters.trainers.run_files import require_device
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.ranges import counted, require_whole, shown
@@ -287,6 +293,8 @@ class AtStep(Command):
             else read_journal(self.journal, run=self.run_directory, step=self.at)
         )
         step = self._step(journal, tells=is_first(workers))
+        if self.run_directory is not None:
+            require_same_base_files(model, journal.header)
         replays = self.journal is not None and journal.is_replayable
         if self.verify_base:
             _verify(model, journal, self.journal)

@@ -262,7 +262,7 @@ def open_checkpoint(
         **options,
     )
     beside = {} if opened is None else states_of(opened.beside.values())
-    model.base_files = BaseFiles({**files.states, **beside})
+    model.base_files = BaseFiles({**files.states, **beside}, files.small)
     return model
 
 
@@ -397,12 +397,16 @@ class ModelDirectory:
         self.described_in = directory / "config.json"
         require_config(directory)
         # before they are read
-        beside = {name: FileState.of(directory / name) for name in companion_files(directory)}
+        states = {
+            directory / name: FileState.of(directory / name)
+            for name in companion_files(directory)
+            if name != CONFIG_FILE  # of an adapter
+        }
         self.config, quantization = _read_config(self.described_in)
         _require_weights(directory, self.config)
         self.entries = find_tensors(directory)
-        self.states = {directory / name: state for name, state in beside.items()}
-        self.states |= states_of(self.entries.values())
+        self.states = {**states, **states_of(self.entries.values())}
+        self.small = tuple(states)
         self._encoded = dict[str, EncodedTensor]()
         # whether there are tensors that have to be decoded
         self.is_encoded = quantization is not None

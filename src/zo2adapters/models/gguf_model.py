@@ -182,6 +182,7 @@ class GGUFModel:
     """The config and the tensors of a model in a GGUF file, before the model is built."""
 
     converts = True  # norms are float32 in every file
+    small: Sequence[Path] = ()  # files beside the weights
 
     def __init__(self, path: Path) -> None:
         self.where = self.described_in = path

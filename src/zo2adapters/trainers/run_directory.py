@@ -52,6 +52,7 @@ from zo2core.io.durable import replace_file as replace_bytes
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel
     from zo2adapters.trainers.run_inputs import RunInputs
     from zo2core import BlockModel, Journal
 
@@ -601,6 +602,7 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
         raise
 
 
+BASE_FILES = "base files sha256"  # key of the provenance
 _TOKENIZER_FILES = (  # in the order of their digest
     *(
         "tokenizer.json",
@@ -647,6 +649,7 @@ def provenance(inputs: RunInputs, *, devices: str, task: Mapping[str, Any]) -> d
             key: value for key, value in inputs.tokens.items() if not key.startswith("evaluation")
         },
         "tokenizer sha256": tokenizer_sha256(inputs.directory),
+        BASE_FILES: inputs.model.base_files.digests(),
         "dtype": opening.dtype,
         "batch size": batching.batch_size,
         "micro-batch size": batching.micro_batch_size,
@@ -684,6 +687,15 @@ def require_resumable(options: TrainOptions, journal: Journal) -> None:
     """Refuse fewer steps than a run has taken, and other files than those that it began with."""
     require_same_files(options, journal.header)
     require_whole("steps", options.steps, journal.version, otherwise=_TAKEN)
+
+
+def require_same_base_files(model: HFBlockModel, header: Mapping[str, Any] | None) -> None:
+    """Refuse a base whose config.json, generation_config.json, tokenizer or other small files are
+    not those that a run began with.
+    """
+    recorded = {} if header is None else header.get("provenance", {})
+    if BASE_FILES in recorded:
+        model.base_files.require_digests(recorded[BASE_FILES])
 
 
 def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:

@@ -41,6 +41,7 @@ from zo2adapters.trainers.run_directory import (
     RunDirectory,
     provenance,
     require_resumable,
+    require_same_base_files,
     require_same_files,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
@@ -95,7 +96,8 @@ class Trainer:
             self._first_step = 0
             if resume:
                 with closing(Journal(options.output / JOURNAL)) as journal:
-                    require_same_files(options, journal.header)
+                    header = journal.header
+                    require_same_files(options, header)
                     self._first_step = self._method.first_step(journal)
             self._inputs = inputs = RunInputs.read(options, workers, resume=resume, digests=True)
             self.options, self._model = options, model = inputs.options, inputs.model
@@ -105,6 +107,8 @@ class Trainer:
             on_error.callback(self._task.close)
             self._activations, _ = memory = self._reserved_bytes(inputs)
             run.begin(inputs)
+            if resume:
+                require_same_base_files(model, header)
             self._task.prepare(
                 partial(self._method.open, model, self._activations), self._remaining_rows
             )

@@ -164,10 +164,15 @@ class BaseFiles:
 
     Args:
         states: State by path. Paths may be links: a link that leads to another file is a change.
+        small: Those of these files that are beside the weights, and small: a run records their
+            digests.
     """
 
-    def __init__(self, states: Mapping[Path, FileState] = MappingProxyType({})) -> None:
+    def __init__(
+        self, states: Mapping[Path, FileState] = MappingProxyType({}), small: Iterable[Path] = ()
+    ) -> None:
         self._states = dict(states)
+        self._small = tuple(small)
 
     def require_unchanged(self) -> None:
         """Refuse a file that was written, replaced or removed since, by one call of the system for
@@ -181,6 +186,39 @@ class BaseFiles:
                 state.require(path, path)
             except OSError as error:
                 raise _changed(path, error) from error
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each small file, by name.
+
+        Raises:
+            CheckpointError: if one cannot be read.
+        """
+        digests = {}
+        for path in self._small:
+            expected, remedy = "a readable file", "restore it"
+            with (
+                system_errors_as(CheckpointError, path, expected=expected, remedy=remedy),
+                open_regular(path) as file,
+            ):
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return digests
+
+    def require_digests(self, recorded: Mapping[str, str]) -> None:
+        """Refuse small files that are others than those that a run recorded.
+
+        Raises:
+            CheckpointError: naming the first such file.
+        """
+        now = self.digests()
+        for name in sorted({*now, *recorded}):
+            if now.get(name) != recorded.get(name):
+                found, expected = (
+                    "no file" if digest is None else f"a file with sha256 {digest[:12]}"
+                    for digest in (now.get(name), recorded.get(name))
+                )
+                remedy = "restore the file, or start a new run"
+                where = Path(*{path.parent for path in self._small}, name)
+                raise malformed(where, found, f"{expected}, as when the run began", remedy=remedy)
 
 
 def malformed(
