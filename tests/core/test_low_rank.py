@@ -17,7 +17,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from command_lines import refusal
-from engines import assert_equal, behind_copies, memory, outcome, weights, zeroth_order
+from engines import (
+    assert_equal,
+    behind_copies,
+    kernels_in,
+    memory,
+    outcome,
+    weights,
+    zeroth_order,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
@@ -67,7 +75,7 @@ from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.durable import RecordFile
 from zo2core.journal.journal import Journal
-from zo2core.kernels import apply
+from zo2core.kernels.dispatch import Kernel
 from zo2core.sweep.visitor import ForwardVisitor
 from zo2core.types import Lane, Program
 
@@ -462,8 +470,8 @@ def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
 def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, base: Path) -> None:
     found, calls = [], count(1)
 
-    def interrupting(*arguments: Any, **options: Any) -> None:
-        apply(*arguments, **options)
+    def interrupting(kernel: Kernel, *arguments: Any) -> None:
+        kernel(*arguments)
         if next(calls) == fails_at:
             raise KeyboardInterrupt
 
@@ -472,8 +480,9 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
             for _ in range(3):
                 engine.step(BATCH)
             if disturbed:
+                factors: Any = engine._run.directions.factors
                 with (
-                    patch.object(factor_store, "apply", interrupting),
+                    patch.object(factors, "_apply", partial(interrupting, factors._apply)),
                     pytest.raises(KeyboardInterrupt),
                 ):
                     engine.step(BATCH)
@@ -569,10 +578,10 @@ class Counting:
         self.drawn = 0
 
     def __call__(
-        self, theta: torch.Tensor, program: Program, *arguments: Any, **options: Any
+        self, kernel: Kernel, theta: torch.Tensor, program: Program, *arguments: Any
     ) -> None:
         self.drawn += len(program.seeds)
-        apply(theta, program, *arguments, **options)
+        kernel(theta, program, *arguments)
 
 
 def opened(base: Path, run: Path, **policy: Any) -> Engine:
@@ -603,7 +612,7 @@ class Stopped(NamedTuple):
         directions were drawn.
         """
         drawing = Counting()
-        with patch.object(factor_store, "apply", drawing):
+        with kernels_in(drawing):
             assert_equal(outcome(opened(self.base, run, **policy), [BATCH])[1], self.expected)
         return drawing.drawn
 

@@ -15,6 +15,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from torch.utils import _pytree as pytree
 
 from zo2core import Batch, Engine, FirstOrder, Forward, HostPlan, MemoryPolicy, ZerothOrder
+from zo2core.estimators import factors
 from zo2core.kernels.dispatch import Kernel, choose_kernel
 from zo2core.planning.memory import DevicePlan
 from zo2core.sweep import perturbers
@@ -119,7 +120,10 @@ def kernels_in(around: Callable[..., None]) -> Iterator[None]:
     def choose(*weights: torch.Tensor, copies: Sequence[torch.Tensor | None]) -> Kernel:
         return partial(around, choose_kernel(*weights, copies=copies))
 
-    with patch.object(perturbers, "choose_kernel", choose):
+    with (
+        patch.object(perturbers, "choose_kernel", choose),
+        patch.object(factors, "choose_kernel", choose),
+    ):
         yield
 
 

@@ -36,7 +36,8 @@ from zo2core.estimators.perturbation import (
 from zo2core.io import durable
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
 from zo2core.journal.journal import Journal
-from zo2core.kernels import Draw, apply, fill, form, perturb_each
+from zo2core.kernels import Draw, fill, form, perturb_each
+from zo2core.kernels.dispatch import choose_kernel
 from zo2core.kernels.programs import compile_updates, split_updates
 from zo2core.protocols import (
     SEEDS_IN_TURN,
@@ -340,6 +341,8 @@ class FactorStore:
         self._distribution = distribution
         self._run_seed = run_seed
         self._device = device
+        # runs programs on sums
+        self._apply = choose_kernel(torch.empty(0, dtype=torch.float32, device=device), copies=())
         self._sums: dict[str, _Sums] = {}
         self._right: dict[str, tuple[int, torch.Tensor]] = {}  # period and V by parameter
         # programs of this sweep by range of updates
@@ -389,7 +392,7 @@ class FactorStore:
             period = sums.version // self._settings.period
             end = min(version, (period + 1) * self._settings.period)
             for program in self._programs(updates, sums.version, end):
-                apply(sums.now, program, Draw(self._distribution, spec.index))
+                self._apply(sums.now, program, Draw(self._distribution, spec.index), None, None)
             if end % self._settings.period == 0:
                 ended = sums.now
                 if len(spec.shape) == 2:
