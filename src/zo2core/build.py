@@ -55,7 +55,7 @@ from zo2core.protocols import (
     RoomTakingModel,
     Scheduler,
 )
-from zo2core.run import CommittedSegments, Run, RunOptions, Segments
+from zo2core.run import CommittedSegments, EngineOptions, Run, Segments
 from zo2core.schedulers.devices import choose_device
 from zo2core.schedulers.overlapped import open_scheduler, spread
 from zo2core.schedulers.profiling import Timeline, Trace, TraceRecorder
@@ -91,7 +91,7 @@ class OpenedRun(NamedTuple):
     steps: Steps | None  # None: the run takes no steps
 
 
-def open_run(model: BlockModel, method: Method, options: RunOptions) -> OpenedRun:
+def open_run(model: BlockModel, method: Method, options: EngineOptions) -> OpenedRun:
     """Plan a run, open the parts of the plan, and go on from what the run has kept."""
     _require_consistent(model, method, options)
     with ExitStack() as refused:
@@ -140,7 +140,7 @@ class _Start:
 
     model: BlockModel
     method: Method
-    options: RunOptions
+    options: EngineOptions
     opened: ExitStack
     recorder: TraceRecorder
     journal: Journal
@@ -174,7 +174,7 @@ class _Start:
         )
 
 
-def _take_over(model: BlockModel, options: RunOptions, opened: ExitStack) -> None:
+def _take_over(model: BlockModel, options: EngineOptions, opened: ExitStack) -> None:
     """Use the model, and a source that the caller passed, alone."""
     opened.enter_context(sole_use(model))
     if options.source is not None:
@@ -184,7 +184,7 @@ def _take_over(model: BlockModel, options: RunOptions, opened: ExitStack) -> Non
         opened.callback(model.weights.close)
 
 
-def _start(model: BlockModel, method: Method, options: RunOptions, opened: ExitStack) -> _Start:
+def _start(model: BlockModel, method: Method, options: EngineOptions, opened: ExitStack) -> _Start:
     """Open trace, journal and device, and choose the directions."""
     recorder = _open_recorder(options, opened)
     workers = Workers() if options.workers is None else options.workers
@@ -217,7 +217,7 @@ def _start(model: BlockModel, method: Method, options: RunOptions, opened: ExitS
     )
 
 
-def _open_recorder(options: RunOptions, opened: ExitStack) -> TraceRecorder:
+def _open_recorder(options: EngineOptions, opened: ExitStack) -> TraceRecorder:
     trace = options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
@@ -225,7 +225,7 @@ def _open_recorder(options: RunOptions, opened: ExitStack) -> TraceRecorder:
     return TraceRecorder(timeline, trace)
 
 
-def _is_kept(method: Method, options: RunOptions) -> bool:
+def _is_kept(method: Method, options: EngineOptions) -> bool:
     """Whether the steps of a run are recorded in its journal."""
     if isinstance(method, FirstOrder):
         return options.run is not None
@@ -233,7 +233,7 @@ def _is_kept(method: Method, options: RunOptions) -> bool:
 
 
 def _open_journal(
-    method: Method, options: RunOptions, opened: ExitStack, workers: Workers, *, is_kept: bool
+    method: Method, options: EngineOptions, opened: ExitStack, workers: Workers, *, is_kept: bool
 ) -> Journal:
     """Open the journal, and synchronise it with the other workers."""
     path = options.journal
@@ -251,7 +251,7 @@ def _open_journal(
     return journal
 
 
-def _open_device(options: RunOptions, opened: ExitStack) -> Device:
+def _open_device(options: EngineOptions, opened: ExitStack) -> Device:
     chosen = options.device if options.shared is None else options.shared.device
     device = choose_device(chosen)
     if isinstance(chosen, str):
@@ -482,7 +482,7 @@ def _visits(start: _Start, segments: Segments) -> Visits:
     )
 
 
-def _spill_directory(options: RunOptions) -> Path:
+def _spill_directory(options: EngineOptions) -> Path:
     """Directory of a temporary file for activations."""
     for path in (options.spill, options.run):
         if path is not None:
@@ -491,7 +491,7 @@ def _spill_directory(options: RunOptions) -> Path:
 
 
 def _with_state(
-    run: Run, method: Method, options: RunOptions, trained: AdapterWeights | StoredWeights | None
+    run: Run, method: Method, options: EngineOptions, trained: AdapterWeights | StoredWeights | None
 ) -> OpenedRun:
     """Choose the state that steps change and what takes them, and go on from what the run has
     kept.
@@ -527,7 +527,7 @@ def _with_state(
 
 
 def request_of(
-    model: BlockModel, method: Method, options: RunOptions, *, workers: int = 1
+    model: BlockModel, method: Method, options: EngineOptions, *, workers: int = 1
 ) -> RunRequest:
     """What the plan of a run depends on, as far as first-order methods are concerned.
 
@@ -576,7 +576,7 @@ def _trains_all(model: BlockModel) -> bool:
     return not any(spec.frozen for layout in model.layouts for spec in layout.parameters)
 
 
-def _require_changing(model: BlockModel, directions: Directions, options: RunOptions) -> None:
+def _require_changing(model: BlockModel, directions: Directions, options: EngineOptions) -> None:
     """Refuse options of weights that change where no weight does, before anything is read."""
     frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
     if not isinstance(directions.perturbation, DensePerturbation):
@@ -677,7 +677,7 @@ def require_whole_model(model: BlockModel) -> None:
         )
 
 
-def _require_consistent(model: BlockModel, method: Method, options: RunOptions) -> None:
+def _require_consistent(model: BlockModel, method: Method, options: EngineOptions) -> None:
     """Refuse options that would have no effect, and models that a method cannot train, before
     anything is opened.
     """
@@ -707,14 +707,14 @@ def _require_consistent(model: BlockModel, method: Method, options: RunOptions) 
         require_trainable(model, method, update, options)
 
 
-def _replays_or_trains(method: Method, options: RunOptions) -> bool:
+def _replays_or_trains(method: Method, options: EngineOptions) -> bool:
     """Whether a run has steps, new ones or those of a journal."""
     if isinstance(method, FirstOrder) or options.journal is not None:
         return True
     return isinstance(method, ZerothOrder) and method.estimator is not None
 
 
-def _require_effect(method: Method, options: RunOptions, *, trains_all: bool) -> None:
+def _require_effect(method: Method, options: EngineOptions, *, trains_all: bool) -> None:
     """Refuse options that would have no effect beside others."""
     with_method = f"none with {type(method).__name__}"
     beside_source = "none beside a source, which has a scratch file of its own"

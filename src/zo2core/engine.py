@@ -26,7 +26,7 @@ from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
 from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy, Replay
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Objective, Scheduler
-from zo2core.run import RunOptions, lacking
+from zo2core.run import EngineOptions, lacking
 from zo2core.schedulers.profiling import Timeline, Trace
 from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate
@@ -122,7 +122,7 @@ class Engine:
         timeline: Timeline | None = None,
     ) -> None:
         method = ZerothOrder(None) if method is None else method
-        options = RunOptions(
+        options = EngineOptions(
             journal=journal,
             run=run,
             provenance=provenance,

@@ -56,7 +56,7 @@ StepBatch: TypeAlias = Batch | Sequence[Batch]  # of a step: one, or several tha
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class EngineOptions:
     """The options of ``Engine``, which describes them."""
 
     journal: Journal | Path | str | None = None

@@ -32,7 +32,7 @@ from zo2core.io.durable import RecordFile, from_line, to_line
 from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host
 from zo2core.ranges import OF_ADAPTERS, OptimizerName
-from zo2core.run import RunOptions
+from zo2core.run import EngineOptions
 from zo2core.sources.segment_store import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
@@ -748,7 +748,7 @@ def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
     assert turns["snapshot_bytes"] == 0
     states, adamw = planned("adamw:stream_blocks"), make_block_update("adamw", weight_decay=0.0)
     stored = request_of(
-        model, FirstOrder(adamw, lr=0.0), RunOptions(run=Path(), commit_every=1)
+        model, FirstOrder(adamw, lr=0.0), EngineOptions(run=Path(), commit_every=1)
     ).on_disk
     sizes = [whole_pages(layout.nbytes) for layout in stored]
     weights = sum(layout.nbytes for layout in model.layouts)

@@ -41,7 +41,7 @@ from zo2adapters.tasks.objectives import ChoiceLoss, LogLikelihood
 from zo2adapters.tasks.rows import choice_batch
 from zo2adapters.trainers.methods import StepMemory, method_of
 from zo2adapters.trainers.metrics import progress
-from zo2adapters.trainers.optimization import FirstOrder
+from zo2adapters.trainers.optimization import FirstOrderOptions
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.process import (
     KEPT,
@@ -56,13 +56,13 @@ from zo2core import (
     LOMO,
     Distribution,
     Engine,
+    FirstOrder,
     HostPlan,
     MeZOSGD,
     MultiQueryRGE,
     PhiloxNoise,
     ZerothOrder,
 )
-from zo2core import FirstOrder as FirstOrderSteps
 from zo2core.errors import OptionError, UnsupportedModelError
 from zo2core.planning.memory import MemoryPart, free_memory
 from zo2core.ranges import OptimizerName
@@ -151,7 +151,7 @@ def reserved_bytes(
 ) -> StepMemory:
     """What a first-order step of four rows of eight tokens reserves."""
     given: Any = {
-        "first_order": FirstOrder(method=method),
+        "first_order": FirstOrderOptions(method=method),
         "batching": Batching(micro_batch_size=micro_rows),
     }
     options = TrainOptions(model="base", data=Path("rows"), output=Path("run"), **given)
@@ -255,7 +255,7 @@ def test_a_step_by_gradients_keeps_the_logits_of_no_chunk_unless_it_is_told_to(
             seen.append(out[..., 0].numel())
 
         model.skeleton.lm_head.register_forward_hook(see)
-        method = FirstOrderSteps(LOMO(), lr=1e-2)
+        method = FirstOrder(LOMO(), lr=1e-2)
         with Engine(model, method) as engine:
             result = engine.step(batch, None if objective is None else objective(model))
             weights = {name: value.clone() for name, value in engine.parameters_now()}

@@ -23,7 +23,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.tasks import row_options, row_source
 from zo2adapters.trainers import run_directory
 from zo2adapters.trainers.methods import method_of
-from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
+from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.process import device_kinds
 from zo2adapters.trainers.run_directory import RunDirectory, provenance
@@ -635,7 +635,7 @@ def test_whatever_shapes_the_result_is_told_and_nothing_else(told_options: Train
         {"optimization": Optimization(lr=1e-3, decay=Decay.LINEAR)},
         {"storage": Storage(device="cuda")},
         {"evaluation": told_options.data, "evaluate_every": 1},
-        {"first_order": FirstOrder(method="adamw")},
+        {"first_order": FirstOrderOptions(method="adamw")},
     ]
     others = [told(told_options, tokens=8), told(told_options, length=11)]
     others += [told(replace(told_options, **change)) for change in changes]
@@ -681,7 +681,7 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     evaluated = replace(
         told_options, evaluation=told_options.data, evaluate_every=1, keep_best=True
     )
-    finish(replace(evaluated, first_order=FirstOrder(method=method)))
+    finish(replace(evaluated, first_order=FirstOrderOptions(method=method)))
     path = told_options.output / "options.json"
     record = json.loads(path.read_text())
     groups = [

@@ -27,7 +27,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
-from zo2adapters.trainers.optimization import FirstOrder, Noise, Optimization
+from zo2adapters.trainers.optimization import FirstOrderOptions, Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.probes import measured_forward_seconds
 from zo2adapters.trainers.process import with_kept_memory
@@ -330,7 +330,7 @@ def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
         steps=2,
         optimization=Optimization(lr=1e-3, rank=None if method else 2),
         batching=Batching(batch_size=2),
-        first_order=FirstOrder(method=method),
+        first_order=FirstOrderOptions(method=method),
         evaluation=here / "rows.jsonl",
     )
     inputs = RunInputs.read(options)
@@ -703,7 +703,7 @@ def test_the_outlook_of_a_streamed_run_counts_blocks_that_stream_and_turns(here:
         **NAMED, steps=4, optimization=Optimization(lr=1e-3), batching=Batching(batch_size=3)
     )
     for turn in (3, 6):
-        method = FirstOrder(method="badam", stream_blocks=True, switch_every=turn)
+        method = FirstOrderOptions(method="badam", stream_blocks=True, switch_every=turn)
         inputs = RunInputs.read(replace(options, first_order=method))
         plan = plan_of(inputs)
         inputs.model.weights.close()
@@ -730,7 +730,7 @@ def test_a_step_that_measures_gradients_first_sweeps_twice(
     ]
     for method, norm in cases:
         inputs = RunInputs.read(
-            replace(given, first_order=FirstOrder(method=method, max_grad_norm=norm))
+            replace(given, first_order=FirstOrderOptions(method=method, max_grad_norm=norm))
         )
         seconds.append(plan_of(inputs).forward_seconds)
         inputs.model.weights.close()

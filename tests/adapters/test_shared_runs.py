@@ -19,7 +19,7 @@ from strikes import strike
 from zo2adapters.commands import train
 from zo2adapters.models.conversion import quantize
 from zo2adapters.trainers import tuning
-from zo2adapters.trainers.optimization import FirstOrder, Optimization
+from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
 from zo2adapters.trainers.options import RunModelOptions, Storage, TrainOptions
 from zo2adapters.trainers.tuning import TABLE, tune
 from zo2core import Engine, SharedBase
@@ -179,7 +179,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
 METHODS: Mapping[str, Any] = {
     "low-rank": {"optimization": Optimization(rank=2)},
     "lora": {
-        "first_order": FirstOrder(method="adamw"),
+        "first_order": FirstOrderOptions(method="adamw"),
         "model_options": RunModelOptions(lora_rank=2),
     },
 }

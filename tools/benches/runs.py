@@ -23,7 +23,7 @@ from measuring import WARM_UP, alternate, seconds_of, spread, timed, times_faste
 from transformers import AutoConfig
 
 from zo2adapters.trainers import tuning as library
-from zo2adapters.trainers.optimization import FirstOrder, Optimization
+from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, TrainOptions, can_share
 
 MORE = 10_000  # steps of a run, which is stopped before
@@ -158,7 +158,7 @@ def tuning(
         data=data,
         output=Path(),
         batching=Batching(batch_size=16),
-        first_order=FirstOrder(method="adamw" if lora_rank else None),
+        first_order=FirstOrderOptions(method="adamw" if lora_rank else None),
         model_options=RunModelOptions(lora_rank=lora_rank),
         optimization=Optimization() if lora_rank else Optimization(rank=rank),
     )

@@ -20,7 +20,7 @@ from zo2adapters.tasks.row_options import RowFormat, Survey, survey
 from zo2adapters.tasks.rows import RowReader
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
-from zo2adapters.trainers.optimization import Decay, FirstOrder, Optimization
+from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
 from zo2adapters.trainers.option_table import OPTIONS, SETTING_OF, by_option, leaves, plain
 from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
@@ -158,7 +158,7 @@ def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
     adamw = replace(
         request,
         model_options=replace(request.model_options, lora_rank=LORA_RANK, lora_targets=(EVERY,)),
-        first_order=FirstOrder(method="adamw", max_grad_norm=1.0),
+        first_order=FirstOrderOptions(method="adamw", max_grad_norm=1.0),
         optimization=Optimization(lr="auto", decay=Decay.LINEAR),
     )
     why_not = (

@@ -64,7 +64,7 @@ from zo2core.optimizers.states import state_bytes
 from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
 from zo2core.ranges import counted, parse_size, require_whole
-from zo2core.run import RunOptions as EngineOptions
+from zo2core.run import EngineOptions
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 

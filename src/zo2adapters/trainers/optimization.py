@@ -330,7 +330,7 @@ class Optimization(StepSize):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstOrder:
+class FirstOrderOptions:
     """Training by gradients."""
 
     method: OptimizerName | None = None

@@ -23,7 +23,7 @@ from zo2adapters.tasks.registry import (
 from zo2adapters.tasks.rewards import RewardOptions
 from zo2adapters.tasks.row_options import RowFormat, RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.trainers.optimization import Decay, FirstOrder, LearningRate, Optimization
+from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, LearningRate, Optimization
 from zo2adapters.trainers.option_table import (
     described,
     filled,
@@ -402,7 +402,7 @@ class RunOptions:
     rows: RowOptions = field(default_factory=RowOptions)
     rewards: RewardOptions = field(default_factory=RewardOptions)
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
-    first_order: FirstOrder = field(default_factory=FirstOrder)
+    first_order: FirstOrderOptions = field(default_factory=FirstOrderOptions)
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)

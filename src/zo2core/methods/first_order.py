@@ -20,7 +20,7 @@ from zo2core.optimizers.states import state_bytes
 from zo2core.optimizers.torch_optimizer import OptimizerFactory
 from zo2core.protocols import BlockModel, BlockUpdate
 from zo2core.ranges import require_number, require_whole
-from zo2core.run import RunOptions
+from zo2core.run import EngineOptions
 from zo2core.types import BlockLayout
 
 # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
@@ -144,7 +144,7 @@ def _described(factory: Any) -> dict[str, Any]:
 
 
 def require_trainable(
-    model: BlockModel, method: FirstOrder, update: BlockUpdate, options: RunOptions
+    model: BlockModel, method: FirstOrder, update: BlockUpdate, options: EngineOptions
 ) -> None:
     """Refuse what first-order steps of all parameters cannot do right."""
     halves = [

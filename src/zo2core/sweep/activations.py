@@ -55,7 +55,7 @@ class Use(NamedTuple):
         return f"input of segment {abs(self.segment)}, stream {self.stream}"
 
 
-class Storage(Protocol):
+class ResizableMemory(Protocol):
     """Memory that can be freed and taken again under the same object, as of a
     ``torch.UntypedStorage``.
     """
@@ -70,7 +70,7 @@ class Storage(Protocol):
         """Free its memory (size 0), or take so many bytes, whose values are undefined."""
 
 
-StorageT = TypeVar("StorageT", bound=Storage)
+MemoryT = TypeVar("MemoryT", bound=ResizableMemory)
 
 
 class Transit(Protocol):
@@ -83,10 +83,10 @@ class Transit(Protocol):
         """Complete the move: the memory is free, or its bytes are there."""
 
 
-class OffloadTarget(Protocol[StorageT]):
+class OffloadTarget(Protocol[MemoryT]):
     """Memory or a file that holds activations for which the first memory has no room."""
 
-    def send(self, use: Use, storages: list[StorageT]) -> Transit:
+    def send(self, use: Use, storages: list[MemoryT]) -> Transit:
         """Start moving bytes out of storages, and free these.
 
         The list gets those into which they come back.
@@ -102,7 +102,7 @@ class OffloadTarget(Protocol[StorageT]):
         """Give back all memory and files. May be called twice."""
 
 
-class KeptActivations(Generic[StorageT]):
+class KeptActivations(Generic[MemoryT]):
     """The activations of one sweep at a time: in memory up to ``room`` bytes, the others in an
     ``OffloadTarget``.
 
@@ -110,17 +110,17 @@ class KeptActivations(Generic[StorageT]):
     in memory leaves.
     """
 
-    def __init__(self, target: OffloadTarget[StorageT]) -> None:
+    def __init__(self, target: OffloadTarget[MemoryT]) -> None:
         self.room = 0  # bytes
         self._target = target
         self._nbytes = 0  # in memory, with what is on its way
         self._sizes: dict[Use, int] = {}  # bytes of all
-        self._present: dict[Use, list[StorageT]] = {}
+        self._present: dict[Use, list[MemoryT]] = {}
         self._leaving: dict[Use, Transit] = {}  # oldest first
         self._away: set[Use] = set()
         self._coming: dict[Use, Transit] = {}
 
-    def put(self, use: Use, storages: list[StorageT]) -> None:
+    def put(self, use: Use, storages: list[MemoryT]) -> None:
         """Keep what a forward that was issued has computed, or has read for the last time before
         the backward.
         """
@@ -189,7 +189,7 @@ _STAGING = 4 << 20  # bytes of page-aligned memory: what lies elsewhere would pa
 class _Range(NamedTuple):
     """Where a storage's bytes are in the file."""
 
-    storage: Storage
+    storage: ResizableMemory
     offset: int
     nbytes: int
 
@@ -213,7 +213,7 @@ class ActivationFile:
         self._end = 0
         self._has_failed = False  # a write: the disk may be full
 
-    def send(self, use: Use, storages: Sequence[Storage]) -> Future[None]:
+    def send(self, use: Use, storages: Sequence[ResizableMemory]) -> Future[None]:
         """Write storages behind the caller, and free them."""
         ranges = []
         for storage in storages:
