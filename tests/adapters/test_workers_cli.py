@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from command_lines import (
 )
 from crews import Crew, attempted, worked
 from runs import small_run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from strikes import JOURNAL, strike
 
 from zo2adapters.commands.options import parse_command
@@ -207,6 +207,61 @@ def test_workers_may_have_files_and_memory_of_their_own_but_no_command() -> None
     for error in outcomes:
         assert isinstance(error, WorkerError)
         assert "worker 1: found zo2 evaluate; expected zo2 train, as worker 0 has it" in str(error)
+
+
+def other_rows(options: TrainOptions) -> str:
+    write_rows(options.data, ROWS[:-1])
+    return rf"--data {options.data} of digest \w{{12}}"
+
+
+def other_weights(options: TrainOptions) -> str:
+    path = Path(options.model) / "model.safetensors"
+    tensors = load_file(path)
+    name = min(tensors)
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    return rf"--model {options.model} with weights of digest \w{{12}}"
+
+
+def other_settings(options: TrainOptions) -> str:
+    (Path(options.model) / "generation_config.json").write_text('{"eos_token_id": 3}')
+    return rf"--model {options.model} with generation_config.json of digest \w{{12}}"
+
+
+def other_settings_are_missing(options: TrainOptions) -> str:
+    (Path(options.model) / "generation_config.json").unlink()
+    return "none"
+
+
+@pytest.mark.parametrize(
+    "change", [other_rows, other_weights, other_settings, other_settings_are_missing]
+)
+def test_other_files_of_some_workers_are_told_to_all_with_both_values_and_ranks(
+    change: Callable[[TrainOptions], str], tmp_path: Path
+) -> None:
+    own = [small_run(tmp_path / str(rank)) for rank in range(3)]
+    _, found = (change(options) for options in own[:0:-1])
+
+    def run(workers: Workers) -> None:
+        Trainer(own[workers.rank], quiet=True, workers=workers).close()
+
+    for error in attempted(3, run):
+        assert isinstance(error, WorkerError)
+        told = rf"workers 1, 2: found {found}; expected --\w+ {tmp_path}/0/.* of digest \w{{12}}, "
+        assert re.match(told + "as worker 0 has it", str(error)), error
+    assert not any(options.output.exists() for options in own)
+
+
+def test_workers_that_evaluate_other_rows_are_told_which(tmp_path: Path, crew: Crew) -> None:
+    options = small_run(tmp_path)
+    write_rows(tmp_path / "other.jsonl", ROWS[:-1])
+    commands = [
+        ["evaluate", "--model", options.model, "--data", data]
+        for data in (options.data, tmp_path / "other.jsonl")
+    ]
+    for line in refused(crew.run_each(commands)):
+        assert f"worker 1: found --data {tmp_path}/other.jsonl of digest " in line
+        assert f"; expected --data {options.data} of digest " in line
 
 
 def test_workers_with_different_commands_end_with_one_line_each(tmp_path: Path, crew: Crew) -> None:

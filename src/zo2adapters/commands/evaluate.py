@@ -31,6 +31,7 @@ from zo2adapters.trainers.process import (
     WorkerOptions,
     is_first,
     require_same_command,
+    require_same_inputs,
     torchrun_rank,
 )
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, name_of, require_new
@@ -145,6 +146,7 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=chunk)
         rows = self._read(at, model, tokenizer)
+        require_same_inputs(model, at.model, {"data": (self.data, rows)}, workers)
         quiet = not is_first(workers)
         for line in () if quiet else row_notices(rows, "evaluated on"):
             print(line, file=sys.stderr)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
@@ -26,6 +26,8 @@ from zo2core.errors import WorkerError, without_effect
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel
+    from zo2adapters.tasks.rows import Rows
     from zo2adapters.trainers.options import Storage
     from zo2core import HostPlan, Workers
 
@@ -102,15 +104,16 @@ def require_same_command(name: str, command: Any, workers: Workers | None) -> No
     values = {option: _told(option, value) for option, value, _ in leaves(command)}
     given = sorted(command.given & values.keys() - _OF_MACHINE)
     told = workers.all_gather([name, given, values], "commands")
-    first_name, _, first = told[0]
     compared = sorted({option for _, options, _ in told for option in options})
-    for rank, (other_name, _, other) in enumerate(told):
-        if other_name != first_name:
-            raise _other_command(rank, f"zo2 {other_name}", f"zo2 {first_name}")
-        for option in compared:
-            if other[option] != first[option]:
-                found, expected = (f"{flag(option)} {shown[option]}" for shown in (other, first))
-                raise _other_command(rank, found, expected)
+    require_alike(
+        {"command": Told(f"zo2 {name}", name)}
+        | {
+            option: Told(f"{flag(option)} {its[option]}", its[option])
+            for option in compared
+            if option in its  # not of another command, which is refused by its name
+        }
+        for name, _, its in told
+    )
 
 
 def _told(option: str, value: object) -> str:
@@ -120,9 +123,68 @@ def _told(option: str, value: object) -> str:
     return "given" if option in _FILES else str(plain(value))
 
 
-def _other_command(rank: int, found: str, expected: str) -> WorkerError:
-    remedy = "start all workers with the same command"
-    return WorkerError(f"worker {rank}", found, f"{expected}, as worker 0 has it", remedy)
+class Told(NamedTuple):
+    """What a worker tells the others that it has."""
+
+    shown: str  # in messages
+    compared: str  # what has to be the same on all
+
+
+_NONE = Told("none", "")
+
+
+def require_alike(told: Iterable[Mapping[str, Told]]) -> None:
+    """Refuse workers of which something is not what the first one has.
+
+    Args:
+        told: What each worker has, in the order of ranks: by names, which are the same on all. The
+            first difference counts, so what causes others comes first.
+
+    Raises:
+        WorkerError: the same on all workers, with both values and the ranks that have the other.
+    """
+    of_workers = list(told)
+    for what in dict.fromkeys(name for one in of_workers for name in one):
+        first, *others = (one.get(what, _NONE) for one in of_workers)
+        found = next((other for other in others if other.compared != first.compared), None)
+        if found is not None:
+            ranks = [rank for rank, one in enumerate(others, 1) if one.compared == found.compared]
+            raise WorkerError(
+                f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
+                found.shown,
+                f"{first.shown}, as worker 0 has it",
+                "start all workers with the same command, model and rows",
+            )
+
+
+def require_same_inputs(
+    model: HFBlockModel,
+    place: object,
+    rows: Mapping[str, tuple[object, Rows]],
+    workers: Workers | None,
+) -> None:
+    """Refuse workers whose model or rows are not those of the first one.
+
+    Args:
+        model: The opened model.
+        place: Where it is, as the option ``model`` names it.
+        rows: By option, where rows are, and the rows.
+        workers: All workers; None: this process works alone.
+    """
+    if workers is None or workers.size == 1:
+        return
+    named = f"--model {place}"
+    own = {"weights": _of_digest(f"{named} with weights", model.weights.fingerprint)}
+    for name, digest in model.base_files.digests().items():
+        own[name] = _of_digest(f"{named} with {name}", digest)
+    for option, (path, read) in rows.items():
+        own[option] = _of_digest(f"{flag(option)} {path}", read.sha256 or read.digest())
+    told = workers.all_gather(own, "files")
+    require_alike({name: Told(*values) for name, values in one.items()} for one in told)
+
+
+def _of_digest(what: str, digest: str) -> Told:
+    return Told(f"{what} of digest {digest[:12]}", digest)
 
 
 def require_same_steps(steps: int, workers: Workers | None) -> None:

@@ -25,6 +25,7 @@ from zo2adapters.tasks.row_source import saved_path
 from zo2adapters.tasks.rows import RowReader, Rows, file_batches, training_batches
 from zo2adapters.tasks.tokenizer import is_dated, load_tokenizer, pad_token_id, vocabulary_of
 from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.process import require_same_inputs
 from zo2core import Workers
 from zo2core.ranges import counted
 
@@ -139,6 +140,12 @@ class RunInputs:
             are_labelled=resume or any(rows.are_labelled for rows in inputs.files)
         )
         options.require_rows(data.format, None if evaluation is None else evaluation.format)
+        paths = {"data": options.data, "evaluation": options.evaluation}
+        named = {
+            option: (path, rows)
+            for (option, path), rows in zip(paths.items(), inputs.files, strict=False)
+        }
+        require_same_inputs(model, options.model, named, workers)
         return inputs
 
     def reopened(self, options: TrainOptions) -> Self:
