@@ -161,7 +161,7 @@ def test_cuda_copies_in_a_lanes_stream_between_events_after_what_it_awaits(
 def test_cuda_copies_all_of_what_is_issued_in_turns(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zo2core.schedulers.streams._COPY_BYTES", 3)
+    monkeypatch.setattr("zo2core.schedulers.devices._COPY_BYTES", 3)
     target, source = torch.zeros(nbytes, dtype=torch.uint8), torch.arange(nbytes, dtype=torch.uint8)
     CudaDevice().streams.copy(Lane.OFFLOAD, target, source, {})
     assert torch.equal(target, source)
