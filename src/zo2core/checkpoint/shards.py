@@ -146,10 +146,10 @@ def refusing_changes(path: Path) -> Iterator[None]:
     try:
         yield
     except DisturbedFileError as error:
-        raise _changed(path, error) from error
+        raise _changed_file(path, error) from error
 
 
-def _changed(path: Path, error: OSError) -> CheckpointError:
+def _changed_file(path: Path, error: OSError) -> CheckpointError:
     expected = "the file as it was when it was opened"
     remedy = "restore it, and give the command again; a run resumes from its last step"
     return malformed(path, reason(error), expected, remedy=remedy)
@@ -185,7 +185,7 @@ class BaseFiles:
             try:
                 state.require(path, path)
             except OSError as error:
-                raise _changed(path, error) from error
+                raise _changed_file(path, error) from error
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of each small file, by name.

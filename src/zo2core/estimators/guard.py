@@ -247,7 +247,7 @@ class Guarded(EstimatorWrapper):
         }
         return {**self.estimator.options, "guard": limits}
 
-    def changed(self, update: Update, past: Sequence[Update]) -> Update:
+    def adjust(self, update: Update, past: Sequence[Update]) -> Update:
         """Leave the update as it is, or make it one that changes no weight.
 
         Raises:

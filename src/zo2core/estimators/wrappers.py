@@ -25,36 +25,36 @@ class EstimatorWrapper(ABC):
 
     @property
     def lr(self) -> float | Callable[[int], float]:
-        """See the wrapped estimator."""
+        """Learning rate of the wrapped estimator."""
         return self.estimator.lr
 
     @property
     def zo_eps(self) -> float:
-        """See the wrapped estimator."""
+        """Perturbation scale of the wrapped estimator."""
         return self.estimator.zo_eps
 
     @property
     def perturb_in_place(self) -> bool | None:
-        """See the wrapped estimator."""
+        """Whether the wrapped estimator perturbs weights in place."""
         return self.estimator.perturb_in_place
 
     @property
     def distribution(self) -> Distribution | None:
-        """See the wrapped estimator."""
+        """Distribution that the wrapped estimator's directions must have."""
         return self.estimator.distribution
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """See the wrapped estimator."""
+        """Options of the wrapped estimator."""
         return self.estimator.options
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """See the wrapped estimator."""
+        """List the evaluations of the wrapped estimator."""
         return self.estimator.evaluations(step, rng)
 
     @abstractmethod
-    def changed(self, update: Update, past: Sequence[Update]) -> Update:
-        """Change the wrapped estimator's update of a step, given the run's updates before it."""
+    def adjust(self, update: Update, past: Sequence[Update]) -> Update:
+        """Adjust the wrapped estimator's update of a step, given the run's updates before it."""
 
     def update(
         self,
@@ -64,8 +64,8 @@ class EstimatorWrapper(ABC):
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """Compute the update of the wrapped estimator, and change it."""
-        return self.changed(self.estimator.update(step, evaluations, losses, lr, past), past[:step])
+        """Compute the update of the wrapped estimator, and adjust it."""
+        return self.adjust(self.estimator.update(step, evaluations, losses, lr, past), past[:step])
 
 
 _MEDIAN_OF = 50  # steps of the running median
@@ -112,7 +112,7 @@ class Clipped(EstimatorWrapper):
             **{name: float(bound) for name, bound in bounds.items() if bound is not None},
         }
 
-    def changed(self, update: Update, past: Sequence[Update]) -> Update:
+    def adjust(self, update: Update, past: Sequence[Update]) -> Update:
         """Clip the projected gradients."""
         if not all(math.isfinite(grad) for grad in update.projected_grads):
             return update  # the engine refuses it; clipping would hide it

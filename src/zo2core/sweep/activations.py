@@ -548,7 +548,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _taken_apart(
+def _take_apart(
     activations: Activations, device: torch.device
 ) -> tuple[list[torch.UntypedStorage], Callable[[], Activations]]:
     """The storages of the tensors on a device, and a function that builds the activations on what
@@ -633,7 +633,7 @@ class StreamActivations:
         if stream not in self._offloaded:
             self._on_device[stream] = activations
             return
-        storages, self._builders[stream] = _taken_apart(activations, self._device)
+        storages, self._builders[stream] = _take_apart(activations, self._device)
         self._kept.room = max(
             self._kept.room, IN_TRANSIT * sum(storage.nbytes() for storage in storages)
         )

@@ -447,14 +447,14 @@ def _connected(call: Callable[[], object]) -> None:
     except RuntimeError as error:
         raise WorkerError(
             "another worker",
-            found=f"a broken connection ({_told(error)})",
+            found=f"a broken connection ({_reason_of_gloo(error)})",
             expected="an answer from all workers",
             remedy="read what the other workers print, and start all of them again: they continue "
             "where they stopped",
         ) from error
 
 
-def _told(error: RuntimeError) -> str:
+def _reason_of_gloo(error: RuntimeError) -> str:
     """What gloo says, without the place in its source and its advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return line.partition("/gloo/")[2].partition("] ")[2].partition(". This is")[0] or line[:200]
