@@ -43,7 +43,7 @@ from zo2core.estimators.factors import FactorStore
 from zo2core.estimators.noise import noise_bytes
 from zo2core.estimators.perturbation import StackedForward, StackedModel
 from zo2core.kernels.dispatch import Kernel, choose_kernel, triton_kernels
-from zo2core.kernels.low_bit import decode, encode, low_bit_bytes, round_low_bit, scales_positions
+from zo2core.kernels.low_bit import low_bit_bytes, scales_positions
 from zo2core.kernels.programs import (
     Draw,
     Trajectory,
@@ -63,6 +63,7 @@ from zo2core.protocols import (
     Store,
     Stores,
 )
+from zo2core.sweep.low_bit_weights import LowBitWeight, LowBitWeights
 from zo2core.types import (
     Batch,
     BlockLayout,
@@ -92,7 +93,6 @@ class ParameterView(NamedTuple):
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
     position: int  # position of the weight in that store
-    scales: int | None  # position of the scales in a store of 8-bit weights; None for other weights
     is_low_bit: bool  # whether it is converted from its transfer dtype before it is perturbed
     work: torch.Tensor  # flat view of the work buffer: what the forward reads, in its dtype
     # flat, where the weight is perturbed: in its stored dtype, or else in the work buffer
@@ -135,8 +135,8 @@ class SegmentViews(NamedTuple):
     frozen: tuple[ParameterView, ...]
     numel: int  # elements of the trained ones
     owned_numel: int  # elements of the owned ones
-    is_low_bit: bool  # whether some are converted from their transfer dtype
-    transfers_back: bool  # whether updates are rounded to a transfer dtype
+    # trained ones that are converted from their transfer dtype; None: there is none
+    low_bit: LowBitWeights | None
     # kernels that change all trained ones in one launch; None if each is changed by itself
     kernels: ModuleType | None
 
@@ -160,23 +160,21 @@ class WorkBuffer:
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._device = device
-        self._low_bit = device.empty(low_bit_bytes(layouts))  # in which parameters are rounded
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         memory = _Memory(
             work=(device.empty if allocate is None else allocate)(work_bytes(layouts)),
             unrounded=device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place)),
             z=device.empty(noise_bytes(layouts)) if self.keeps_noise else None,
+            low_bit=device.empty(low_bit_bytes(layouts)),
             perturbs_in_place=perturbs_in_place,
         )
         stored = _stored_positions(layouts)
-        self.segments = [
-            _segment_views(
-                index, layout, _parameter_views(layout, stored, memory, kept_noise, noise)
-            )
-            for index, (layout, kept_noise) in enumerate(
-                zip(layouts, _kept_noise(layouts, memory.z), strict=True)
-            )
-        ]
+        kept_noise = _kept_noise(layouts, memory.z)
+        self.segments: list[SegmentViews] = []
+        for index, layout in enumerate(layouts):
+            views = _parameter_views(layout, stored, memory, kept_noise[index], noise)
+            low_bit = _low_bit_weights(index, views, stored, memory)
+            self.segments.append(_segment_views(index, views, low_bit))
         self._drawings: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._longest_chunk = max(
             (
@@ -218,44 +216,14 @@ class WorkBuffer:
         """Copy a segment's weights from the stores to the buffer, low-bit ones with the rounding of
         their transfer.
         """
-        self.load_low_bit(index, stores)
-        for view in self.segments[index].trained:
+        segment = self.segments[index]
+        if segment.low_bit is not None:
+            segment.low_bit.load(stores)
+        for view in segment.trained:
             if not view.is_low_bit:
                 view.load(stores[view.owner][view.position])
             if view.rounded is not None:
                 view.rounded.copy_(view.target)
-
-    def load_low_bit(self, index: int, stores: Stores) -> None:
-        """Convert a segment's low-bit weights to where they are perturbed, with the rounding of
-        their transfer.
-        """
-        segment = self.segments[index]
-        if not segment.is_low_bit:
-            return
-        for view in segment.trained:
-            if not view.is_low_bit:
-                continue
-            stored = view.stored(stores)
-            if stored.dtype is view.spec.dtype:
-                round_low_bit(view.spec, stored, view.target, self._low_bit)
-                continue
-            scales = None if view.scales is None else stores[view.owner][view.scales]
-            decode(stored, scales, view.target)
-
-    def round_to_transfer_dtype(self, index: int, store: Store) -> None:
-        """Round a segment's weights to their transfer dtype, if they are transferred back from the
-        device.
-        """
-        for view in self.segments[index].owned:
-            if not (view.is_low_bit and view.spec.transfer_back):
-                continue
-            theta = store[view.position]
-            if theta.dtype is view.spec.dtype:
-                round_low_bit(view.spec, theta, theta, self._low_bit)
-                continue
-            scales = None if view.scales is None else store[view.scales]
-            encode(view.target, theta, scales)
-            decode(theta, scales, view.target)
 
     def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """Return memory for a chunk of z: one buffer for each dtype and purpose, kept."""
@@ -272,6 +240,7 @@ class _Memory(NamedTuple):
     work: torch.Tensor  # weights as forwards read them
     unrounded: torch.Tensor  # perturbed weights whose rounded copy is in ``work``
     z: torch.Tensor | None  # noise that is kept; None: it is drawn again
+    low_bit: torch.Tensor  # in which a weight is rounded to its transfer dtype
     perturbs_in_place: bool
 
 
@@ -331,7 +300,8 @@ def _parameter_views(
         views.append(
             ParameterView(
                 spec,
-                *stored[spec.name],
+                owner=stored[spec.name].owner,
+                position=stored[spec.name].weight,
                 is_low_bit=spec.is_low_bit,
                 work=work,
                 target=target,
@@ -344,7 +314,24 @@ def _parameter_views(
     return views
 
 
-def _segment_views(index: int, layout: BlockLayout, views: Sequence[ParameterView]) -> SegmentViews:
+def _low_bit_weights(
+    index: int,
+    views: Sequence[ParameterView],
+    stored: Mapping[str, _StoredPosition],
+    memory: _Memory,
+) -> LowBitWeights | None:
+    """A segment's trained weights that are transferred in fewer bits; None if there is none."""
+    weights = [
+        LowBitWeight(view.spec, *stored[view.spec.name], view.target)
+        for view in views
+        if view.is_low_bit and not view.spec.frozen
+    ]
+    return LowBitWeights(index, weights, memory.low_bit) if weights else None
+
+
+def _segment_views(
+    index: int, views: Sequence[ParameterView], low_bit: LowBitWeights | None
+) -> SegmentViews:
     """Divide a segment's parameters into trained and frozen ones."""
     trained = tuple(view for view in views if not view.spec.frozen)
     owned = tuple(view for view in trained if view.owner == index)
@@ -354,8 +341,7 @@ def _segment_views(index: int, layout: BlockLayout, views: Sequence[ParameterVie
         frozen=tuple(view for view in views if view.spec.frozen),
         numel=sum(view.spec.numel for view in trained),
         owned_numel=sum(view.spec.numel for view in owned),
-        is_low_bit=any(view.is_low_bit for view in views),
-        transfers_back=any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters),
+        low_bit=low_bit,
         kernels=_kernels_in_one_launch(trained),
     )
 
@@ -504,7 +490,9 @@ class TrajectoryPerturber(Perturber):
         if copy is None:
             self.buffer.load(index, stores)
             return
-        self.buffer.load_low_bit(index, stores)
+        low_bit = self.buffer.segments[index].low_bit
+        if low_bit is not None:
+            low_bit.load(stores)
         self._run(index, self._copying_operations(index, stores, {False: copy, True: copy}, copy))
 
     def _missing_updates(self, version: int) -> list[Sequence[Update]]:
@@ -629,12 +617,12 @@ class CounterPerturber(TrajectoryPerturber):
         """Bring the store to the present version, and write the first evaluation's weights in the
         same pass.
         """
-        segment = self.buffer.segments[index]
+        low_bit = self.buffer.segments[index].low_bit
         self._is_prepared = False
-        if segment.transfers_back:
-            self._replay_low_bit(index, stores, version)
+        if low_bit is not None and low_bit.transfers_back:
+            self._replay_low_bit(index, low_bit, stores, version)
             return self.version
-        first = self._copies[0] if self._copies and not segment.is_low_bit else None
+        first = self._copies[0] if self._copies and low_bit is None else None
         for programs in self._programs(version, prepares=first is not None):
             if programs[False].then is None:
                 self._change_store(index, stores[index], programs)
@@ -644,20 +632,22 @@ class CounterPerturber(TrajectoryPerturber):
         self._is_prepared = first is not None
         return self.version
 
-    def _replay_low_bit(self, index: int, stores: Stores, version: int) -> None:
+    def _replay_low_bit(
+        self, index: int, low_bit: LowBitWeights, stores: Stores, version: int
+    ) -> None:
         """Replay one update at a time, and round to the transfer dtype after each, as a device
         does.
         """
         if version < self.version:
-            self.buffer.load_low_bit(index, stores)
+            low_bit.load(stores)
         store = stores[index]
         for step in range(version, self.version):
             if step == 0:  # the base has not been rounded to the transfer dtype
-                self.buffer.round_to_transfer_dtype(index, store)
+                low_bit.round(store)
             if step not in self._low_bit_replays:
                 self._low_bit_replays[step] = compile_updates([self._trajectory.updates[step]])
             self._change_store(index, store, self._low_bit_replays[step])
-            self.buffer.round_to_transfer_dtype(index, store)
+            low_bit.round(store)
 
     def _programs(self, version: int, *, prepares: bool) -> list[Programs]:
         """Compile the missing updates, in parts; the last program may also write the first
