@@ -691,6 +691,10 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     [group] = [group for group in groups if name in group]
     group[name] = value
     path.write_text(json.dumps(record))
+    with pytest.raises(OptionError, match=r"options\.json: found .*, which no run saved"):
+        RunDirectory.options(told_options.output)
+    del record["sha256"]  # as in a file of an earlier version
+    path.write_text(json.dumps(record))
     told = {
         "evaluate_every": "evaluated every",
         "batch_size": "batch size",
@@ -700,6 +704,20 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
         ZO2Error if name == "sequence_length" else JournalError, match=told.replace("_", ".")
     ):
         Trainer(RunDirectory.options(told_options.output).with_steps(3), resume=True, quiet=True)
+
+
+def test_the_choice_of_the_best_step_that_was_edited_is_named(told_options: TrainOptions) -> None:
+    options = replace(told_options, evaluation=told_options.data, keep_best=True)
+    finish(options)
+    path = options.output / "options.json"
+    path.write_text(path.read_text().replace('"keep_best": true', '"keep_best": false'))
+    for read in (RunDirectory.options, RunDirectory.saved):
+        with pytest.raises(OptionError) as refused:
+            read(options.output)
+        assert refused.value.found.startswith("keep_best: false, which no run saved")
+        assert refused.value.expected == "keep_best: true"
+    with pytest.raises(OptionError, match="keep_best: false, which no run saved"):
+        Trainer(replace(options, keep_best=False), resume=True, quiet=True)
 
 
 # Branches, and how a run that diverged goes on from its best step

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.options import as_zo2_error
+from zo2adapters.trainers import checked_json
 from zo2core import Engine, Journal
 from zo2core.errors import (
     DivergenceError,
@@ -64,8 +65,7 @@ def place(prepared: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def run(prepared: Path, place: Path) -> Path:
     shutil.copytree(prepared / "run", place / "run")
-    path = place / "run" / "options.json"
-    path.write_text(path.read_text().replace(str(prepared), str(place)))
+    move_options(place / "run", prepared, place)
     return place / "run"
 
 
@@ -79,6 +79,16 @@ def train(folder: Path, output: str = "run") -> list[object]:
         folder / output,
     ]
     return ["train", *places, "--batch-size", 3]
+
+
+def move_options(run: Path, before: Path, after: Path) -> None:
+    """Let a copied run have its model and its rows elsewhere."""
+    path = run / "options.json"
+    record = json.loads(path.read_text().replace(str(before), str(after)))
+    del record["sha256"]
+    path.write_text(checked_json.to_text(record))
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(before), str(after)))
 
 
 def unfinish(run: Path) -> None:
@@ -431,6 +441,7 @@ OPTIONS = [(key, value) for key, values in WRONG.items() for value in values]
 )
 def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value: object) -> None:
     record = json.loads((run / "options.json").read_text())
+    del record["sha256"]
     *groups, name = key.split(".")
     place = record
     for group in groups:
@@ -438,6 +449,40 @@ def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value
     place[name] = value
     (run / "options.json").write_text(json.dumps(record))
     refusal("train", "--resume", run)
+
+
+EDITED = [
+    ("batching.batch_size", 2, "batch_size: 2", "batch_size: 3"),
+    ("optimization.lr", 2e-2, "lr: 0.02", "lr: 0.01"),
+    ("samples", 3, "samples: 3", "samples: 0"),
+    ("steps", 7, "steps: 7", "steps: 6"),
+    ("optimization.lr", "much", "values", "the options that zo2 train saved in options.json"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "now", "before"), EDITED, ids=[row[2] for row in EDITED])
+def test_options_that_were_edited_in_their_file_are_named(
+    run: Path, key: str, value: object, now: str, before: str
+) -> None:
+    path = run / "options.json"
+    text = path.read_text()
+    record = json.loads(text)
+    *groups, name = key.split(".")
+    group = record["options"][groups[0]] if groups else record["options"]
+    group[name] = value
+    path.write_text(json.dumps(record))
+    lines = [
+        refusal("train", "--resume", run),
+        refusal("train", "--resume", run, "--from-step", 1, "--output", run.parent / "branch"),
+        refusal("export", "--run", run, "--output", run.parent / "new"),
+        refusal("report", run, "--output", run.parent / "page.html"),
+    ]
+    found = f"zo2: {path}: found {now}, which no run saved: the file was edited or damaged; "
+    for line in lines:
+        assert line.startswith(f"{found}expected {before}. What to do: undo the edit")
+    assert not (run.parent / "branch").exists()
+    path.write_text(json.dumps(json.loads(text), sort_keys=True))  # the same values
+    assert run_here("train", "--resume", run).status == 0
 
 
 def test_options_that_are_none_are_told_and_do_not_hang(run: Path) -> None:
@@ -895,8 +940,7 @@ def test_what_the_file_system_shows_is_told_before_anything_slow_is_imported(
     prepared: Path, place: Path
 ) -> None:
     shutil.copytree(prepared / "run", place / "run")
-    options = place / "run" / "options.json"
-    options.write_text(options.read_text().replace(str(prepared), str(place)))
+    move_options(place / "run", prepared, place)
     (place / "rows.txt").write_text("The cat sat.\n")
     (place / "rows.html").write_text("<p>")
     (place / "own.py").write_text("def calm(model, batch): ...\n")

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import file_sha256, saved_path
+from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.option_table import RECIPE, recipe_text
 from zo2adapters.trainers.options import TrainOptions
@@ -66,6 +67,7 @@ MODEL = "model"
 LOCK = "lock"
 # beginning of the name of the trials' directory, which goes on with a digest of their options
 TRIALS = "tune-"
+_SHOWN = 200  # characters of edited options that an error shows
 _LEFT_BEFORE_START = tuple(partial_path(Path(name)).name for name in (OPTIONS, CHOICE))
 # files that are written beside themselves and renamed
 _REPLACED = (OPTIONS, RECIPE, METRICS, SAMPLES, CHOICE)
@@ -119,7 +121,7 @@ class RunDirectory:
     def saved(path: Path) -> dict[str, Any]:
         """The options that a run has saved, as JSON values."""
         with refusing_damage(path):
-            return dict(json.loads(read_regular(path / OPTIONS))["options"])
+            return dict(_read_record(path)["options"])
 
     @staticmethod
     def options(path: Path) -> TrainOptions:
@@ -175,7 +177,7 @@ class RunDirectory:
 
     def _write_record(self, record: dict[str, Any], options: TrainOptions) -> None:
         self._record = record
-        replace_file(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
+        replace_file(self.path / OPTIONS, checked_json.to_text(record))
         self._write_recipe(options)
 
     def _write_recipe(self, options: TrainOptions) -> None:
@@ -237,7 +239,7 @@ def record_of(path: Path, inputs: RunInputs) -> dict[str, Any]:
     """
     options, tokens = inputs.options, inputs.tokens
     with refusing_damage(path):
-        record = json.loads(read_regular(path / OPTIONS))
+        record = _read_record(path)
         saved = record["options"]
         saved_tokens = dict(record["tokens"])
         checksums = checksums_at(options, record)
@@ -267,6 +269,37 @@ def record_of(path: Path, inputs: RunInputs) -> dict[str, Any]:
         raise DataError(f"tokenizer of {options.model}", found, expected, remedy)
     _require_same_base(path, record, options, inputs.model)
     return dict(record)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """What a run's directory has saved of its options, data and tokens."""
+    try:
+        return checked_json.from_bytes(read_regular(path / OPTIONS))
+    except checked_json.ChecksumError as error:
+        now, before = _edited_lines(path, error.values)
+        raise OptionError(
+            path / OPTIONS,
+            f"{now or 'values'}, which no run saved: the file was edited or damaged",
+            before or f"the options that zo2 train saved in {OPTIONS}",
+            "undo the edit, or restore the file from a copy; options that may change are given to "
+            f"zo2 train --resume {path}, such as --keep-best",
+        ) from error
+
+
+def _edited_lines(path: Path, record: Mapping[str, Any]) -> tuple[str, str]:
+    """The options that were edited, as they are and as the run's recipe has them; empty if it does
+    not tell.
+    """
+    try:
+        kept = read_regular(path / RECIPE).decode().splitlines()
+        options = TrainOptions.from_json(record["options"], path)
+        found = recipe_text(options, record.get("branch")).splitlines()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ZO2Error):
+        return "", ""
+    now = [line for line in found if line not in kept and not line.startswith("output:")]
+    names = {line.partition(":")[0] for line in now}
+    before = [line for line in kept if line.partition(":")[0] in names and line not in found]
+    return ", ".join(now)[:_SHOWN], ", ".join(before)[:_SHOWN]
 
 
 def _require_same_base(
@@ -485,6 +518,8 @@ def refusing_damage(path: Path) -> Iterator[None]:
     except KeyError as error:
         raise _damaged(path, f"no value for the key {error}") from error
     except ZO2Error as error:
+        if isinstance(error.__cause__, checked_json.ChecksumError):
+            raise
         raise _damaged(path, f"{error.found} as {error.where}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise _damaged(
@@ -590,11 +625,12 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
             branch_journal(
                 journal, partial / JOURNAL, step, estimator=estimator.options, provenance=own
             )
-            record = json.loads(read_regular(parent / OPTIONS))
+            with refusing_damage(parent):
+                record = _read_record(parent)
             record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
             # for the run's recipe
             record["branch"] = {"resume": str(parent.resolve()), "from_step": step}
-            replace_file(partial / OPTIONS, json.dumps(record, indent=2) + "\n")
+            replace_file(partial / OPTIONS, checked_json.to_text(record))
     try:
         yield
     except BaseException:
