@@ -65,10 +65,10 @@ from zo2core.sources.low_bit import LowBitScheduler, LowBitSource
 from zo2core.sources.segment_store import BaseDigests, laid_out_as_on_disk
 from zo2core.sources.slot_file import Generations, Scratch
 from zo2core.sweep.activations import StreamActivations
+from zo2core.sweep.factor_perturber import FactorPerturber
 from zo2core.sweep.perturbers import (
     CounterPerturber,
     DrawnPerturber,
-    FactorPerturber,
     Perturber,
     WorkBuffer,
 )
