@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from zo2core.errors import JournalError, OptionError, without_effect
 from zo2core.estimators.directions import Directions, choose_directions
-from zo2core.estimators.noise import SequentialNoise, numbers_drawn
+from zo2core.estimators.noise import SequentialNoise, drawing_fingerprint
 from zo2core.estimators.perturbation import DensePerturbation, StackedModel
 from zo2core.estimators.two_point import direction_seeds
 from zo2core.journal.journal import Journal
@@ -644,7 +644,7 @@ def _header_of_steps(start: _Start) -> Mapping[str, Any]:
         return {"method": json_object("method", method.journal_options)}
     drawn = None
     if isinstance(noise, SequentialNoise):
-        drawn = numbers_drawn(start.device.torch_device)
+        drawn = drawing_fingerprint(start.device.torch_device)
     seed = method.seed if isinstance(method, ZerothOrder) and estimator is not None else None
     recorded = None if estimator is None else estimator.options
     return {"noise": noise.name, DRAWN: drawn, "estimator": recorded, "seed": seed}

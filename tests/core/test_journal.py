@@ -40,7 +40,7 @@ from zo2core import (
 )
 from zo2core.encodings.forms import Int8Rows, NF4Blocks
 from zo2core.errors import JournalError, OptionError
-from zo2core.estimators.noise import TorchGenerator, numbers_drawn
+from zo2core.estimators.noise import TorchGenerator, drawing_fingerprint
 from zo2core.journal.journal import copy_journal
 from zo2core.journal.records import digest
 
@@ -674,7 +674,7 @@ def test_another_torch_may_go_on_only_if_it_draws_the_same_numbers(
     weights_after(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path), 1)
     drawn = Journal(path).header["drawn"]  # type: ignore[index]
     assert drawn["torch"] == torch.__version__
-    monkeypatch.setattr(build, "numbers_drawn", lambda device: {**drawn, differs: "other"})
+    monkeypatch.setattr(build, "drawing_fingerprint", lambda device: {**drawn, differs: "other"})
     for method in (ZerothOrder(MEZO), None):
         if differs == "torch":
             Engine(open_checkpoint(base), method, journal=path).close()
@@ -687,13 +687,13 @@ def test_another_torch_may_go_on_only_if_it_draws_the_same_numbers(
 
 
 def test_the_checksum_is_of_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = numbers_drawn.__wrapped__(torch.device("cpu"))
+    drawn = drawing_fingerprint.__wrapped__(torch.device("cpu"))
     monkeypatch.setattr(
         TorchGenerator,
         "fill",
         lambda self, out: out.normal_(generator=self._generator).mul_(1 + 2**-7),
     )
-    other = numbers_drawn.__wrapped__(torch.device("cpu"))
+    other = drawing_fingerprint.__wrapped__(torch.device("cpu"))
     assert (drawn["torch"], len(drawn["crc32"])) == (other["torch"], 8)
     assert drawn["crc32"] != other["crc32"]
 

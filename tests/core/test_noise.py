@@ -25,7 +25,13 @@ from zo2core import (
     SegmentKind,
     SequentialNoise,
 )
-from zo2core.estimators.noise import CompiledGenerator, Generator, TorchGenerator, agrees, seeded
+from zo2core.estimators.noise import (
+    CompiledGenerator,
+    Generator,
+    TorchGenerator,
+    compiled_agrees,
+    make_generator,
+)
 from zo2core.kernels import dispatch
 from zo2core.protocols import NoiseGenerator
 
@@ -163,7 +169,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         fill=lambda out: counts.append(out.numel()), skip=lambda count, _: counts.append(count)
     )
     counter.copy = lambda: counter
-    monkeypatch.setattr(zo2core.estimators.noise, "seeded", lambda *_: counter)
+    monkeypatch.setattr(zo2core.estimators.noise, "make_generator", lambda *_: counter)
     return counts
 
 
@@ -233,9 +239,9 @@ sizes = st.one_of(
 def compared_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether the generators agree; and chunks are shorter than some of the parameters."""
     monkeypatch.setattr(zo2core.estimators.noise, "CHUNK", 1 << 16)
-    agrees.cache_clear()
+    compiled_agrees.cache_clear()
     yield
-    agrees.cache_clear()
+    compiled_agrees.cache_clear()
 
 
 def drawn(generator: Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -248,9 +254,9 @@ def drawn(generator: Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
 @agreeing
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_compiled_generator_is_used_where_it_agrees(dtype: torch.dtype) -> None:
-    assert agrees(dtype)
-    assert isinstance(seeded(3, CPU, {dtype}), CompiledGenerator)
-    assert isinstance(seeded(3, CPU, {dtype, torch.float64}), TorchGenerator)
+    assert compiled_agrees(dtype)
+    assert isinstance(make_generator(3, CPU, {dtype}), CompiledGenerator)
+    assert isinstance(make_generator(3, CPU, {dtype, torch.float64}), TorchGenerator)
 
 
 @agreeing
@@ -306,7 +312,7 @@ def test_a_library_of_other_numbers_is_not_used(
             bits[-1] ^= 1  # the last bit of one number
 
     monkeypatch.setattr(CompiledGenerator, "fill", lying)
-    assert not agrees(dtype)
+    assert not compiled_agrees(dtype)
     assert_torch_draws(size, [dtype])
 
 
@@ -315,7 +321,7 @@ def test_without_the_library_torch_draws(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "library", lambda: None)
-    assert isinstance(seeded(3, CPU, {dtype}), TorchGenerator)
+    assert isinstance(make_generator(3, CPU, {dtype}), TorchGenerator)
     assert_torch_draws(1000, [dtype])
 
 

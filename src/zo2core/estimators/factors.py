@@ -520,7 +520,7 @@ class FactorStore:
             if (kept := self._file.read(spec, len(columns))) is None:
                 break
             left = kept.to(self._device).view(rows, rank)
-            right = self._drawn_right(spec, len(columns) * period)
+            right = self._draw_right(spec, len(columns) * period)
             columns.append(Factors(left, right))
         past = (
             Factors(*(torch.cat(side, dim=-1) for side in zip(*columns, strict=True)))
@@ -536,10 +536,10 @@ class FactorStore:
         """
         period = step // self._settings.period
         if self._right.get(spec.name, (None, None))[0] != period:
-            self._right[spec.name] = period, self._drawn_right(spec, step)
+            self._right[spec.name] = period, self._draw_right(spec, step)
         return self._right[spec.name][1]
 
-    def _drawn_right(self, spec: ParameterSpec, step: int) -> torch.Tensor:
+    def _draw_right(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         rank = self._settings.rank
         seed = self._settings.period_seed(self._run_seed, step)
         drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)

@@ -67,7 +67,7 @@ class TorchGenerator:
 class CompiledGenerator:
     """torch's CPU generator, compiled, for numbers of 32 and 16 bits.
 
-    ``agrees`` says whether it may be used.
+    ``compiled_agrees`` says whether it may be used.
 
     Args:
         seed: Seed of 64 bits.
@@ -101,15 +101,15 @@ class CompiledGenerator:
 Generator: TypeAlias = TorchGenerator | CompiledGenerator
 
 
-def seeded(seed: int, device: torch.device, dtypes: Collection[torch.dtype]) -> Generator:
-    """The fastest generator that draws a device's numbers in these dtypes."""
-    if device.type == "cpu" and all(agrees(dtype) for dtype in dtypes):
+def make_generator(seed: int, device: torch.device, dtypes: Collection[torch.dtype]) -> Generator:
+    """Make the fastest generator that draws a device's numbers in these dtypes."""
+    if device.type == "cpu" and all(compiled_agrees(dtype) for dtype in dtypes):
         return CompiledGenerator(seed)
     return TorchGenerator(seed, device)
 
 
 @cache
-def agrees(dtype: torch.dtype) -> bool:
+def compiled_agrees(dtype: torch.dtype) -> bool:
     """Whether the compiled generator is installed and gives torch's bits in a dtype on this
     machine. Compared once.
     """
@@ -129,7 +129,7 @@ def agrees(dtype: torch.dtype) -> bool:
 
 
 @cache
-def numbers_drawn(device: torch.device) -> dict[str, str]:
+def drawing_fingerprint(device: torch.device) -> dict[str, str]:
     """Version of torch, and a checksum of what it draws on a device: other versions or processors
     may draw other numbers.
     """
@@ -353,7 +353,7 @@ class SequentialNoise:
             if seed in self._streams:
                 return self._streams[seed]
             stream = self._recent.pop(seed, None) or _Stream(
-                partial(seeded, seed, self._device, self._dtypes)
+                partial(make_generator, seed, self._device, self._dtypes)
             )
             if len(self._streams) < self._most:
                 self._streams[seed] = stream

@@ -70,9 +70,9 @@ def compile_updates(
     """Compile consecutive updates to two programs, by whether weight decay applies to a
     parameter.
     """
-    plain = _compiled(updates, then, zo_eps, decays=False)
+    plain = _compile(updates, then, zo_eps, decays=False)
     decay = any(update.weight_decay != 0 for update in updates)
-    return {False: plain, True: _compiled(updates, then, zo_eps, decays=True) if decay else plain}
+    return {False: plain, True: _compile(updates, then, zo_eps, decays=True) if decay else plain}
 
 
 def compile_copy(evaluation: Evaluation, zo_eps: float) -> Program:
@@ -108,21 +108,25 @@ def split_updates(updates: Sequence[Update], most_seeds: int) -> Iterator[Sequen
 
     There is at least one part; without updates it is empty.
     """
-    start, seeds = 0, 0
+    start = 0
+    seeds = 0
     for index, update in enumerate(updates):
         added = len(seeds_of(update))
         if seeds + added > most_seeds and index > start:
             yield updates[start:index]
-            start, seeds = index, 0
+            start = index
+            seeds = 0
         seeds += added
     yield updates[start:]
 
 
-def _compiled(
+def _compile(
     updates: Sequence[Update], then: Evaluation | None, zo_eps: float, *, decays: bool
 ) -> Program:
-    drawn = [seed for update in updates for seed in seeds_of(update)]
-    seeds = tuple(dict.fromkeys(drawn if then is None else [*drawn, then.seed]))
+    in_order = [seed for update in updates for seed in seeds_of(update)]
+    if then is not None:
+        in_order.append(then.seed)
+    seeds = tuple(dict.fromkeys(in_order))
     direction = {seed: i for i, seed in enumerate(seeds)}
     instructions: list[Perturb | Descend] = []
     for update in updates:
@@ -179,11 +183,11 @@ def table(program: Program, device: torch.device) -> Table:
     Made at the first call.
     """
     if device not in program.tables:
-        program.tables.setdefault(device, _coded(program, device))
+        program.tables.setdefault(device, _encode(program, device))
     return program.tables[device]
 
 
-def _coded(program: Program, device: torch.device) -> Table:
+def _encode(program: Program, device: torch.device) -> Table:
     """Code a program and copy it to the device. The host does not wait for the copy."""
     run = program.instructions if program.then is None else (*program.instructions, program.then)
     rows = [_row(instruction) for instruction in run]
