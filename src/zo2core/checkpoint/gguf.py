@@ -40,7 +40,10 @@ _VERSIONS = (2, 3)
 _KEY_BYTES = (1 << 16) - 1  # of a metadata key, the format's own limit
 _NAME_BYTES = 1 << 10  # of a tensor's name; llama.cpp writes at most 63
 _SHORT = 1 << 16  # bytes of a string that is kept in memory; longer ones stay in the file
-_MOST_VALUES, _MOST_TENSORS, _MOST_FILES = 1 << 12, 1 << 16, 1 << 10  # far above those of any model
+# far above those of any model
+_MOST_VALUES = 1 << 12
+_MOST_TENSORS = 1 << 16
+_MOST_FILES = 1 << 10
 _MOST_AXES = 4  # axes of a tensor, ggml's limit
 _LARGEST_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9

@@ -140,7 +140,11 @@ def _compiled(
     if isinstance(encoding, FourBitGroups):
         groups = _groups(encoding, parts)
         # the order of decode.c's enum
-        layout = 2 if not encoding.inputs_first else 1 if encoding.name == "awq" else 0
+        layout = 0
+        if not encoding.inputs_first:
+            layout = 2
+        elif encoding.name == "awq":
+            layout = 1
 
         def run_eights(first: int, last: int) -> None:
             addresses = (None if tensor is None else tensor.data_ptr() for tensor in groups)

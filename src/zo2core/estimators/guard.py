@@ -253,7 +253,8 @@ class Guarded(EstimatorWrapper):
         Raises:
             DivergenceError: if the run has diverged.
         """
-        step, policy = update.step, self.policy
+        step = update.step
+        policy = self.policy
         drifted = drift(self._health(past), past, window=policy.window)
         if drifted is not None:
             raise _diverged(step, past, *drifted)

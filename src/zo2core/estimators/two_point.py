@@ -49,7 +49,8 @@ def direction_seeds(run_seed: int, step: int, first: int | None) -> Iterator[int
     """
     if first is not None:
         yield first
-    rng = random.Random(f"{run_seed}/{step}" if first is None else f"given/{first}")  # noqa: S311 - no secret
+    state = f"{run_seed}/{step}" if first is None else f"given/{first}"
+    rng = random.Random(state)  # noqa: S311 - no secret
     while True:
         yield rng.randrange(1_000_000_000)
 

@@ -209,7 +209,8 @@ class ZerothOrderSteps:
         """Start a step, and divide it among the workers. An open step is dropped."""
         self._open_step = None
         started = time.perf_counter()
-        step, workers = self._state.version, self._run.workers
+        step = self._state.version
+        workers = self._run.workers
         lr = learning_rate(self._estimator, step)
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
@@ -234,7 +235,8 @@ class ZerothOrderSteps:
         self, open_step: OpenStep, losses: Sequence[torch.Tensor], tokens: int = 0
     ) -> StepResult:
         """Take a step: gather the losses of all workers, and append its record to the journal."""
-        run, evaluations = self._run, open_step.evaluations
+        run = self._run
+        evaluations = open_step.evaluations
         expected = len(open_step.indices)
         if len(losses) != expected:
             raise OptionError(

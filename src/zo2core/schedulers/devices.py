@@ -87,7 +87,10 @@ class CudaStreams:
             # One copy engine uploads while kernels run, a second one offloads. Activations have
             # their own streams, so that they need not wait for a whole block.
             lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
-            self._lanes: dict[Lane, Any] = {lane: torch.cuda.Stream() for lane in lanes}  # type: ignore[no-untyped-call]
+            self._lanes: dict[Lane, Any] = {
+                lane: torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                for lane in lanes
+            }
             self._clock = _Clock()
 
     def copy(

@@ -712,7 +712,8 @@ class SegmentStore:
         layout = self.layouts[segment]
         digests = self._base_digests
         count = len(layout.parameters)
-        views, states = views[:count], views[count:]
+        states = views[count:]
+        views = views[:count]
         digest = SegmentDigest(views) if digests.wants(layout) else None
 
         def read(parameter: int, start: int, stop: int) -> None:

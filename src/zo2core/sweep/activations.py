@@ -127,7 +127,8 @@ class KeptActivations(Generic[MemoryT]):
         nbytes = sum(storage.nbytes() for storage in storages)
         if not nbytes:
             return
-        self._present[use], self._sizes[use] = storages, nbytes
+        self._present[use] = storages
+        self._sizes[use] = nbytes
         self._nbytes += nbytes
         while self._leaving and next(iter(self._leaving.values())).done():
             self._end_departure()
@@ -309,7 +310,8 @@ class _HostMemory:
 
     def __init__(self, device: Device, planned: int, *, at_once: bool) -> None:
         self._device = device
-        self._planned, self._at_once = planned, at_once
+        self._planned = planned
+        self._at_once = at_once
         self._lock = Lock()  # the thread that writes and reads the file frees and takes memory, too
         self._all: list[torch.Tensor] = []
         self._free: list[_Piece] = []

@@ -419,7 +419,7 @@ class Perturber(ABC):
         work buffer.
         """
 
-    def finish(self) -> None:  # noqa: B027 - a perturber without a thread of its own has nothing to wait for
+    def finish(self) -> None:  # noqa: B027 - without a thread, nothing to wait for
         """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
