@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -461,13 +462,71 @@ def refused_by_stopping(*arguments: object) -> str:
     return ended.err
 
 
+def edited(text: str) -> str:
+    """A table of trials without the last one, or with another loss."""
+    table = json.loads(text)
+    del table["trials"][-1]
+    return json.dumps(table)
+
+
+DAMAGES: list[Callable[[str], str]] = [
+    lambda text: "",
+    lambda text: text[:-40],
+    lambda text: "[1]",
+    lambda text: '{"trials": [{"lr": 1}]}',
+    lambda text: '{"trials": 3}',
+    lambda text: text.replace('"steps": ', '"steps": 1'),
+    edited,
+]
+
+
+RESTORED = "run/tune.json was damaged or removed, and is written anew from metrics.jsonl"
+
+
+def resumed_with_warnings() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        return done("train", "--resume", "run").err
+
+
 @pytest.mark.usefixtures("here")
-def test_a_damaged_choice_stops_nothing(finished: Callable[..., Ended]) -> None:
+def test_trials_of_a_damaged_table_are_restored_from_the_metrics(
+    finished: Callable[..., Ended],
+) -> None:
     finished("run")
     weights = outcome("run")["weights"]
-    for damage in ("", "[1]", '{"trials": [{"lr": 1}]}', '{"trials": 3}'):
-        Path("run/tune.json").write_text(damage)
-        assert read_trials(Path("run")) == []
-        done("train", "--resume", "run")
-        assert read_run(Path("run")).trials == []
-        assert outcome("run")["weights"] == weights
+    table, metrics = Path("run/tune.json"), Path("run/metrics.jsonl")
+    text, rows = table.read_text(), metrics.read_bytes()
+    trials = read_trials(Path("run"))
+    assert len(trials) > 1
+    for damage in DAMAGES:
+        table.write_text(damage(text))
+        assert read_trials(Path("run")) == read_run(Path("run")).trials == trials
+        assert RESTORED in resumed_with_warnings()
+        assert (table.read_text(), metrics.read_bytes()) == (text, rows)
+    table.unlink()
+    assert RESTORED in resumed_with_warnings()
+    assert table.read_text() == text
+    metrics.unlink()
+    for damage in DAMAGES:
+        table.write_text(damage(text))
+        for command in (("train", "--resume", "run"), ("report", "run", "--output", "p.html")):
+            line = refusal(*command)
+            assert line.startswith("zo2: run/tune.json: found a file that was edited or damaged;")
+    table.unlink()
+    done("train", "--resume", "run")  # as the remedy says
+    assert read_trials(Path("run")) == []
+    assert outcome("run")["weights"] == weights
+
+
+@pytest.mark.usefixtures("here")
+def test_a_damaged_table_of_zo2_tune_is_not_told_as_one_of_other_trials(
+    options: TrainOptions,
+) -> None:
+    table = options.output / "tune.json"
+    options.output.mkdir()
+    for content in ("", "[]", "{}", '{"forwards": 240, "sha256": "0"}'):
+        table.write_text(content)
+        with pytest.raises(OutputError, match=r"tune\.json: found a table that was edited or dama"):
+            tune(options, forwards=240, learning_rates=RATES[:2])
+        assert table.read_text() == content

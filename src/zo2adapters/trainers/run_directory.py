@@ -19,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
@@ -39,6 +40,7 @@ from zo2core.errors import (
     OptionError,
     OutputError,
     ZO2Error,
+    ZO2Warning,
     reason,
     system_errors_as,
     system_remedy,
@@ -67,6 +69,9 @@ MODEL = "model"
 LOCK = "lock"
 # beginning of the name of the trials' directory, which goes on with a digest of their options
 TRIALS = "tune-"
+_TRIAL = "trial_"  # before the names of a trial's values in a row of the metrics
+# what reading a damaged file of JSON raises
+_DAMAGES = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _SHOWN = 200  # characters of edited options that an error shows
 _LEFT_BEFORE_START = tuple(partial_path(Path(name)).name for name in (OPTIONS, CHOICE))
 # files that are written beside themselves and renamed
@@ -197,9 +202,10 @@ class RunDirectory:
         raw = metrics_of(self.path)
         aligned = align_rows(raw, journal)
         aligned.require_whole(journal, METRICS)
+        tried = read_trials(self.path)
+        self._restore_choice(tried)
         trials: list[Row] = [
-            {f"trial_{name}": value for name, value in row.items()}
-            for row in read_trials(self.path)
+            {f"{_TRIAL}{name}": value for name, value in row.items()} for row in tried
         ]
         text = "".join(json.dumps(row) + "\n" for row in [*trials, *aligned.rows])
         # A link is replaced, and its target is not written; a pipe is neither read nor written.
@@ -212,7 +218,20 @@ class RunDirectory:
 
         See ``read_trials``.
         """
-        replace_file(self.path / CHOICE, json.dumps({"lr": lr, "trials": trials}, indent=2) + "\n")
+        replace_file(self.path / CHOICE, checked_json.to_text({"lr": lr, "trials": trials}))
+
+    def _restore_choice(self, trials: Sequence[Mapping[str, Any]]) -> None:
+        """Write the trials anew if their file is damaged or gone."""
+        with contextlib.suppress(OSError, *_DAMAGES):
+            if checked_json.from_bytes(read_regular(self.path / CHOICE))["trials"] == trials:
+                return
+        if trials:
+            self.write_choice(self._record["options"]["optimization"]["lr"], trials)
+            warnings.warn(
+                f"{self.path / CHOICE} was damaged or removed, and is written anew from {METRICS}",
+                ZO2Warning,
+                stacklevel=3,
+            )
 
     def remove_trials(self) -> None:
         """Remove the trials with which the run has chosen its learning rate."""
@@ -392,18 +411,53 @@ def read_samples(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_trials(directory: Path) -> list[dict[str, Any]]:
-    """Read the trials with which a run chose its learning rate, the best one first."""
+    """Read the trials with which a run chose its learning rate, the best one first.
+
+    Those of a damaged or missing file are taken from the run's metrics.
+
+    Raises:
+        OutputError: if the file is damaged, and the metrics do not have them.
+    """
+    path = directory / CHOICE
     try:
-        trials = json.loads(read_regular(directory / CHOICE))["trials"]
-        for trial in trials:
-            numbers = [trial[key] for key in ("lr", "steps", "forwards", "seconds")]
-            numbers += [*trial["losses"], *([] if trial["loss"] is None else [trial["loss"]])]
-            if not all(
-                type(number) in (int, float) and math.isfinite(number) for number in numbers
-            ):
-                return []
-        return list(trials)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        with reading(path):
+            return _whole_trials(checked_json.from_bytes(read_regular(path))["trials"])
+    except OutputError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        return _logged_trials(directory)
+    except _DAMAGES as error:
+        if logged := _logged_trials(directory):
+            return logged
+        raise OutputError(
+            path,
+            "a file that was edited or damaged",
+            "the trials that zo2 train saved in it",
+            "restore it from a copy, or remove it to go on without the trials' rows",
+        ) from error
+
+
+def _whole_trials(trials: Sequence[Any]) -> list[dict[str, Any]]:
+    """Trials, each of which has all of its numbers."""
+    for trial in trials:
+        numbers = [trial[key] for key in ("lr", "steps", "forwards", "seconds")]
+        numbers += [*trial["losses"], *([] if trial["loss"] is None else [trial["loss"]])]
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            raise ValueError("a trial with a value that is no number")
+    return list(trials)
+
+
+def _logged_trials(directory: Path) -> list[dict[str, Any]]:
+    """The trials that are the first rows of a run's metrics; none if one of these is damaged."""
+    trials = list[dict[str, Any]]()
+    try:
+        for line in metrics_of(directory).splitlines():
+            row = json.loads(line)
+            if not all(name.startswith(_TRIAL) for name in row):
+                break
+            trials.append({name.removeprefix(_TRIAL): value for name, value in row.items()})
+        return _whole_trials(trials)
+    except _DAMAGES:
         return []
 
 
@@ -561,6 +615,11 @@ def writing(path: Path) -> contextlib.AbstractContextManager[None]:
     """A context in which errors of the system say that a directory cannot be written."""
     expected, remedy = "a directory that can be written", "free space or choose another directory"
     return system_errors_as(OutputError, path, expected=expected, remedy=remedy)
+
+
+def reading(path: Path) -> contextlib.AbstractContextManager[None]:
+    """A context in which errors of the system say that a file cannot be read."""
+    return system_errors_as(OutputError, path, expected="a readable file", remedy="check the path")
 
 
 def name_of(directory: Path) -> str:

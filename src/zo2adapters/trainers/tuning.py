@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Self
 
+from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.methods import RunMethod, method_of, open_shared_base
 from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
@@ -33,6 +34,7 @@ from zo2adapters.trainers.run_directory import (
     holds_run,
     make_new,
     metrics_of,
+    reading,
     replace_file,
 )
 from zo2adapters.trainers.run_inputs import RunInputs
@@ -47,6 +49,7 @@ from zo2core.errors import (
     OutputError,
 )
 from zo2core.estimators.guard import is_refused
+from zo2core.io.durable import read_regular
 from zo2core.ranges import counted, require_whole
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
@@ -172,7 +175,7 @@ def tune(
         raise
     if is_first(workers):
         results = [trial.row for trial in ranking]
-        replace_file(table, json.dumps({**settings, "results": results}, indent=2) + "\n")
+        replace_file(table, checked_json.to_text({**settings, "results": results}))
     return _converged(
         ranking[0], str(options.output), "pass smaller learning rates with --learning-rates"
     )
@@ -336,18 +339,20 @@ def _open_directory(
             workers.all_gather(None)  # returns once the first worker has created the directory
     if not table.exists():
         make_new(options.output)
-        replace_file(table, json.dumps(settings) + "\n")
+        replace_file(table, checked_json.to_text(settings))
     else:
+        expected = "a table of trials with the same budget, learning rates and options"
+        remedy = "choose another output directory"
         try:
-            saved = json.loads(table.read_text())
+            with reading(table):
+                saved = checked_json.from_bytes(read_regular(table))
             is_same = {key: saved[key] for key in settings} == settings
-        except (OSError, ValueError, KeyError, TypeError):  # damaged
-            is_same = False
+        except (ValueError, KeyError, RecursionError) as error:
+            found = "a table that was edited or damaged"
+            remedy = f"restore it from a copy, or {remedy}"
+            raise OutputError(table, found, expected, remedy) from error
         if not is_same:
-            expected = "a table of trials with the same budget, learning rates and options"
-            raise OutputError(
-                table, "a table of other trials", expected, "choose another output directory"
-            )
+            raise OutputError(table, "a table of other trials", expected, remedy)
     if workers is not None and is_first(workers):
         workers.all_gather(None)
     return settings
