@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name in _BARS_OFF:
                 os.environ.setdefault(name, "1")
         signals = SignalHandling()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, io.TextIOWrapper):

@@ -323,3 +323,20 @@ def test_a_run_on_labels_with_two_columns_is_a_conversation(tmp_path: Path) -> N
     assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith(
         "run answers; "
     )
+
+
+@pytest.mark.long_profile
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_line_that_is_no_text_is_refused_in_every_locale(place: Path, encoding: str) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        command("chat", "--model", place / "base", "--max-new-tokens", 2),
+        env=environment(**locale, PYTHONIOENCODING=f"{encoding}:strict"),
+        input=b"the cat\nthe c\xe4t\n",
+        capture_output=True,
+        check=False,
+    )
+    said = ended.stderr.decode()
+    assert (ended.returncode, "Traceback" in said) == (2, False), said
+    assert "zo2: text: found '\\udce4t" in said
+    assert ended.stdout, "the first line was answered"

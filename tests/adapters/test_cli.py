@@ -2,6 +2,7 @@
 says when it cannot.
 """
 
+import ast
 import io
 import itertools
 import json
@@ -35,6 +36,7 @@ from zo2core.types import Descend, Program
 
 pytestmark = pytest.mark.usefixtures("here")  # a base and its rows
 ON_ROWS = ("train", "--model", "base", "--data", "rows.jsonl")
+ROOT = Path(__file__).parents[2]
 TRAIN = (*ON_ROWS, "--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3)
 
 
@@ -366,3 +368,29 @@ def test_an_evaluation_of_one_row_counts_one_row_and_a_model_without_steps_count
     Path("one.jsonl").write_text(json.dumps({"prompt": "the cat", "completion": " sat"}) + "\n")
     assert "1 row, 1 sweep" in done("evaluate", "--model", "base", "--data", "one.jsonl").out
     assert done("export", "--model", "base", "--output", "copy").out == "copy: the model\n"
+
+
+def is_text_of_unnamed_encoding(node: ast.AST) -> bool:
+    """Whether a call opens, reads or writes text in the encoding of the locale."""
+    if not isinstance(node, ast.Call) or {"encoding"} & {word.arg for word in node.keywords}:
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    given = [*node.args, *(word.value for word in node.keywords)]
+    constants = [one.value for one in given if isinstance(one, ast.Constant)]
+    if name in ("Popen", "run", "check_output"):
+        return any(word.arg in ("text", "universal_newlines") for word in node.keywords)
+    is_binary = any(isinstance(one, str) and set("rwxab+") >= {*one} > {"b"} for one in constants)
+    return name in ("read_text", "write_text", "TextIOWrapper") or (
+        ast.unparse(node.func) in ("open", "os.fdopen") and not is_binary
+    )
+
+
+def test_text_is_read_and_written_in_an_encoding_that_is_named() -> None:
+    sources = [*ROOT.glob("src/**/*.py")]
+    assert len(sources) > 100
+    assert [
+        f"{path.name}:{node.lineno}"
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call) and is_text_of_unnamed_encoding(node)
+    ] == []

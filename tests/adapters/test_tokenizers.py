@@ -4,6 +4,7 @@ seen runs under limits with the same tokens.
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,18 @@ def test_a_command_tells_it_in_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     with within(60):
         told = refusal("evaluate", "--model", "base", "--data", "rows.jsonl")
     assert "rows.jsonl, line 1: found a text of 6 characters" in told
+
+
+def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(saved(tmp_path / "base"))
+    for text in ("ab\udcff", "\ud83d", ["fine", "x\udc80y"]):
+        with pytest.raises(DataError, match=r"^text: found .*\\ud.*PYTHONUTF8=1"):
+            tokenizer(text)
+
+
+def test_a_directory_whose_name_the_library_would_not_find_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "base").rename(tmp_path / "bäse")
+    assert load_tokenizer(tmp_path / "bäse").eos_token == "!"
+    directory = (tmp_path / "bäse").rename(tmp_path / os.fsdecode(b"b\xff"))
+    with pytest.raises(DataError, match=r"a path that is not UTF-8, .*PYTHONUTF8=1"):
+        load_tokenizer(directory)

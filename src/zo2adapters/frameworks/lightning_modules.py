@@ -249,7 +249,7 @@ class ZOLightningModule(ManualStepsModule):
                 "the checkpoint", "no journal", expected, "pass a checkpoint that this module saved"
             )
         with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
+            (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL], encoding="utf-8")
             version = checkpoint.get(_VERSION, checkpoint["global_step"])
             journal = read_journal(
                 Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint"

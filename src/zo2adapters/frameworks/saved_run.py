@@ -87,7 +87,7 @@ def _use_free_names(written: Path, directory: Path) -> None:
         return
     for shard in shards:
         (written / shard).rename(written / shard.replace("model-", "model-new-", 1))
-    index.write_text(index.read_text().replace(': "model-', ': "model-new-'))
+    index.write_bytes(index.read_bytes().replace(b': "model-', b': "model-new-'))
     sync_path(index)
 
 
@@ -129,7 +129,7 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
         ids = {key: getattr(config, key, None) for key in _SET_BY_TRAINERS}
         changed = values | {key: value for key, value in ids.items() if value is not None}
         if changed != values:
-            path.write_text(json.dumps(changed, indent=2) + "\n")
+            path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:

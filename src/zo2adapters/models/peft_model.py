@@ -40,7 +40,8 @@ def write_adapter(
             raise not_finite(f"the adapter: {name}", value, value)
     with new_directory(directory) as partial:
         (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (partial / CONFIG_FILE).write_text(text, encoding="utf-8")
         write_companions(partial, files)
 
 

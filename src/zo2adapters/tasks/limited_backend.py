@@ -36,6 +36,18 @@ _CHANGES = ("add_tokens", "add_special_tokens")  # methods that change what a to
 _Text: TypeAlias = str | tuple[str, str]
 
 
+def _bytes_of(text: str) -> int:
+    """Bytes of a text in UTF-8. One that cannot be written in it is refused: bytes of arguments and
+    of standard input that are no text become halves of surrogate pairs.
+    """
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start :][:40]!a}, which is no text in UTF-8"
+        remedy = "write it in UTF-8; in a locale of another encoding, set PYTHONUTF8=1"
+        raise DataError("text", found, "text in UTF-8", remedy) from error
+
+
 class LimitedBackend:
     """Stands for the ``tokenizers.Tokenizer`` that a tokenizer of transformers works with.
 
@@ -57,7 +69,7 @@ class LimitedBackend:
         texts = list(
             itertools.chain(*([text] if isinstance(text, str) else text for text in input))
         )
-        nbytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        nbytes = sum(map(_bytes_of, texts))
         growth = self._growth.encoding
         options = {"is_pretokenized": is_pretokenized, "add_special_tokens": add_special_tokens}
         if growth is not None and growth * nbytes <= _ROOM:

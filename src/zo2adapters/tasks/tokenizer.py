@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -49,6 +51,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     growth: Growth | None = None
     if not is_gguf(directory):
+        _require_name_in_utf8(directory)
         companion_files(directory)  # refuses links that lead out of the directory
         require_tokenizer(directory)  # transformers' own errors mislead
         for path in directory.iterdir():
@@ -73,6 +76,20 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise unusable_tokenizer(directory, f"a {type(tokenizer).__name__}")
     limit(tokenizer, growth)
     return tokenizer
+
+
+def _require_name_in_utf8(directory: Path) -> None:
+    """Refuse a path that the library of tokenizers, which writes every path in UTF-8, would not
+    find.
+    """
+    name = str(directory)
+    if name.encode(errors="replace") != os.fsencode(directory):
+        raise DataError(
+            directory,
+            f"a path that is not UTF-8, where names of files are in {sys.getfilesystemencoding()}",
+            "a path in UTF-8, by which tokenizers are opened",
+            "set PYTHONUTF8=1 or the locale C.UTF-8, or rename the directory",
+        )
 
 
 def vocabulary_of(config: PretrainedConfig) -> int | None:

@@ -271,6 +271,6 @@ def peak_memory() -> int:
     """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         # getrusage would include the memory of the process that started this one.
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/status").read_bytes()).splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     return int(psutil.Process().memory_info().rss)

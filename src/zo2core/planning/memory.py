@@ -13,6 +13,7 @@ Free host memory is that of the system and of the control groups that limit this
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,12 +156,17 @@ def free_memory(*, root: Path = Path("/")) -> int:
     return min([psutil.virtual_memory().available, *_control_groups_free(root)])
 
 
+def _read(path: Path) -> str:
+    """A file of the kernel, which may hold names of any bytes."""
+    return os.fsdecode(path.read_bytes())
+
+
 def _control_groups_free(root: Path) -> Iterator[int]:
     """Yield the bytes left by each limit on this process; the kernel frees page cache first, so it
     counts as free.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = _read(root / "proc/self/cgroup").splitlines()
     except OSError:
         return
     for line in lines:
@@ -181,11 +187,9 @@ def _control_groups_free(root: Path) -> Iterator[int]:
         groups = [group, *group.parents] if group.is_dir() else [top]
         for nested in (nested for nested in groups if nested.is_relative_to(top)):
             try:
-                limit = int((nested / limit_name).read_text())
-                usage = int((nested / usage_name).read_text())
-                stat = dict(
-                    line.split() for line in (nested / "memory.stat").read_text().splitlines()
-                )
+                limit = int(_read(nested / limit_name))
+                usage = int(_read(nested / usage_name))
+                stat = dict(line.split() for line in _read(nested / "memory.stat").splitlines())
             except (OSError, ValueError):
                 continue  # "max", or no limit at this level
             cache = sum(
