@@ -211,6 +211,10 @@ def test_tensors_that_the_compiled_kernels_cannot_take_go_to_the_reference() -> 
     assert not dispatch.takes(numbers[::2])
     assert not dispatch.takes(numbers, numbers.half())
     assert dispatch.takes(numbers) == (dispatch.library() is not None)
+    chosen = dispatch.choose_kernel(numbers, copies=(numbers.half(), None))
+    assert (chosen is not reference.apply) == (dispatch.library() is not None)
+    for weights, copy in ((numbers.double(), None), (numbers, numbers.double())):
+        assert dispatch.choose_kernel(weights, copies=(copy,)) is reference.apply
 
 
 def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ def choose_kernel(*weights: Tensor, copies: Sequence[Tensor | None]) -> Kernel:
         return _apply_compiled
     if triton_kernels(weights[0]) is not None:
         return _apply_triton
-    return _apply_reference
+    return reference.apply
 
 
 def _apply_compiled(
@@ -302,18 +302,6 @@ def _apply_triton(
         kernels.apply_drawing([theta], program, z.distribution, [z.parameter], z.start, outs=outs)
     else:
         kernels.apply([theta], program, [[direction] for direction in z], outs)
-    if rounded is not None:
-        rounded.copy_(theta if out is None else out)
-
-
-def _apply_reference(
-    theta: Tensor,
-    program: Program,
-    z: Draw | Sequence[Tensor],
-    out: Tensor | None,
-    rounded: Tensor | None,
-) -> None:
-    reference.apply(theta, program, z, out=out)
     if rounded is not None:
         rounded.copy_(theta if out is None else out)
 

@@ -97,9 +97,15 @@ def descend(theta: Tensor, z: Tensor, by: Descend) -> None:
 
 
 def apply(
-    theta: Tensor, program: Program, z: Draw | Sequence[Tensor], *, out: Tensor | None = None
+    theta: Tensor,
+    program: Program,
+    z: Draw | Sequence[Tensor],
+    out: Tensor | None = None,
+    rounded: Tensor | None = None,
 ) -> None:
-    """Run a program on a range of a parameter, a chunk at a time. See ``dispatch.apply``."""
+    """Run a program on a range of a parameter, a chunk at a time; ``dispatch.apply`` has the
+    arguments.
+    """
     length = chunk(theta) if isinstance(z, Draw) or not theta.is_cpu else _GIVEN_CHUNK
     for first in range(0, theta.numel(), length):
         part = slice(first, first + length)
@@ -117,6 +123,8 @@ def apply(
                 descend(weights, zs[instruction.direction], instruction)
         if out is not None and program.then is not None:
             perturb(out[part], weights, zs[program.then.direction], program.then)
+        if rounded is not None:
+            rounded[part].copy_(weights if out is None else out[part])
 
 
 def words(seed: int, parameter: int, first: int, count: int, device: torch.device) -> Tensor:
