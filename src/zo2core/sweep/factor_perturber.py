@@ -81,7 +81,7 @@ class FactorPerturber(Perturber):
         if not self._factors.forms(view.spec):
             return view.readable(theta, self._worker)
         weight = view.work.view(view.spec.shape)
-        if view.is_encoded(theta):
+        if theta.dtype is not view.spec.dtype:  # codes
             view.load(theta, self._worker)
             theta = weight
         self._factors.form(view.spec, theta, weight, self._worker)

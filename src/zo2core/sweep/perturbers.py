@@ -102,16 +102,15 @@ class ParameterView(NamedTuple):
         """The weight in its store."""
         return stores[self.owner][self.position]
 
-    def is_encoded(self, stored: torch.Tensor) -> bool:
-        """Whether a store has the codes of the weight; a shared base hands out decoded weights."""
-        return self.spec.encoding is not None and stored.dtype is self.spec.stored_dtype
-
     def load(self, stored: torch.Tensor, helper: Executor | None = None) -> None:
-        """Copy or decode the weight to the memory where it is perturbed or read."""
-        if self.is_encoded(stored):
-            decoding.decode(self.spec, stored, self.target, helper)
-        else:
+        """Copy or decode the weight to the memory where it is perturbed or read.
+
+        A shared base hands out decoded weights.
+        """
+        if self.spec.encoding is None or stored.dtype is self.spec.dtype:
             self.target.copy_(stored)
+        else:
+            decoding.decode(self.spec, stored, self.target, helper)
 
     def readable(self, stored: torch.Tensor, helper: Executor | None = None) -> torch.Tensor:
         """Return the memory from which modules read the weight: its store if that gives the same
