@@ -365,6 +365,8 @@ REFUSED: list[tuple[str, str]] = [
     (f"{PLAN} --runs 2 --data rows.jsonl", "that only read its weights"),
     (f"{PLAN} --model int8", "--rank"),
     (f"{VERIFY} --lr auto", "--lr: found auto"),
+    *((f"{VERIFY} --lr {lr}", "--lr: found ") for lr in ("0", "-1", "nan", "inf")),
+    (f"{PLAN} --adapter rows.jsonl", "rows.jsonl: found a config that peft does not read (Extra"),
     *(
         (f"{TUNE} {more}", more.split()[0])
         for more in ("--lr 1e-5", "--steps 5", "--forwards 0", "--evaluation rows.jsonl")

@@ -920,7 +920,7 @@ REFUSED = {  # options of a branch at step 2, the last of which count
     "--output {new}/below --memory 1MiB": "--memory",
     "--batch-size 2": "--batch-size: found 2; expected 3",
     "--seed 4": "--seed: found 4; expected 3",
-    "--noise mezo": '--noise: found "mezo"',
+    "--noise mezo": "--noise: found mezo",
     "--estimator mezo:exact": "exact of --estimator: found true",
     "--clip median=0.5": "median of --clip: found 0.5",
     "--memory 1MiB": "--memory",

@@ -623,11 +623,17 @@ def test_a_resumed_run_refuses_what_decides_its_result(
     for option, value, said in (
         ("--lr", "1e-3", "found 0.001; expected 0.01, as in the run"),
         ("--batch-size", "4", "found 4; expected 3, as in the run"),
-        ("--device", "cuda", 'found "cuda"; expected "cpu", as in the run'),
+        ("--device", "cuda", "found cuda; expected cpu, as in the run"),
+        ("--adapter-frozen", "lora_A", "found lora_A; expected none, as in the run"),
+        ("--lora-rank", "2", "found 2; expected none, as in the run"),
         ("--steps", "5", "found 5; expected at least 6, the steps that the run has already taken"),
         ("--output", "elsewhere", "found elsewhere; expected none beside --resume"),
     ):
         assert f"{option}: {said}" in refusal("train", "--resume", run, option, value)
+        if "expected none, as" in said:
+            assert f"{option}: {said}" in refusal(
+                *("evaluate", "--run", run, "--data", "rows.jsonl", option, value)
+            )
         assert (run / "options.json").read_bytes() == options
     assert (
         run_here(

@@ -15,6 +15,7 @@ from zo2adapters.commands.journal import read_journal, require_journal
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.models.model_files import require_model
 from zo2adapters.trainers.metrics import best_step, untrained_line, verified_base
+from zo2adapters.trainers.option_table import as_written
 from zo2adapters.trainers.options import (
     Resources,
     RunModelOptions,
@@ -155,7 +156,9 @@ class AtStep(Command):
             if (value != option.default or is_asked) and kept != (
                 value.resolve() if isinstance(value, Path) else value
             ):
-                raise without_effect(option.name, value, f"{kept or 'none'}, as in the run")
+                raise without_effect(
+                    option.name, as_written(value), f"{as_written(kept)}, as in the run"
+                )
 
     def without_learning(self) -> AtStep:
         """The base alone, opened as the run or the adapter opens it.

@@ -954,7 +954,7 @@ def _read_config(peft: Any, path: Path) -> Any:
         found = (
             reason(error)
             if isinstance(error, OSError)
-            else f"{type(error).__name__}: {str(error)[:200]}"
+            else f"a config that peft does not read ({str(error)[:200]})"
         )
         remedy = system_remedy(error, "save the adapter again with peft")
         raise CheckpointError(path, found, f"{CONFIG_FILE} as peft writes it", remedy) from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zo2adapters.optional_package import optional_package
 from zo2core.errors import OptionError
-from zo2core.ranges import EstimatorName, Fitness, OptimizerName, require_whole
+from zo2core.ranges import EstimatorName, Fitness, OptimizerName, require_number, require_whole
 
 if TYPE_CHECKING:
     from zo2core import BlockUpdate, NoiseGenerator, ZOEstimator
@@ -120,7 +120,8 @@ class StepSize:
         return self.lr
 
     def require_sane(self) -> None:
-        """Refuse numbers with which a single step destroys the model."""
+        """Refuse numbers with which a single step destroys the model, or that are none."""
+        require_number("lr", self.rate, above=0)
         for option, value, most, why in (
             (
                 "lr",

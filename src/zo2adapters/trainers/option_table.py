@@ -6,7 +6,6 @@ A recipe is the options as a YAML file, one line an option.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -466,8 +465,19 @@ def require_unchanged(
     now = flat(given)
     for name, before in flat(saved).items():
         if name in OPTIONS and OPTIONS[name].change not in changes and now[name] != before:
-            expected = f"{json.dumps(before)}, as in the run, whose result depends on it"
-            raise OptionError(name, json.dumps(now[name]), expected, f"leave it out, {remedy}")
+            expected = f"{as_written(before)}, as in the run, whose result depends on it"
+            raise OptionError(name, as_written(now[name]), expected, f"leave it out, {remedy}")
+
+
+def as_written(value: object) -> str:
+    """An option's value as it is written on the command line, or none."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else _lowered(plain(value))
+
+
+def _lowered(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def used_options(options: Mapping[str, Any]) -> dict[str, Any]:
