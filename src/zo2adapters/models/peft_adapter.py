@@ -104,6 +104,7 @@ _ENCODER = "prompt_encoder"  # name of the module of a prefix's table in peft's 
 _TABLE = f"{_ENCODER}.{ADAPTER_NAME}.embedding.weight"
 _BASE_SIZES = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules")
 _TASK = "CAUSAL_LM"
+_STACK_AXES = 3  # of a stack of experts' matrices
 _SHORTEST_ROW = 2  # tokens of the shortest useful row: one to read and one to predict
 _NO_LIMIT = 1 << 62  # bytes of a host plan that streams one block at a time
 
@@ -466,7 +467,7 @@ def _name_targets(
             f"{EXPERTS}.{name}"
             for path, module in skeleton.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if path.endswith(f".{EXPERTS}") and parameter.ndim == 3
+            if path.endswith(f".{EXPERTS}") and parameter.ndim == _STACK_AXES
         }
         if not stacks:
             found = f"{EXPERTS}, which {skeleton.config.model_type} does not have as stacks"
@@ -492,6 +493,7 @@ def _linear_layers(
         path
         for path, module in skeleton.named_modules()
         if module is not head and path not in idle and _is_linear(module, layers)
+        if not _is_router(skeleton, path)
     ]
     named = {path.rpartition(".")[2]: skeleton.get_submodule(path) for path in paths}
     left_out = {
@@ -500,6 +502,20 @@ def _linear_layers(
         if _names_experts(skeleton, leaf) or not is_taken_by_peft(skeleton.config, leaf, module)
     }
     return {path for path in paths if path.rpartition(".")[2] not in left_out}
+
+
+def _is_router(skeleton: PreTrainedModel, path: str) -> bool:
+    """Whether a linear layer has an output for each expert of the mixture that its module is a part
+    of, whose stacks are beside this module.
+    """
+    mixture = skeleton.get_submodule(path.rpartition(".")[0].rpartition(".")[0])
+    outputs = getattr(skeleton.get_submodule(path), "out_features", None)
+    return any(
+        parameter.ndim == _STACK_AXES and len(parameter) == outputs
+        for module in mixture.children()
+        if not isinstance(module, nn.Conv1d)
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def is_taken_by_peft(config: PretrainedConfig, leaf: str, module: nn.Module) -> bool:
