@@ -45,6 +45,7 @@ from zo2core import (
     ZO2Error,
 )
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError, ZO2Warning
+from zo2core.io.durable import FileState
 
 peft: Any = pytest.importorskip("peft")
 BATCH = make_batch(40, [5, 4])
@@ -234,7 +235,8 @@ def test_a_command_shows_a_warning_of_ours_as_one_line_also_in_a_progress_bar(
 
 
 def replace_whole(path: Path) -> None:
-    shutil.copy(path, path.with_name("other"))
+    """Put another file of the same size and the same time of the last write at a path."""
+    shutil.copy2(path, path.with_name("other"))
     path.with_name("other").replace(path)
 
 
@@ -289,6 +291,15 @@ def test_a_base_that_changes_is_refused_by_each_step_and_export_although_it_is_i
             assert refused.value.where == str(base / name)
         assert engine.version == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+def test_attributes_and_another_number_of_the_same_file_are_no_change(base: Path) -> None:
+    path = base / "model.safetensors"
+    state = FileState.of(path)
+    path.chmod(0o600)
+    state.require(path, path)
+    state = FileState.of(path)._replace(identity=(0, 0))  # of some file systems in user space
+    state.require(path, path)
 
 
 def test_a_link_that_leads_to_another_file_is_a_change_and_each_file_costs_one_call(

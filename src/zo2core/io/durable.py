@@ -49,30 +49,40 @@ class DisturbedFileError(OSError):
 
 
 class FileState(NamedTuple):
-    """What changes when another process writes into a file, or puts another file in its place."""
+    """What changes when another process writes into a file, or puts another file in its place.
+
+    The number of a file alone says nothing: some file systems in user space give the same file
+    another number from time to time. A file that takes the place of another has a time of change of
+    its own, too, whatever its time of the last write is set to.
+    """
 
     size: int  # bytes
     mtime_ns: int  # time of the last write
+    ctime_ns: int  # time of the last change of the file or its attributes
     identity: tuple[int, int]  # numbers of the file system and of the file in it
 
     @classmethod
     def of(cls, file: int | str | os.PathLike[str]) -> Self:
         """The state of an open file, or of the file at a path."""
         status = os.stat(file)
-        return cls(status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
+        return cls(
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+            identity=(status.st_dev, status.st_ino),
+        )
 
     def require(self, file: int | str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         """Refuse an open file, or the file at a path, that is in another state."""
         found = FileState.of(file)
-        if found == self:
-            return
-        if found.identity != self.identity:
+        if found.identity != self.identity and found.ctime_ns != self.ctime_ns:
             raise DisturbedFileError(path, "another file in its place")
         if found.size != self.size:
             reason = f"{found.size} bytes, where there were {self.size} before"
             raise DisturbedFileError(path, reason)
-        reason = "that another process has written into the file meanwhile"
-        raise DisturbedFileError(path, reason)
+        if found.mtime_ns != self.mtime_ns:
+            reason = "that another process has written into the file meanwhile"
+            raise DisturbedFileError(path, reason)
 
 
 @contextlib.contextmanager
