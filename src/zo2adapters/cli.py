@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 os.environ.setdefault(name, "1")
         signals = SignalHandling()
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments
+            with contextlib.suppress(io.UnsupportedOperation):  # something was read from it
+                sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, io.TextIOWrapper):

@@ -201,11 +201,11 @@ REFUSED: list[tuple[str, str]] = [
     (f"{ADAMW} --clip norm=1 --split 2x1", "--split: found 2x1"),
     (
         f"{ADAMW} --method stream_blocks --lora-rank 2",
-        "stream_blocks of --method: found True with --method adamw and",
+        "stream_blocks of --method: found on with --method adamw and",
     ),
     (
         f"{ADAMW} --method loss_scaling --lora-rank 2",
-        "loss_scaling of --method: found True with --method adamw and",
+        "loss_scaling of --method: found on with --method adamw and",
     ),
     (f"{BADAM} --snapshot-every 2", "--snapshot-every: found 2 with stream_blocks of --method"),
     (f"{BADAM} --write-limit-tb 1e-9", "--write-limit-tb: found 1e-09, and a run that writes "),
@@ -214,7 +214,7 @@ REFUSED: list[tuple[str, str]] = [
     *(
         (
             f"{command} --method stream_blocks",
-            "stream_blocks of --method: found True without --method; expected --method",
+            "stream_blocks of --method: found on without --method; expected --method",
         )
         for command in (TRAIN, PLAN)
     ),
@@ -296,7 +296,7 @@ REFUSED: list[tuple[str, str]] = [
     ("evaluate --model base --data preferences.jsonl", "zo2 train as --evaluation"),
     (f"{CHOICES} --objective exact-match", "found exact-match for rows with prompt, candidates"),
     (f"{CHOICES} --rank 2 --per-row", "--per-row: found the objective choice-loss"),
-    (f"{CHOICES} --keep-best", "--keep-best: found True; expected --evaluation"),
+    (f"{CHOICES} --keep-best", "--keep-best: found on; expected --evaluation"),
     (f"{CHOICES} --evaluation preferences.jsonl", "rows with the fields of the training rows"),
     (f"{CHOICES} --evaluation rows.jsonl", "--evaluation: found rows with text"),
     (f"{CHOICES} --evaluation answers.jsonl", "prompt and answers"),
@@ -316,8 +316,8 @@ REFUSED: list[tuple[str, str]] = [
         for rows in ("texts.jsonl", "choices.jsonl")
     ),
     # Packed rows, heads, rewards
-    (f"{TRAIN} --pack --micro-batch-size 2", "--pack: found True with --micro-batch-size"),
-    (f"{TRAIN} --pack --per-row", "--per-row: found True with --pack"),
+    (f"{TRAIN} --pack --micro-batch-size 2", "--pack: found on with --micro-batch-size"),
+    (f"{TRAIN} --pack --per-row", "--per-row: found on with --pack"),
     (f"{CHOICES} --pack", "--pack: found the objective choice-loss"),
     ("evaluate --model base --data choices.jsonl --pack", "--pack: found"),
     (f"{CLASSES} --pack", "sequence-classification"),

@@ -288,7 +288,8 @@ def require_valid(options: object, *, given: Collection[str] = ()) -> None:
         changed.pop("objective", None)
     for name, other, expected in EXCLUDED:
         if name in changed and other in changed:
-            found = f"{changed[name]} with {flag(other)} {changed[other]}".removesuffix(" True")
+            beside = flag(other) if values[other][0] is True else f"{flag(other)} {changed[other]}"
+            found = f"{changed[name]} with {beside}"
             raise OptionError(name, found, expected, "leave one of the two out")
     _require_effect(values, changed, given)
     for name, (value, _) in values.items():
@@ -401,6 +402,8 @@ def plain(value: object) -> Any:
 
 
 def _shown(value: object) -> str:
+    if value is True:
+        return "on"
     texts = value if isinstance(value, tuple) else [plain(value)]
     return " ".join(map(str, texts))
 
