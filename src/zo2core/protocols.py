@@ -475,6 +475,16 @@ class Forward(Protocol):
 
 
 @runtime_checkable
+class DifferentiatedForward(Forward, Protocol):
+    """A forward that knows what its backward takes. Of others, it is estimated."""
+
+    def backward_bytes(self, batch: Batch) -> int:
+        """Expected peak memory of one segment's forward and backward in bytes, without activations
+        between segments.
+        """
+
+
+@runtime_checkable
 class Objective(Forward, Protocol):
     """A forward with a loss that is computed from its outputs and minimised.
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
-from zo2adapters.trainers.methods import LARGEST_SHARE, SnapshotPolicy
+from zo2adapters.trainers.methods import LARGEST_SHARE, GradientRun, SnapshotPolicy
 from zo2core import FirstOrder, Journal, MemoryPolicy
 from zo2core.build import request_of
 from zo2core.errors import MemoryBudgetError
@@ -638,9 +638,8 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
     on_disk, smallest, memory = laid_out_as_on_disk(model.layouts, model.weights), 0, 1 << 30
     with suppress(MemoryBudgetError):
         while True:
-            request = RunRequest(
-                layouts=model.layouts, on_disk=on_disk, memory=MemoryPolicy(host=memory)
-            )
+            policy = MemoryPolicy(host=memory, kept_free=GradientRun.kept_free)
+            request = RunRequest(layouts=model.layouts, on_disk=on_disk, memory=policy)
             smallest = plan_host(request, Machine(), reserved, further).nbytes
             memory = smallest - 1
     assert smallest
@@ -716,7 +715,6 @@ def test_plan_counts_gradients_states_and_snapshots(here: Path, method: Optimize
 
 
 def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zo2adapters.trainers.methods import GradientRun
 
     class Pair:
         size = 2

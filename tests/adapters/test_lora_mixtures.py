@@ -28,7 +28,11 @@ from zo2adapters.models.hf import CalledForward
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.models.routed_experts import expected_share
 from zo2adapters.tasks.generation import generate
-from zo2adapters.trainers.probes import evenly_routed, measured_backward, measured_forward_seconds
+from zo2adapters.trainers.probes import (
+    evenly_routed,
+    measured_forward_seconds,
+    measured_gradient_seconds,
+)
 from zo2adapters.trainers.run_inputs import BatchShape
 from zo2core import Engine, FirstOrder, LowRankPerturbation, MeZOSGD, ZerothOrder
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -542,7 +546,8 @@ def test_a_planned_run_learns_experts_in_the_first_block_by_gradients(
     assert {int(name.split(".layers.")[1][0]) for name in experts} >= {0}
     assert [name for name, value in experts.items() if "lora_B" in name and not value.any()] == []
     model = opened(tmp_path / "base", "auto experts")
-    assert measured_backward(model, BatchShape(2, 4, 8), running=None) > 0
+    measured = measured_gradient_seconds(model, BatchShape(2, 4, 8), running=None)
+    assert 0 < measured.forward < measured.both
 
 
 def test_probes_route_tokens_to_all_experts(tmp_path: Path) -> None:

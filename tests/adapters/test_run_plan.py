@@ -22,16 +22,25 @@ from runs import small_run
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.batches import KeptLosses
-from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, least_activation_bytes
+from zo2adapters.models.footprint import (
+    Masking,
+    expected_held_bytes,
+    forward_bytes,
+    least_activation_bytes,
+)
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
 from zo2adapters.trainers import run_plan, trainer
 from zo2adapters.trainers.methods import GradientRun, StepMemory, method_of
 from zo2adapters.trainers.optimization import FirstOrderOptions, Noise, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
-from zo2adapters.trainers.probes import measured_forward_seconds
+from zo2adapters.trainers.probes import (
+    GradientSeconds,
+    measured_forward_seconds,
+    measured_gradient_seconds,
+)
 from zo2adapters.trainers.process import with_kept_memory
-from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
+from zo2adapters.trainers.run_inputs import BatchShape, LargestBatch, RowShapes, RunInputs
 from zo2adapters.trainers.run_plan import BUS, RunPlan, Together, duration, plan_of, plan_run
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import HostPlan
@@ -78,7 +87,7 @@ def planned(options: TrainOptions, *given: str, data: bool = True) -> dict[str, 
 def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
     given: list[str], options: TrainOptions
 ) -> None:
-    plan = planned(options, *given)
+    plan = planned(options, *given, "--steps", "1")
     rows = [
         "--data",
         str(options.data),
@@ -335,7 +344,7 @@ def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
     )
     inputs = RunInputs.read(options)
     whole = plan_of(inputs)
-    monkeypatch.setattr("zo2adapters.trainers.probes._embed", fails)
+    monkeypatch.setattr("zo2adapters.trainers.probes.embed_row", fails)
     with pytest.warns(ZO2Warning, match=r"measurement failed \(RuntimeError: no probe\)$"):
         plan = plan_of(inputs)
     known = json.loads(plan.to_json())
@@ -362,18 +371,32 @@ def test_a_plan_lacks_the_number_whose_probe_fails_and_its_run_goes_on(
 def test_only_labelled_tokens_cost_logits_made_in_chunks(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    measured: list[float] = []
+
+    def head_seconds(model: HFBlockModel, shape: BatchShape) -> float:
+        measured.append(shape.predictions)
+        return 1.0
+
+    monkeypatch.setattr("zo2adapters.trainers.probes._head_seconds", head_seconds)
+    for precision in ("exact", "mixed"):
+        model = open_checkpoint(options.model, precision=precision)
+        for labels in (28, 4):
+            measured_forward_seconds(model, BatchShape(4, 8, labels))
+        model.weights.close()
+    assert measured == [32, 32, 28, 4]
+
+
+def test_the_head_is_measured_apart_from_blocks_of_which_it_may_be_a_thousandfold(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that goes on by the same at each look makes all that is measured equal."""
-    looks = iter(range(1000))
+    looks = iter(range(10_000))
     monkeypatch.setattr("zo2adapters.trainers.probes.time.perf_counter", lambda: next(looks))
-
-    def of(model: Any, labels: float) -> float:
-        return measured_forward_seconds(model, BatchShape(4, 8, labels))
-
-    exact, mixed = (
-        open_checkpoint(options.model, precision=precision) for precision in ("exact", "mixed")
-    )
-    assert of(exact, 28) == of(exact, 4) == of(mixed, 32)
-    assert of(mixed, 4) < of(mixed, 28)
+    model = open_checkpoint(options.model)
+    blocks = len(model.layouts) - 2
+    assert measured_forward_seconds(model, BatchShape(4, 8, 32)) == blocks + 32 / 28
+    gradient = measured_gradient_seconds(model, BatchShape(4, 8, 32), None)
+    assert gradient == (blocks, blocks + 32 / 28)
 
 
 def shapes_of(
@@ -391,14 +414,17 @@ def test_batches_have_the_shapes_that_their_rows_make(options: TrainOptions) -> 
         tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths)
     )
     shapes = shapes_of(options, rows, rows, batch_size=4)
-    assert shapes.longest == BatchShape.whole(4, 9)
-    assert shapes.step == shapes.evaluation == BatchShape(4, 9.0, 5 + 2 + 3 + 2)
+    assert shapes.largest == LargestBatch([9, 5, 3, 3], Masking.PADDING)
+    assert shapes.largest.shape == BatchShape(4, 9, 32, Masking.PADDING)
+    assert shapes.largest.micro_batches(2) == [(2, 9), (2, 5)]
+    assert shapes.largest.micro_batches(3) == [(3, 9), (1, 5)]
+    assert shapes.step == shapes.evaluation == BatchShape(4, 9.0, 5 + 2 + 3 + 2, Masking.PADDING)
     assert shapes.evaluation_batches == 1
     two = shapes_of(options, rows, rows, batch_size=2)
-    assert two.evaluation == BatchShape(2, (9 + 5) / 2, (5 + 2 + 3 + 2) / 2)
+    assert two.evaluation == BatchShape(2, (9 + 5) / 2, (5 + 2 + 3 + 2) / 2, Masking.PADDING)
     assert two.evaluation_batches == 2
     packed = shapes_of(options, rows, batch_size=4, pack=True)
-    assert packed.step == BatchShape(1, 20.0, 12)
+    assert packed.step == BatchShape(1, 20.0, 12, Masking.SEQUENCES)
 
 
 def test_losses_are_kept_apart_from_the_memory_that_they_were_made_in() -> None:
@@ -540,10 +566,8 @@ def test_unplannable_runs_are_refused(
 
 def reserved(model: HFBlockModel, optimization: Optimization) -> StepMemory:
     """What a run of four rows of eight tokens reserves."""
-    longest = RowShapes.of_length(Batching(batch_size=4), 8).longest
-    return method_of(TrainOptions(**NAMED, optimization=optimization)).reserved_bytes(
-        model, longest
-    )
+    shapes = RowShapes.of_length(Batching(batch_size=4), 8)
+    return method_of(TrainOptions(**NAMED, optimization=optimization)).reserved_bytes(model, shapes)
 
 
 def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chunks(
@@ -717,10 +741,10 @@ def test_a_step_that_measures_gradients_first_sweeps_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = TrainOptions(**NAMED, steps=4, batching=Batching(batch_size=2))
+    seconds_of_passes = GradientSeconds(forward=1.0, both=3.0)
     monkeypatch.setattr(
-        "zo2adapters.trainers.probes.measured_forward_seconds", lambda *_, **__: 1.0
+        "zo2adapters.trainers.probes.measured_gradient_seconds", lambda *_: seconds_of_passes
     )
-    monkeypatch.setattr("zo2adapters.trainers.probes.measured_backward", lambda *_: 3.0)
     seconds = []
     cases: list[tuple[OptimizerName, float | None]] = [
         ("adamw", None),

@@ -256,7 +256,7 @@ def of_graphs(plan: Any) -> Any:
 def test_a_plan_says_how_many_runs_fit_and_costs(
     options: TrainOptions, method: tuple[object, ...], process_memory: int
 ) -> None:
-    memory = f"{(process_memory >> 20) + 100}MiB"
+    memory = f"{(process_memory >> 20) + 70}MiB"
     one, three = (plan_of(options, *method, "--memory", memory, "--runs", runs) for runs in (1, 3))
     assert beside_process(three) - beside_process(one) == pytest.approx(
         2 * three["memory_a_run"], abs=4 << 20

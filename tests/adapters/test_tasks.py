@@ -386,7 +386,8 @@ def test_references_take_no_more_rows_at_a_time_than_steps(here: Path) -> None:
         HFBlockModel, "embed", autospec=True, side_effect=HFBlockModel.embed
     ) as embed:
         train("preferences", "dpo", "--micro-batch-size", "2", "--evaluation", "preferences.jsonl")
-    assert {len(call.args[1]["input_ids"]) for call in embed.mock_calls} == {2}
+    batches = [call.args[1]["input_ids"] for call in embed.mock_calls]
+    assert {len(ids) for ids in batches if not (ids == 1).all()} == {2}, "all but those of probes"
 
 
 def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(

@@ -48,6 +48,7 @@ from zo2adapters.trainers.process import (
     keep_freed_memory,
     keeps_memory,
     require_same_command,
+    return_freed_memory_at_once,
     torchrun_rank,
 )
 from zo2adapters.trainers.run_directory import (
@@ -443,6 +444,8 @@ class Train(RunOptions, Command):
             tell(*(lines if first else ()))
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
+            elif options.first_order.method is None:
+                return_freed_memory_at_once()
             try:
                 if not first:
                     trainer.train()

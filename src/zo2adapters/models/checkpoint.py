@@ -380,7 +380,12 @@ def _dtype(dtype: torch.dtype | str, files: ModelDirectory | GGUFModel) -> torch
 def _loss_chunk(skeleton: PreTrainedModel, precision: Precision, head: Head) -> int | None:
     if head is not CAUSAL_LM or precision.autocast is None or without_router_losses(skeleton):
         return None
-    return max(_LOGIT_BYTES // (4 * int(skeleton.config.get_text_config().vocab_size)), _MIN_CHUNK)
+    return cached_chunk(skeleton.config)
+
+
+def cached_chunk(config: PretrainedConfig) -> int:
+    """Labelled tokens whose float32 logits fit in a last-level cache."""
+    return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _MIN_CHUNK)
 
 
 class ModelDirectory:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
 import torch
 from transformers import PretrainedConfig
 
 from zo2adapters.models.batches import are_routers_asked_for
 from zo2core.sweep.activations import IN_TRANSIT
+from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
 # bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
@@ -43,6 +49,42 @@ def expected_held_bytes(
     return int(hidden + masks + (position_rows or 1) * tokens * (rotation + POSITION_BYTES))
 
 
+class Masking(Enum):
+    """What a batch's attention masks beside the tokens that come later."""
+
+    NONE = "none"
+    PADDING = "padding"  # of rows that are shorter than others
+    SEQUENCES = "sequences"  # of one row that are packed
+
+
+class PassBytes(NamedTuple):
+    """The peaks of the passes of blocks and head, beyond what is held, measured on short rows.
+
+    A rate is of one moment of a pass: bytes for each token, and for each pair of tokens of a row.
+    """
+
+    block: Sequence[tuple[float, float]]
+    padded_block: Sequence[tuple[float, float]]  # of several rows, some of which are padded
+    head: Sequence[tuple[float, float]]  # whose tokens all have logits; empty without a vocabulary
+
+    def of_block(self, rows: int, tokens: int) -> float:
+        """Expected peak of a block's pass."""
+        rates = self.block if rows == 1 else self.padded_block
+        return rows * tokens * max(token + pair * tokens for token, pair in rates)
+
+    def of_head(self, rows: int, tokens: int) -> float:
+        """Expected peak of the head's pass for rows of so many tokens, all of which have logits."""
+        return rows * tokens * max((token + pair * tokens for token, pair in self.head), default=0)
+
+
+class PassPeaks(NamedTuple):
+    """The peaks of a model's passes."""
+
+    forward: PassBytes
+    both: PassBytes | None  # forward and backward; None: not measured
+    masking: Masking = Masking.NONE  # of the batches for which they were measured
+
+
 def forward_bytes(
     config: PretrainedConfig,
     rows: int,
@@ -50,28 +92,61 @@ def forward_bytes(
     *,
     loss_chunk: int | None = None,
     loss_rows: int | None = None,
+    measured: PassBytes | None = None,
 ) -> int:
-    """Expected peak of one segment's forward, beyond what is held: a block's, or that of logits and
+    """Expected peak of one segment's pass, beyond what is held: a block's, or that of logits and
     loss.
+
+    It is that of a forward, by a formula, or of the pass that was ``measured``.
     """
     config = config.get_text_config()
-    itemsize = _itemsize(config)
-    hidden = config.hidden_size
     positions = rows * tokens
+    logits = positions if loss_chunk is None else min(positions, loss_chunk)
+    in_loss = logits if loss_rows is None else min(logits, loss_rows * tokens)
+    of_logits = _itemsize(config) * int(config.vocab_size)
+    block: float
+    if measured is not None:
+        block = measured.of_block(rows, tokens)
+        # a chunk's tokens are rows of one token
+        shape = (rows, tokens) if logits == positions else (logits, 1)
+        loss = max(measured.of_head(*shape) - logits * of_logits, 0) / max(logits, 1)
+    else:
+        block = _block_bytes(config, rows, tokens)
+        # chunks are of mixed precision, too
+        is_converted = _itemsize(config) != _FLOAT_BYTES or loss_chunk is not None
+        loss = _FLOAT_BYTES * (2 if is_converted else 1) * int(config.vocab_size)
+    routed = router_bytes(config, positions) if are_routers_asked_for(config) else 0
+    return math.ceil(max(block, logits * of_logits + in_loss * loss)) + routed
+
+
+def backward_bytes(
+    config: PretrainedConfig,
+    rows: int,
+    tokens: int,
+    *,
+    loss_chunk: int | None = None,
+    measured: PassPeaks | None = None,
+) -> int:
+    """Expected peak of one segment's forward and backward, beyond what is held."""
+    if measured is None or measured.both is None:
+        forward = forward_bytes(config, rows, tokens, loss_chunk=loss_chunk)
+        return math.ceil(GRAPH_FORWARDS * forward)
+    return forward_bytes(config, rows, tokens, loss_chunk=loss_chunk, measured=measured.both)
+
+
+def kept_logit_bytes(config: PretrainedConfig, tokens: int) -> int:
+    """Bytes that the graphs of chunks keep of the logits of so many tokens: their log-softmax."""
+    return tokens * int(config.get_text_config().vocab_size) * _FLOAT_BYTES
+
+
+def _block_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
+    """Expected peak of a block's forward, by a formula."""
+    hidden = config.hidden_size
     feed_forward = (
         _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
     )
-    block = (
-        positions * (4 * (1 + _copies(config)) * hidden + 3 * feed_forward) * itemsize
-        + positions * tokens * itemsize
-    )
-    logits = positions if loss_chunk is None else min(positions, loss_chunk)
-    in_loss = logits if loss_rows is None else min(logits, loss_rows * tokens)
-    # chunks are of mixed precision, too
-    is_converted = itemsize != _FLOAT_BYTES or loss_chunk is not None
-    loss = in_loss * _FLOAT_BYTES * (2 if is_converted else 1)
-    routed = router_bytes(config, positions) if are_routers_asked_for(config) else 0
-    return int(max(block, (logits * itemsize + loss) * config.vocab_size) + routed)
+    of_token = 4 * (1 + _copies(config)) * hidden + 3 * feed_forward + tokens
+    return int(rows * tokens * of_token * _itemsize(config))
 
 
 def router_bytes(config: PretrainedConfig, tokens: int) -> int:
@@ -85,7 +160,7 @@ def router_bytes(config: PretrainedConfig, tokens: int) -> int:
 def loss_bytes(config: PretrainedConfig, tokens: int) -> int:
     """Expected peak of logits and loss of so many tokens, with their gradients."""
     config = config.get_text_config()
-    return int(tokens * config.vocab_size * (2 * _itemsize(config) + 3 * _FLOAT_BYTES))
+    return int(tokens * int(config.vocab_size) * (2 * _itemsize(config) + 3 * _FLOAT_BYTES))
 
 
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
@@ -107,6 +182,7 @@ def activation_bytes(
     loss_chunk: int | None = None,
     stacked: int = 1,
     loss_rows: int | None = None,
+    measured: PassBytes | None = None,
 ) -> int:
     """Expected peak of activations and logits of one sweep."""
     running = rows if micro_rows is None else min(rows, micro_rows)
@@ -115,18 +191,30 @@ def activation_bytes(
     held += expected_held_bytes(config, rest * stacked, tokens) if rest else 0
     loss_rows = running if loss_rows is None else min(running, loss_rows)
     running_bytes = forward_bytes(
-        config, running * stacked, tokens, loss_chunk=loss_chunk, loss_rows=loss_rows
+        config,
+        running * stacked,
+        tokens,
+        loss_chunk=loss_chunk,
+        loss_rows=loss_rows,
+        measured=measured,
     )
     return -(-streams // stacked) * held + running_bytes
 
 
 def least_activation_bytes(
-    config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None
+    config: PretrainedConfig,
+    rows: int,
+    tokens: int,
+    *,
+    loss_chunk: int | None = None,
+    measured: PassBytes | None = None,
 ) -> int:
     """Expected peak of one sweep's activations and logits on a device that offloads all others to
     host memory.
     """
-    return activation_bytes(config, rows, tokens, streams=IN_TRANSIT, loss_chunk=loss_chunk)
+    return activation_bytes(
+        config, rows, tokens, streams=IN_TRANSIT, loss_chunk=loss_chunk, measured=measured
+    )
 
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:

@@ -61,8 +61,11 @@ from zo2adapters.models.batches import (
     whole_losses,
 )
 from zo2adapters.models.footprint import (
+    PassBytes,
+    PassPeaks,
     expected_held_bytes,
     forward_bytes,
+    kept_logit_bytes,
     loss_bytes,
     router_bytes,
     vision_bytes,
@@ -77,6 +80,7 @@ from zo2core.checkpoint.shards import BaseFiles
 from zo2core.errors import BatchError, OptionError, UnsupportedModelError
 from zo2core.estimators.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
+from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS
 from zo2core.sweep.microbatch import combined_loss, rows_of
 from zo2core.types import SavedForm
 
@@ -181,6 +185,7 @@ class HFBlockModel:
         self.keeps_logits = False  # of all chunks, until the backward pass
         self.make_room: Callable[[int], object] = lambda nbytes: None  # set by an engine
         self.base_files = BaseFiles()  # set by who opens them
+        self.pass_peaks: PassPeaks | None = None  # None: memory is estimated by formula
         self.kind = head
         self.longest_row = longest_row(skeleton)
         self._architecture = architecture
@@ -445,8 +450,7 @@ class HFBlockModel:
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join batches of equal shapes, where the loss follows from logits. See the contract."""
-        needs_whole = self.routers.are_asked_for or self.is_loss_replaced
-        joined = None if needs_whole else stack_rows(batches)
+        joined = stack_rows(batches) if self.takes_chunks else None
         return None if joined is None else self._prepared(joined)
 
     def perturb(
@@ -632,13 +636,36 @@ class HFBlockModel:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self.autocast, cache_enabled=False)
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the model's loss is a sum over tokens, whose logits may be computed in chunks."""
+        return not (self.routers.are_asked_for or self.is_loss_replaced)
+
+    @property
+    def chunk(self) -> int | None:
+        """Labelled tokens whose logits are in memory at a time for the model's loss; None: all."""
+        return self.loss_chunk if self.takes_chunks else None
+
     def forward_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula, those of the vision tower included. See the contract."""
+        """Estimate the bytes, those of the vision tower included. See the contract."""
+        return self.pass_bytes(batch, None if self.pass_peaks is None else self.pass_peaks.forward)
+
+    def backward_bytes(self, batch: Batch) -> int:
+        """Estimate the bytes of a forward and backward. See the contract."""
+        if self.pass_peaks is None or self.pass_peaks.both is None:
+            nbytes = math.ceil(GRAPH_FORWARDS * self.forward_bytes(batch))
+        else:
+            nbytes = self.pass_bytes(batch, self.pass_peaks.both)
+        kept = kept_logit_bytes(self.config, batch["input_ids"].numel())
+        return nbytes + (kept if self.keeps_logits else 0)
+
+    def pass_bytes(self, batch: Batch, measured: PassBytes | None) -> int:
+        """Estimate the peak bytes of one segment's pass."""
         images = batch.get("pixel_values")
         tower = 0 if images is None else vision_bytes(self.config, images)
-        needs_whole = self.routers.are_asked_for or self.is_loss_replaced
-        chunk = None if needs_whole else self.loss_chunk
-        return max(forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=chunk), tower)
+        rows, tokens = batch["input_ids"].shape
+        nbytes = forward_bytes(self.config, rows, tokens, loss_chunk=self.chunk, measured=measured)
+        return max(nbytes, tower)
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula; images need masks and positions. See the contract."""
@@ -744,11 +771,15 @@ class HFHeadModel(HFBlockModel):
             where, f"a head for {self.kind.name}", expected, "open the checkpoint without head"
         )
 
-    def forward_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula. See the contract."""
-        rows, tokens = batch["input_ids"].shape
-        has_vocabulary = self.kind.name == "masked-lm"
-        return forward_bytes(self.config, rows, tokens, loss_chunk=None if has_vocabulary else 0)
+    @property
+    def takes_chunks(self) -> bool:
+        """The loss of these heads is computed as a whole."""
+        return False
+
+    @property
+    def chunk(self) -> int | None:
+        """No token has logits over a vocabulary, but for masked language models, where all have."""
+        return None if self.kind.name == "masked-lm" else 0
 
 
 def _finite(value: Any) -> Any:
@@ -884,14 +915,22 @@ class CalledForward:
 
     def forward_bytes(self, batch: Batch) -> int:
         """Return the expected bytes, with all logits. See the contract."""
+        return self._with_all_logits(batch, self._model.forward_bytes(_called(batch).inputs), 1)
+
+    def backward_bytes(self, batch: Batch) -> int:
+        """Return the expected bytes of a forward and backward, with all logits. See the
+        contract.
+        """
+        nbytes = self._model.backward_bytes(_called(batch).inputs)
+        return self._with_all_logits(batch, nbytes, GRAPH_FORWARDS)
+
+    def _with_all_logits(self, batch: Batch, nbytes: int, times: float) -> int:
+        """The bytes of a pass of the model, with all logits in so many multiples of a forward's."""
         model = self._model
         called = _called(batch)
         rows, tokens = called.inputs["input_ids"].shape
-        nbytes = (
-            model.forward_bytes(called.inputs)
-            if model.loss_chunk is None
-            else forward_bytes(model.config, rows, tokens)
-        )
+        if model.loss_chunk is not None:
+            nbytes = max(nbytes, math.ceil(times * forward_bytes(model.config, rows, tokens)))
         if called.wants_routers and not model.routers.are_asked_for:  # by the caller alone
             nbytes += router_bytes(model.config, rows * tokens)
         return nbytes

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache
 from zo2adapters.models import fused_lora
 from zo2adapters.models.adapter_files import CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE
 from zo2adapters.models.batches import is_packed
-from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes
+from zo2adapters.models.footprint import POSITION_BYTES, PassBytes, cache_bytes
 from zo2adapters.models.hf import NO_FILES, Activations, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import DynamicLayer
 from zo2adapters.models.peft_adapter import OpenedAdapter
@@ -106,11 +106,12 @@ class PeftBlockModel(HFBlockModel):
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
         """Expected bytes of memory that the adapter adds to a sweep of the base."""
-        return self.adapter.forward_bytes
+        return self.adapter.forward_bytes if self.pass_peaks is None else 0
 
-    def forward_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula. See the contract."""
-        return super().forward_bytes(batch) + self.adapter.forward_bytes
+    def pass_bytes(self, batch: Batch, measured: PassBytes | None) -> int:
+        """Estimate the bytes, with what the adapter adds. See the base class."""
+        beside = self.adapter.forward_bytes if measured is None else 0
+        return super().pass_bytes(batch, measured) + beside
 
 
 class PeftHeadModel(PeftBlockModel, HFHeadModel):
@@ -208,10 +209,10 @@ class PrefixBlockModel(PeftBlockModel):
         )
         return _COPIES * all_rows + streams * prefix
 
-    def forward_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula. See the contract."""
+    def pass_bytes(self, batch: Batch, measured: PassBytes | None) -> int:
+        """Estimate the bytes, with those of making the cache. See the base class."""
         making = cache_bytes(self.config, len(batch["input_ids"]), self.virtual_tokens)
-        return max(super().forward_bytes(batch), _COPIES * making)
+        return max(super().pass_bytes(batch, measured), _COPIES * making)
 
     def held_bytes(self, batch: Batch) -> int:
         """Estimate the bytes by formula. See the contract."""

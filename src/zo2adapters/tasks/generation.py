@@ -26,7 +26,12 @@ from transformers import (
     __version__,
 )
 
-from zo2adapters.models.footprint import cache_bytes, expected_held_bytes, forward_bytes
+from zo2adapters.models.footprint import (
+    PassBytes,
+    cache_bytes,
+    expected_held_bytes,
+    forward_bytes,
+)
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2core import Batch, Engine, Evaluation
 from zo2core.errors import BatchError, NonFiniteLossError, OptionError, UnsupportedModelError
@@ -205,6 +210,7 @@ def plan_generation(
     prompt_tokens: int,
     new_tokens: int,
     allowed: int | None,
+    measured: PassBytes | None = None,
 ) -> GenerationPlan:
     """Choose how many rows run at a time: as many as memory takes, and then as many prompts in one
     batch as it takes.
@@ -216,7 +222,7 @@ def plan_generation(
     while starting:
         count = evaluations * starting
         # logits of the last tokens
-        forward = forward_bytes(config, count, prompt_tokens, loss_chunk=count)
+        forward = forward_bytes(config, count, prompt_tokens, loss_chunk=count, measured=measured)
         places = rows if allowed is None else min((allowed - forward) // of_place, rows)
         if places >= starting or starting == 1:
             places = max(places, 1)
@@ -292,7 +298,10 @@ class Generation:
             "prompt_tokens": max(map(len, prompts)),
         }
         new, allowed = self.max_new_tokens, self.allowed
-        plan = plan_generation(self.model.config, **sizes, new_tokens=new, allowed=allowed)
+        measured = None if self.model.pass_peaks is None else self.model.pass_peaks.forward
+        plan = plan_generation(
+            self.model.config, **sizes, new_tokens=new, allowed=allowed, measured=measured
+        )
         forward = NextToken(self.model, self.sampling)
         waiting = deque(range(len(prompts)))
         groups = list[_Group]()
@@ -393,6 +402,7 @@ def generate(  # noqa: D417 - six arguments share a line
     eos_token_ids: Collection[int] = (),
     pad_token_id: int = 0,
     at: Evaluation | None = None,
+    allowed: int | None = None,
 ) -> Iterator[tuple[int | None, ...]]:
     """Continue all prompts together, token by token, as Hugging Face's ``generate`` does.
 
@@ -401,6 +411,8 @@ def generate(  # noqa: D417 - six arguments share a line
         prompts: Token ids of each prompt, at least one; they are padded on the left to one length.
         at: Evaluation from the engine's ``ask`` whose perturbed weights are used, for objectives of
             generated text; None uses the weights without a perturbation.
+        allowed: Bytes of keys, values and activations, within which prompts may wait for others to
+            end; None: all run at a time.
 
     Yields:
         The next token of each prompt, None for prompts that have ended; iteration stops when all
@@ -417,6 +429,7 @@ def generate(  # noqa: D417 - six arguments share a line
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_token_id,
         evaluations=[at],
+        allowed=allowed,
     ).sweeps(prompts):
         by_row = {token.row: token.id for token in tokens}
         yield tuple(by_row.get(row) for row in range(len(prompts)))

@@ -11,6 +11,7 @@ budget share a sweep.
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zo2adapters.models.batches import is_packed, predictions, recomputed, sequence_numbers
-from zo2adapters.models.footprint import forward_bytes
+from zo2adapters.models.footprint import PassBytes, forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel, PredictionLoss
 from zo2adapters.tasks.rows import (
     ANSWER,
@@ -34,6 +35,7 @@ from zo2adapters.tasks.rows import (
 from zo2core import Batch, Engine, Forward
 from zo2core.errors import BatchError
 from zo2core.ranges import counted, require_number
+from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS
 from zo2core.sweep.microbatch import predicted
 
 Value = TypeVar("Value")
@@ -143,11 +145,23 @@ class LogLikelihood:
         return logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
 
     def forward_bytes(self, batch: Batch) -> int:
-        """The model's bytes of activations, with logits of the labelled tokens only."""
+        """The bytes of a forward, with logits of the labelled tokens only. See the contract."""
+        measured = self._model.pass_peaks
+        return self._pass_bytes(batch, None if measured is None else measured.forward)
+
+    def backward_bytes(self, batch: Batch) -> int:
+        """The bytes of a forward and backward. See the contract."""
+        measured = self._model.pass_peaks
+        if measured is None or measured.both is None:
+            return math.ceil(GRAPH_FORWARDS * self.forward_bytes(batch))
+        return self._pass_bytes(batch, measured.both)
+
+    def _pass_bytes(self, batch: Batch, measured: PassBytes | None) -> int:
         rows, tokens = batch["input_ids"].shape
         labelled = len(predictions(batch)[0])
         chunk = min(labelled, self._model.loss_chunk or labelled)
-        return forward_bytes(self._model.config, rows, tokens, loss_chunk=chunk)
+        config = self._model.config
+        return forward_bytes(config, rows, tokens, loss_chunk=chunk, measured=measured)
 
 
 def score(

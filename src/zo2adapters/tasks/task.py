@@ -326,6 +326,7 @@ def _answers(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptio
                     max_new_tokens=rows.new_tokens,
                     eos_token_ids=ends,
                     pad_token_id=options.pad,
+                    allowed=engine.activation_bytes,
                 ),
                 strict=True,
             )

@@ -301,7 +301,7 @@ def _fitting(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:
         inputs.having(batch_size=rows, micro_batch_size=at_once) for at_once in possible
     )
     for fitting in larger:
-        memory = method_of(fitting.options).reserved_bytes(fitting.model, fitting.largest)
+        memory = method_of(fitting.options).reserved_bytes(fitting.model, fitting.shapes())
         if memory.nbytes <= _ACTIVATIONS * budget:
             with contextlib.suppress(MemoryBudgetError):
                 return _planned(fitting)

@@ -18,19 +18,20 @@ import torch
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import (
-    activation_bytes,
+    backward_bytes,
     expected_held_bytes,
     forward_bytes,
-    least_activation_bytes,
+    kept_logit_bytes,
 )
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import PeftBlockModel
 from zo2adapters.tasks.generation import plan_generation
+from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.metrics import Results, best_step
 from zo2adapters.trainers.options import Execution, TrainOptions, require_shareable
 from zo2adapters.trainers.process import local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.run_inputs import BatchShape
+from zo2adapters.trainers.run_inputs import LargestBatch, RowShapes
 from zo2core import (
     AtSnapshot,
     BlockUpdate,
@@ -65,6 +66,7 @@ from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
 from zo2core.ranges import counted, parse_size, require_whole
 from zo2core.run import EngineOptions
+from zo2core.sweep.activations import IN_TRANSIT
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
 
@@ -127,6 +129,8 @@ class RunMethod(ABC):
     # steps between two commits of blocks that change on disk; None: none do
     commit_every: int | None = None
     write_back: WriteBackPolicy | None = None  # of zeroth-order steps
+    # bytes of a new run's memory that a process may need which resumes it
+    kept_free: int = 16 << 20
 
     def __init__(
         self,
@@ -143,14 +147,59 @@ class RunMethod(ABC):
         """How the engine makes the steps."""
 
     @abstractmethod
-    def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+    def needed_bytes(self, model: HFBlockModel, largest: LargestBatch) -> StepMemory:
         """Expected memory of a step on the largest batch."""
 
-    def reserved_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
-        """Memory to reserve for activations: what a step needs, or what the user gives."""
-        needed = self.needed_bytes(model, longest)
+    def reserved_bytes(
+        self, model: HFBlockModel, shapes: RowShapes, *, together: bool = True
+    ) -> StepMemory:
+        """Memory to reserve for activations: what the user gives, or what a step needs, a batch of
+        an evaluation, and prompts that are continued, all of them ``together`` or one at a time.
+        """
+        needed = self.needed_bytes(model, shapes.largest)
         given = self.options.storage.activation_memory
-        return needed if given is None else needed._replace(nbytes=parse_size(given))
+        if given is not None:
+            return needed._replace(nbytes=parse_size(given))
+        beside = [
+            plan_generation(
+                model.config,
+                evaluations=1,
+                rows=prompts.rows,
+                prompt_tokens=prompts.tokens,
+                new_tokens=prompts.new_tokens,
+                allowed=None if together else 0,
+                measured=None if model.pass_peaks is None else model.pass_peaks.forward,
+            ).nbytes
+            for prompts in shapes.prompts
+        ]
+        if shapes.largest_evaluated is not None:
+            beside.append(self._evaluated_bytes(model, shapes.largest_evaluated))
+        most = max(beside, default=0)
+        return StepMemory(max(needed.nbytes, most), max(needed.least, most))
+
+    def micro_batches(self, largest: LargestBatch) -> list[tuple[int, int]]:
+        """Rows and tokens of a batch's micro-batches, the longest first."""
+        return largest.micro_batches(self.options.batching.micro_batch_size)
+
+    def logits(self, model: HFBlockModel, rows: int, largest: LargestBatch) -> int | None:
+        """Tokens of so many rows whose logits are in memory at a time; None: all."""
+        if function_file(self.options.objective) is not None:  # which gets all of them
+            return None
+        labelled = None if largest.predictions is None else rows * largest.predictions
+        limits = [limit for limit in (model.chunk, labelled) if limit is not None]
+        return min(limits, default=None)
+
+    def _evaluated_bytes(self, model: HFBlockModel, largest: LargestBatch) -> int:
+        """Expected memory of a micro-batch of an evaluation."""
+        rows, tokens = self.micro_batches(largest)[0]
+        running = forward_bytes(
+            model.config,
+            rows,
+            tokens,
+            loss_chunk=self.logits(model, rows, largest),
+            measured=None if model.pass_peaks is None else model.pass_peaks.forward,
+        )
+        return expected_held_bytes(model.config, rows, tokens) + running
 
     def policy(self, activations: int, least: int | None = None) -> MemoryPolicy:
         """The memory that the run may use; a shared base has the limits of its runs."""
@@ -161,7 +210,13 @@ class RunMethod(ABC):
             if self.shared is not None
             else {"host": storage.memory, "device": storage.device_memory}
         )
-        return MemoryPolicy(**given, activations=activations, least_activations=least)
+        return MemoryPolicy(
+            **given,
+            activations=activations,
+            least_activations=least,
+            steps=self.options.steps,
+            kept_free=self.kept_free,
+        )
 
     def engine(
         self,
@@ -345,38 +400,37 @@ class ZerothOrderRun(RunMethod):
             self.estimator, noise=noise, perturbation=perturbation, seed=self.options.seed
         )
 
-    def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+    def needed_bytes(self, model: HFBlockModel, largest: LargestBatch) -> StepMemory:
         """Activations of all forwards of a step, or keys and values of what is generated.
 
         See the contract.
         """
         options, optimization = self.options, self.options.optimization
-        rows = longest.rows
-        tokens = round(longest.tokens)
-        micro_rows = options.batching.micro_batch_size
-        streams = optimization.evaluations
-        stacked = optimization.stacked
+        streams, stacked = optimization.evaluations, optimization.stacked
+        micro_batches = self.micro_batches(largest)
+        rows = sum(count for count, _ in micro_batches)
+        tokens = micro_batches[0][1]
+        running = micro_batches[0][0]
         loss_rows = optimization.loss_rows(rows)
-        running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
+        measured = None if model.pass_peaks is None else model.pass_peaks.forward
+        passes = -(-streams // stacked)
         adapter = 0
         if isinstance(model, PeftBlockModel):
-            adapter = model.adapter_bytes(
-                running, -(-streams // stacked) * -(-rows * stacked // running)
-            )
-        apart = loss_rows if optimization.per_row else None
-        nbytes = adapter + activation_bytes(
+            adapter = model.adapter_bytes(running * stacked, passes * len(micro_batches))
+        held = [
+            expected_held_bytes(model.config, count * stacked, length)
+            for count, length in micro_batches
+        ]
+        forward = forward_bytes(
             model.config,
-            rows,
+            running * stacked,
             tokens,
-            loss_rows=apart,
-            streams=streams,
-            micro_rows=micro_rows,
-            loss_chunk=model.loss_chunk,
-            stacked=stacked,
+            loss_chunk=self.logits(model, running * stacked, largest),
+            loss_rows=loss_rows if optimization.per_row else running,
+            measured=measured,
         )
-        least = adapter + least_activation_bytes(
-            model.config, running, tokens, loss_chunk=model.loss_chunk
-        )
+        nbytes = adapter + passes * sum(held) + forward
+        least = adapter + IN_TRANSIT * held[0] + forward
         if (new_tokens := options.rewards.new_tokens) is not None:
             shape = {
                 "evaluations": streams,
@@ -385,7 +439,8 @@ class ZerothOrderRun(RunMethod):
                 "new_tokens": new_tokens,
             }
             needed, fewest = (
-                plan_generation(model.config, **shape, allowed=most).nbytes for most in (None, 0)
+                plan_generation(model.config, **shape, allowed=most, measured=measured).nbytes
+                for most in (None, 0)
             )
             nbytes = adapter + min(needed, max(fewest, round(_GENERATION_SHARE * free_memory())))
             least = max(least, nbytes)  # keys and values stay on a device
@@ -632,23 +687,21 @@ class GradientRun(RunMethod):
             partial(optimizer, **given), lr=rate, clip=asked.max_grad_norm, options=recorded
         )
 
-    def needed_bytes(self, model: HFBlockModel, longest: BatchShape) -> StepMemory:
+    def needed_bytes(self, model: HFBlockModel, largest: LargestBatch) -> StepMemory:
         """The inputs of blocks, one segment's graph, and what adapter or tied weights take.
 
         See the contract.
         """
-        rows = longest.rows
-        tokens = round(longest.tokens)
-        given = self.options.batching.micro_batch_size
-        micro_rows = rows if given is None else min(rows, given)
+        micro_batches = self.micro_batches(largest)
+        rows, tokens = micro_batches[0]
         blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
         if isinstance(model, PeftBlockModel):
-            beside = model.adapter_bytes(micro_rows, 1)
+            beside = model.adapter_bytes(rows, 1)
         else:
             # gradients of tied weights, one for each micro-batch, wait for the last segment that
             # uses the weights
             tied, _ = divide_tied(model.layouts)
-            beside = -(-rows // micro_rows) * packed_bytes(tied)
+            beside = len(micro_batches) * packed_bytes(tied)
             if self.update is not None and self.update.turn is not None:
                 # in another segment's turn they have no gradient
                 most, first = (
@@ -656,11 +709,18 @@ class GradientRun(RunMethod):
                     for part in (model.layouts, model.layouts[:1])
                 )
                 beside = max(beside + first - most, 0)
-        held = expected_held_bytes(model.config, rows, tokens)
-        running = forward_bytes(model.config, micro_rows, tokens, loss_chunk=model.loss_chunk)
+        held = sum(
+            expected_held_bytes(model.config, count, length) for count, length in micro_batches
+        )
+        chunk = self.logits(model, rows, largest)
+        backward = backward_bytes(
+            model.config, rows, tokens, loss_chunk=chunk, measured=model.pass_peaks
+        )
+        if model.keeps_logits:
+            backward += kept_logit_bytes(model.config, rows * tokens)
         return StepMemory(
-            gradient_bytes(held, running, blocks) + beside,
-            gradient_bytes(held, running, 0) + beside,
+            gradient_bytes(held, backward, blocks) + beside,
+            gradient_bytes(held, backward, 0) + beside,
         )
 
     def engine(

@@ -15,21 +15,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from zo2adapters.models.footprint import Masking
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.routed_experts import routed_stacks
 from zo2adapters.trainers.run_inputs import BatchShape
-from zo2core import BlockLayout, BlockUpdate, HostDevice, SegmentKind
+from zo2core import Batch, BlockLayout, BlockUpdate, HostDevice, SegmentKind
 from zo2core.encodings.decoding import decode
 from zo2core.errors import ZO2Error, ZO2Warning
 from zo2core.optimizers.states import StateMemory
 from zo2core.protocols import UpdateInputs
 from zo2core.sweep.activations import flattened
-from zo2core.sweep.gradient_visitor import HEAP_EXPECTED, BlockGraph, tensor_ids
+from zo2core.sweep.gradient_visitor import (
+    HEAP_EXPECTED,
+    BlockGraph,
+    KeptSize,
+    graph_memory,
+    tensor_ids,
+)
 from zo2core.types import aligned, flat_views, widened
 
 _PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
@@ -39,8 +46,9 @@ _ROUNDS = 3
 _PROBE_SECONDS, _MOST_ROUNDS = 1.0, 20
 _UPDATED_ROWS = 1024  # and columns of the matrix that an optimizer is measured on
 _UPDATE_ROUNDS = 4
-# most tokens of the row whose graph is measured; a graph grows in proportion to tokens
+# most tokens of the longer of two rows whose graphs are measured
 _GRAPH_TOKENS = 64
+_HEAD_TOKENS = 128  # most tokens whose logits are measured
 _HASHED = 1 << 25  # bytes
 
 P = ParamSpec("P")
@@ -83,66 +91,173 @@ def unless_it_fails(unknown: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def measured_forward_seconds(
     model: HFBlockModel, shape: BatchShape, *, running: int | None = None, all_logits: bool = True
 ) -> float:
-    """Measure the seconds of one forward: a block runs on a batch of this shape, or on a part of
-    it.
+    """Measure the seconds of one forward: a block and the head run on a batch of this shape, or on
+    a part of it.
     """
-    numel = sum(spec.numel for spec in model.layouts[1].parameters)
     with torch.inference_mode(), evenly_routed(model):
         activations, probed = _embedded(model, shape, running)
-        seconds = _fastest(lambda: model.block(0, activations))
-    head = model.layouts[-1]
-    heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
-    blocks = sum(
-        spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters
-    )
-    positions = shape.rows * shape.tokens
-    in_head = positions if model.loss_chunk is None and all_logits else shape.predictions
-    return seconds / probed * (blocks * positions + heads * in_head) / numel
+        block = _fastest(lambda: model.block(0, activations))
+    of_blocks = block / probed * shape.rows * shape.tokens * _blocks(model)
+    return of_blocks + _head_seconds(model, _with_logits(model, shape, all_logits=all_logits))
 
 
-@unless_it_fails(math.nan)
-def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
-    """Measure a block's forward with its backward, as a multiple of its forward alone."""
+class GradientSeconds(NamedTuple):
+    """Seconds of the passes of a first-order step."""
+
+    forward: float  # of all blocks
+    both: float  # forward and backward, of all blocks and the head
+
+
+@unless_it_fails(GradientSeconds(math.nan, math.nan))
+def measured_gradient_seconds(
+    model: HFBlockModel, shape: BatchShape, running: int | None
+) -> GradientSeconds:
+    """Measure forwards and backwards: a block and the head run on a batch of this shape, or on a
+    part of it.
+    """
+    with torch.no_grad(), evenly_routed(model):
+        activations, probed = _embedded(model, shape, running)
+        forward = _fastest(lambda: model.block(0, activations))
+    hidden = activations.hidden.detach().requires_grad_()
+
+    def block() -> torch.Tensor:
+        return model.block(0, activations._replace(hidden=hidden)).hidden
+
+    with evenly_routed(model):
+        both = _fastest(lambda: _differentiate(model, 1, hidden, block))
+    times = shape.rows * shape.tokens * _blocks(model) / probed
+    head = _head_seconds(model, _with_logits(model, shape, all_logits=True), has_gradient=True)
+    return GradientSeconds(times * forward, times * both + head)
+
+
+def _blocks(model: HFBlockModel) -> float:
+    """All blocks, in units of the first one's parameters."""
+    sizes = [
+        sum(spec.numel for spec in layout.parameters)
+        for layout in model.layouts
+        if not layout.resident
+    ]
+    return sum(sizes) / sizes[0]
+
+
+def _with_logits(model: HFBlockModel, shape: BatchShape, *, all_logits: bool) -> BatchShape:
+    """The shape, with all its tokens as predictions if all have logits."""
+    if model.loss_chunk is None and all_logits:
+        return shape._replace(predictions=shape.rows * shape.tokens)
+    return shape
+
+
+def _head_seconds(model: HFBlockModel, shape: BatchShape, *, has_gradient: bool = False) -> float:
+    """Measure the seconds of the head and the loss, on some of a batch's predictions. A head
+    without a vocabulary takes next to none.
+    """
+    if model.chunk == 0:
+        return 0.0
+    last = len(model.layouts) - 1
+    bind(model, last)
+    numel = sum(spec.numel for spec in model.layouts[last].used)
+    most = min(math.ceil(shape.predictions), model.chunk or _HEAD_TOKENS, _HEAD_TOKENS)
+    most = max(min(most, _PROBED_PRODUCTS // numel), 1)
+    in_row = max(min(most, round(shape.tokens) - 1), 1)
+    rows = most // in_row
+    with torch.no_grad():
+        # the last token of a row predicts nothing
+        activations, batch = embed_row(model, in_row + 1, rows)
+    hidden = activations.hidden.detach().requires_grad_(has_gradient)
+
+    def head() -> torch.Tensor:
+        return model.head(batch, activations._replace(hidden=hidden))
+
+    if has_gradient:
+        seconds = _fastest(lambda: _differentiate(model, last, hidden, head))
+    else:
+        with torch.inference_mode():
+            seconds = _fastest(head)
+    return seconds / (rows * in_row) * shape.predictions
+
+
+def _differentiate(
+    model: HFBlockModel, index: int, hidden: torch.Tensor, forward: Callable[[], torch.Tensor]
+) -> None:
+    """Run a segment forward and backward, as in a step.
+
+    Without the recorded graph, autograd compares versions of the weights, which are one for all
+    views of their memory: any write to one of them would count as a change of all.
+    """
     trained = {
         spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen
     }
-    with torch.no_grad(), evenly_routed(model):
-        activations, _ = _embedded(model, shape, running)
-        forward = _fastest(lambda: model.block(0, activations))
-    hidden = activations.hidden.detach().requires_grad_()
-    leaves = dict(model.leaves(1))
-    wanted = [
-        hidden,
-        *(leaf.requires_grad_() for name, leaf in leaves.items() if name in trained),
-    ]
-
-    def both() -> None:
-        # As in a step. Without it, autograd compares versions of the weights, which are one for
-        # all views of their memory: any write to one of them would count as a change of all.
-        graph = BlockGraph(leaves, [hidden])
-        with torch.enable_grad(), graph.recorded(keep=True):
-            output = model.block(0, activations._replace(hidden=hidden)).hidden
-        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-
-    with evenly_routed(model):
-        return _fastest(both) / forward
+    leaves = dict(model.leaves(index))
+    wanted = [leaf.requires_grad_() for name, leaf in leaves.items() if name in trained]
+    graph = BlockGraph(leaves, [hidden])
+    with torch.enable_grad(), graph.recorded(keep=True):
+        output = forward()
+    torch.autograd.grad(output, [hidden, *wanted], torch.ones_like(output), allow_unused=True)
 
 
 @unless_it_fails((sys.maxsize, 0))
-def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> tuple[int, int]:
-    """Measure what a block's graph keeps for a batch of this shape, at most and as expected, on a
-    row of a few tokens. Where that fails, no graph is expected to fit.
+def measured_graph_bytes(
+    model: HFBlockModel, micro_batches: Sequence[tuple[int, int]], masking: Masking
+) -> tuple[int, int]:
+    """Measure what a block's graphs keep for a batch, at most and as expected, on two rows of a few
+    tokens. Where that fails, no graph is expected to fit.
+
+    Args:
+        model: The model.
+        micro_batches: Rows and tokens of each micro-batch.
+        masking: What the batch masks.
     """
-    _bind(model)
-    tokens = min(math.ceil(shape.tokens), _GRAPH_TOKENS)
+    bind(model)
+    tokens = max(min(max(length for _, length in micro_batches), _GRAPH_TOKENS), 2)
+    sizes = list[KeptSize]()
+    for rows, length in micro_batches:
+        sizes += _scaled(
+            _two_graphs(model, tokens, masking_of(masking, rows)), tokens, rows, length
+        )
+    return graph_memory(sizes), graph_memory(sizes, HEAP_EXPECTED)
+
+
+def _two_graphs(
+    model: HFBlockModel, tokens: int, masking: Masking
+) -> list[tuple[KeptSize, KeptSize]]:
+    """The sizes of the activations that the first block's graph keeps for a row of half as many
+    tokens, and for one of so many.
+    """
+    short, long = (_graph_sizes(model, length, masking) for length in (tokens // 2, tokens))
+    if len(short) != len(long):
+        short = [size._replace(nbytes=size.nbytes * (tokens // 2) / tokens) for size in long]
+    return list(zip(short, long, strict=True))
+
+
+def _scaled(
+    graphs: Sequence[tuple[KeptSize, KeptSize]], tokens: int, rows: int, length: int
+) -> list[KeptSize]:
+    """The sizes for more rows of another length."""
+    return [
+        long._replace(nbytes=rows * _of_length(length, tokens, short, long))
+        for short, long in graphs
+    ]
+
+
+def _graph_sizes(model: HFBlockModel, tokens: int, masking: Masking) -> list[KeptSize]:
+    """The activations that the first block's graph keeps for a row of so many tokens."""
     with torch.no_grad():
-        activations = _embed(model, 1, tokens)
+        activations, _ = embed_row(model, tokens, masking=masking)
     hidden = activations.hidden.detach().requires_grad_()
     graph = BlockGraph(dict(model.leaves(1)), [hidden])
     with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
-    times = shape.rows * shape.tokens / tokens
-    return graph.memory(times), graph.memory(times, HEAP_EXPECTED)
+    return graph.sizes()
+
+
+def _of_length(length: float, tokens: int, before: KeptSize, after: KeptSize) -> float:
+    """The bytes of an activation of a longer row, which grow with its tokens, or with their
+    pairs.
+    """
+    half = tokens // 2
+    of_pair = max((after.nbytes / tokens - before.nbytes / half) / (tokens - half), 0.0)
+    of_token = after.nbytes / tokens - of_pair * tokens
+    return length * (of_token + of_pair * length)
 
 
 @unless_it_fails(math.nan)
@@ -190,11 +305,11 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
 
     Every block runs once on a row of two tokens; an engine binds the model's modules anew.
     """
-    _bind(model)
+    bind(model)
     with torch.no_grad():
-        activations = _embed(model, 1, 2)
+        activations, _ = embed_row(model, 2)
         for index in range(1, len(model.layouts) - 1):
-            _bind(model, index)
+            bind(model, index)
             given, nesting = flattened(activations)
             before = [tensor_ids(value) for value in given]
             activations = model.block(index - 1, activations)
@@ -207,7 +322,7 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
 
 def require_packable(model: HFBlockModel) -> None:
     """Refuse a model whose attention would not keep packed rows apart."""
-    _bind(model)
+    bind(model)
     ids = torch.ones(1, 4, dtype=torch.long)
     positions = torch.tensor([[0, 1, 0, 1]])
     model.prepared({"input_ids": ids, "labels": ids, "position_ids": positions})
@@ -215,7 +330,7 @@ def require_packable(model: HFBlockModel) -> None:
 
 def release_probe(model: HFBlockModel) -> None:
     """Free the memory that probes have bound, before an engine allocates its own."""
-    for index in (0, 1, len(model.layouts) - 1):
+    for index in range(len(model.layouts)):
         specs = [spec.in_forward() for spec in model.layouts[index].used]
         model.bind(
             index,
@@ -223,7 +338,7 @@ def release_probe(model: HFBlockModel) -> None:
         )
 
 
-def _bind(model: HFBlockModel, block: int = 1) -> None:
+def bind(model: HFBlockModel, block: int = 1) -> None:
     """Bind the modules of embedding, head and one block to memory, the block's filled with a
     constant.
     """
@@ -240,9 +355,28 @@ def _bind(model: HFBlockModel, block: int = 1) -> None:
         )
 
 
-def _embed(model: HFBlockModel, rows: int, tokens: int) -> Activations:
+def embed_row(
+    model: HFBlockModel, tokens: int, rows: int = 1, masking: Masking = Masking.NONE
+) -> tuple[Activations, Batch]:
+    """What the first block is given for rows of one token, and their batch.
+
+    Each row is padded by a token, or sequences are packed in it, if there is something to mask.
+    """
     ids = torch.ones(rows, tokens, dtype=torch.long)
-    return model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    batch = {"input_ids": ids, "labels": ids}
+    if masking is Masking.SEQUENCES:
+        length = min(-(-tokens // 2), model.longest_row or tokens)
+        batch["position_ids"] = torch.arange(tokens).remainder(length).expand(rows, -1)
+        return model.embed(model.prepared(batch)), batch
+    batch["attention_mask"] = torch.ones_like(ids)
+    if masking is Masking.PADDING:
+        batch["attention_mask"][:, 1:][:, -1:] = 0
+    return model.embed(batch), batch
+
+
+def masking_of(masking: Masking, rows: int) -> Masking:
+    """What a micro-batch of so many rows masks: one row is not padded."""
+    return Masking.NONE if rows == 1 and masking is Masking.PADDING else masking
 
 
 def _embedded(
@@ -253,12 +387,13 @@ def _embedded(
     """
     shares = _routed(model)
     numel = sum(spec.numel * shares.get(spec.name, 1) for spec in model.layouts[1].parameters)
-    _bind(model)
+    bind(model)
     rows = min(shape.rows, running or shape.rows)
     tokens = max(round(shape.tokens), 1)
     rows = min(rows, max(int(_PROBED_PRODUCTS / (numel * tokens)), 1))
     tokens = min(tokens, max(int(_PROBED_PRODUCTS / (numel * rows)), 1))
-    return _embed(model, rows, tokens), rows * tokens
+    activations, _ = embed_row(model, tokens, rows, masking_of(shape.masking, rows))
+    return activations, rows * tokens
 
 
 def _routed(model: HFBlockModel) -> dict[str, float]:

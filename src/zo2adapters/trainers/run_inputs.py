@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +11,14 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.architecture import product_seconds
 from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.models.footprint import Masking
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.limited_backend import release
 from zo2adapters.tasks.registry import MODEL_LOSS
@@ -32,6 +34,7 @@ from zo2core.ranges import counted
 # of a row: tokens of each, and for how many the loss needs logits
 Sequences: TypeAlias = Sequence[tuple[int, int]]
 
+MOST_SAMPLED = 50  # most tokens of an answer to a sample's prompt
 # to average over, whichever ends first; more hardly change the mean
 _SAMPLED_BATCHES, _SAMPLED_ROWS = 200, 20_000
 
@@ -42,6 +45,7 @@ class BatchShape(NamedTuple):
     rows: int
     tokens: float  # tokens per row, padding included
     predictions: float  # tokens of the whole batch for which the loss needs logits
+    masking: Masking = Masking.NONE
 
     @classmethod
     def whole(cls, rows: int, tokens: int) -> BatchShape:
@@ -49,36 +53,126 @@ class BatchShape(NamedTuple):
         return cls(rows, tokens, rows * (tokens - 1))
 
 
+class LargestBatch(NamedTuple):
+    """The largest batch that can be drawn, for which memory is reserved."""
+
+    lengths: Sequence[int]  # tokens of its sequences, the longest first
+    masking: Masking = Masking.NONE  # with SEQUENCES they are one row
+    # most tokens of a sequence for which logits are needed; None: of all tokens
+    predictions: int | None = None
+
+    @classmethod
+    def of_length(cls, batching: Batching, tokens: int) -> LargestBatch:
+        """A batch of rows that all have this number of tokens."""
+        masking = Masking.SEQUENCES if batching.pack else Masking.NONE
+        return cls([tokens] * batching.batch_size, masking)
+
+    def micro_batches(self, rows: int | None) -> list[tuple[int, int]]:
+        """Rows and tokens of micro-batches of at most so many rows, if each of the longest rows
+        is in another one; None: of the batch.
+        """
+        if self.masking is Masking.SEQUENCES:
+            return [(1, sum(self.lengths))]
+        count = len(self.lengths)
+        size = count if rows is None else min(rows, count)
+        parts = -(-count // size)
+        return [(min(size, count - at * size), self.lengths[at]) for at in range(parts)]
+
+    @property
+    def shape(self) -> BatchShape:
+        """Its shape, without micro-batches."""
+        [(rows, tokens)] = self.micro_batches(None)
+        return BatchShape.whole(rows, tokens)._replace(masking=self.masking)
+
+
+class Prompts(NamedTuple):
+    """Prompts that are continued together."""
+
+    rows: int
+    tokens: int  # of the longest one
+    new_tokens: int  # of the longest continuation
+
+
 class RowShapes(NamedTuple):
     """Batch shapes of a run."""
 
-    longest: BatchShape  # the largest possible batch, for which memory is reserved
+    largest: LargestBatch
     step: BatchShape  # mean of the steps' batches
-    evaluation: BatchShape | None  # mean of an evaluation's batches; None: no evaluation
-    evaluation_batches: int  # batches of one evaluation
+    evaluation: BatchShape | None = None  # mean of an evaluation's batches; None: no evaluation
+    evaluation_batches: int = 0  # batches of one evaluation
+    largest_evaluated: LargestBatch | None = None  # the largest batch of an evaluation
+    prompts: Sequence[Prompts] = ()  # what is generated beside steps
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
         """Shapes for rows that all have this number of tokens."""
-        shape = BatchShape.whole(*batching.shape(batching.batch_size, tokens))
-        return cls(shape, shape, None, 0)
+        largest = LargestBatch.of_length(batching, tokens)
+        return cls(largest, largest.shape)
 
 
-def _mean_shape(batches: Iterable[Sequence[Sequences]], *, pack: bool) -> BatchShape:
+def _mean_shape(batches: Iterable[Sequence[Sequences]], batching: Batching) -> BatchShape:
     """Mean shape of batches: the rows of the largest one, and tokens per row such that their
-    product is the mean of all.
+    product is the mean of all, each micro-batch of which is padded alone.
     """
-    shapes = []
+    counts = list[int]()
+    positions = list[int]()
+    predictions = list[int]()
+    masking = Masking.SEQUENCES if batching.pack else Masking.NONE
     for batch in batches:
         sequences = [sequence for row in batch for sequence in row]
         lengths = [length for length, _ in sequences]
-        predictions = sum(predicted for _, predicted in sequences)
-        shapes.append(
-            BatchShape(*((1, sum(lengths)) if pack else (len(lengths), max(lengths))), predictions)
+        size = batching.micro_batch_size or len(lengths)
+        parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+        padded = sum(len(part) * max(part) for part in parts)
+        if not batching.pack and padded > sum(lengths):
+            masking = Masking.PADDING
+        counts.append(1 if batching.pack else len(lengths))
+        positions.append(sum(lengths) if batching.pack else padded)
+        predictions.append(sum(predicted for _, predicted in sequences))
+    rows = max(counts)
+    return BatchShape(rows, fmean(positions) / rows, fmean(predictions), masking)
+
+
+class Division(NamedTuple):
+    """How batches are divided because a whole one has no room in memory."""
+
+    batch_size: int
+    micro_batch_size: int | None  # None: as the user has it
+    loss_chunk: int | None  # tokens that have logits at a time; None: as the user has it
+
+    def notice(self) -> str:
+        """A line that says so."""
+        parts = []
+        if self.micro_batch_size is not None:
+            parts.append(f"micro-batches of {counted(self.micro_batch_size, 'row')}")
+        if self.loss_chunk is not None:
+            parts.append(f"logits of {self.loss_chunk} tokens at a time")
+        return (
+            f"a batch of {counted(self.batch_size, 'row')} has no room: {' and '.join(parts)}, "
+            "which change a result by rounding and are kept when the run is resumed"
         )
-    rows = max(shape.rows for shape in shapes)
-    tokens = fmean(shape.rows * shape.tokens for shape in shapes) / rows
-    return BatchShape(rows, tokens, fmean(shape.predictions for shape in shapes))
+
+
+@dataclass(frozen=True)
+class RowlessInputs:
+    """A model and options to plan with, for rows that are as long as they may be."""
+
+    options: TrainOptions
+    model: HFBlockModel
+    division: Division | None = None  # None: batches are not divided because of memory
+
+    most_sequences: ClassVar[int] = 1
+
+    @property
+    def largest(self) -> LargestBatch:
+        """The largest batch."""
+        batching = self.options.batching
+        return LargestBatch.of_length(batching, batching.length_for(self.model))
+
+    def shapes(self) -> RowShapes:
+        """The shapes of the batches."""
+        batching = self.options.batching
+        return RowShapes.of_length(batching, batching.length_for(self.model))
 
 
 @dataclass(frozen=True)
@@ -93,6 +187,7 @@ class RunInputs:
     length: int  # most tokens of a row
     data: Rows
     evaluation: Rows | None  # None: the run does not evaluate
+    division: Division | None = None  # None: batches are not divided because of memory
 
     @classmethod
     def read(
@@ -175,12 +270,42 @@ class RunInputs:
         return max(rows.most_sequences for rows in self.files)
 
     @property
-    def largest(self) -> BatchShape:
-        """Shape of the largest possible batch, for which memory is reserved."""
-        batching = self.options.batching
-        return BatchShape.whole(
-            *batching.shape(batching.batch_size * self.most_sequences, self.longest)
+    def largest(self) -> LargestBatch:
+        """The largest batch that can be drawn to train on.
+
+        A batch has rows of one epoch, or of the end of one and of those that follow.
+        """
+        count = len(self.data)
+        size = self.options.batching.batch_size
+        epochs = 1 if count % size == 0 else 1 + -(-size // count)
+        return self._longest([self._learned(row) for row in self.data] * epochs)
+
+    def _longest(self, rows: Sequence[Sequences]) -> LargestBatch:
+        """The longest rows, as many as a batch has. All have as many sequences as one of them."""
+        size = self.options.batching.batch_size
+        lengths = heapq.nlargest(size, (max(tokens for tokens, _ in row) for row in rows))
+        sequences = max(map(len, rows))
+        predictions = max(predicted for row in rows for _, predicted in row)
+        each = [length for length in lengths for _ in range(sequences)]
+        masking = Masking.NONE
+        if self.options.batching.pack:
+            masking = Masking.SEQUENCES
+        elif len({tokens for row in rows for tokens, _ in row}) > 1:
+            masking = Masking.PADDING
+        return LargestBatch(each, masking, predictions if self._has_candidates else None)
+
+    @property
+    def _has_candidates(self) -> bool:
+        """Whether steps compare sequences, by logits of labelled tokens alone."""
+        formats = (RowFormat.CANDIDATES, RowFormat.PREFERENCES)
+        return self.data.format in formats and self.options.objective != MODEL_LOSS
+
+    def _learned(self, row: Any) -> Sequences:
+        """The sequences of a row that steps run."""
+        learns_one = (
+            self.options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES
         )
+        return [row.sequences[row.answer]] if learns_one else row.sequences
 
     def batches(self, first_step: int = 0) -> Iterator[list[Any]]:
         """The rows of each step, without end."""
@@ -208,27 +333,34 @@ class RunInputs:
 
     def shapes(self) -> RowShapes:
         """The shapes of the run's batches."""
-        options = self.options
         batching = self.options.batching
         evaluated = self.evaluation
-        # of a row's candidates
-        learns_one = options.objective == MODEL_LOSS and self.data.format is RowFormat.CANDIDATES
         sampled = min(_SAMPLED_BATCHES, -(-_SAMPLED_ROWS // batching.batch_size))
         steps = islice(self.batches(), sampled)
-        trained = (
-            [[row.sequences[row.answer]] if learns_one else row.sequences for row in rows]
-            for rows in steps
-        )
-        step = _mean_shape(trained, pack=batching.pack)
+        trained = ([self._learned(row) for row in rows] for rows in steps)
+        step = _mean_shape(trained, batching)
         mean = None
         count = 0
         if evaluated is not None:
             batches = file_batches(evaluated, batching.batch_size)
-            mean = _mean_shape(
-                ([row.sequences for row in rows] for rows in batches), pack=batching.pack
-            )
+            mean = _mean_shape(([row.sequences for row in rows] for rows in batches), batching)
             count = len(batches)
-        return RowShapes(self.largest, step, mean, count)
+        largest = None
+        if evaluated is not None:
+            largest = self._longest([row.sequences for row in evaluated])
+        return RowShapes(self.largest, step, mean, count, largest, self._prompts(evaluated))
+
+    def _prompts(self, evaluated: Rows | None) -> list[Prompts]:
+        """What is generated in evaluations, and for samples."""
+        prompts = []
+        if evaluated is not None and evaluated.new_tokens:
+            size, new_tokens = self.options.batching.batch_size, evaluated.new_tokens
+            prompts.append(Prompts(size, evaluated.longest - new_tokens, new_tokens))
+        if self.options.samples:
+            rows = (self.data if evaluated is None else evaluated)[: self.options.samples]
+            longest = max(tokens for row in rows for tokens, _ in row.sequences)
+            prompts.append(Prompts(len(rows), longest, MOST_SAMPLED))
+        return prompts
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
@@ -239,6 +371,8 @@ class RunInputs:
         rows = len(data)
         batch_size = options.batching.batch_size
         lines = [_precision(options, model)]
+        if self.division is not None:
+            lines.append(self.division.notice())
         settings = model.config.get_text_config().to_dict().items()
         rates = [
             f"{name} {value:g}"

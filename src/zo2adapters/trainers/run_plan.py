@@ -17,6 +17,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers import probes
+from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
 from zo2adapters.trainers.methods import (
     GradientRun,
     ZerothOrderRun,
@@ -32,7 +33,13 @@ from zo2adapters.trainers.run_directory import (
     require_branch,
     require_resumable,
 )
-from zo2adapters.trainers.run_inputs import BatchShape, RowShapes, RunInputs
+from zo2adapters.trainers.run_inputs import (
+    BatchShape,
+    Division,
+    RowlessInputs,
+    RowShapes,
+    RunInputs,
+)
 from zo2adapters.trainers.run_tasks import RunTasks
 from zo2core import DevicePlan, HostPlan, Journal, LowRankPerturbation, MemoryPolicy, ZO2Error
 from zo2core.errors import MemoryBudgetError, OptionError
@@ -55,6 +62,7 @@ from zo2core.ranges import MOST_RUNS, counted, parse_size, require_whole
 from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.sources.slot_file import slot_bytes
 from zo2core.sweep.activations import IN_TRANSIT, streams_on_device
+from zo2core.sweep.gradient_visitor import GRAPH_SHARE
 from zo2core.types import shown_bytes
 
 # Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation;
@@ -121,6 +129,7 @@ class RunPlan:
     evaluation_seconds: float = 0.0  # seconds of one evaluation
     transfers: Transfers | None = None  # None: the run computes on the CPU
     together: Together | None = None  # None: one run alone
+    division: Division | None = None  # None: batches are not divided because of memory
 
     @property
     def seconds(self) -> float:
@@ -145,6 +154,7 @@ class RunPlan:
         """The plan as JSON, with total bytes and seconds."""
         values = {
             **asdict(self),
+            "division": None if self.division is None else self.division._asdict(),
             "nbytes": self.host_plan.nbytes,
             "terabytes_per_1000_steps": self.written(1000) / 1e12,
         }
@@ -198,6 +208,8 @@ class RunPlan:
             lines.append(f"GPU memory: it fits, with {used}; {kept}.")
             seconds = duration(self.transfers.transfer_seconds)
             time = f"compute is not predicted for a GPU; transfers alone take {seconds} a step"
+        if self.division is not None:
+            lines.append(f"Batches: {self.division.notice()}.")
         return [*lines, f"Time: {time}.", self.disk_writes()]
 
     def table(self) -> str:
@@ -322,12 +334,11 @@ def plan_run(
         require_shareable(options)
     if on_device:
         parse_size(storage.device_memory, option="device_memory")
-    request = method.request(
-        model, method.reserved_bytes(model, shapes.longest), rows=shapes.longest.rows
-    )
+    fitting = fitting_plan(method, model, shapes)
+    request = method.request(model, fitting.memory, rows=len(shapes.largest.lengths))
     if isinstance(method, ZerothOrderRun):
         require_perturbation(request.perturbation, model, method.estimator, request.noise)
-    spec = plan(request, Machine(in_place=not on_device, on_host=not on_device), speeds)
+    spec = fitting.spec
     forecast = _Forecast(options, model, shapes, request, spec, speeds)
     if on_device:
         return forecast.on_device()
@@ -407,20 +418,22 @@ class _Forecast(NamedTuple):
         micro_rows = options.batching.micro_batch_size
         measures = update is not None and options.first_order.measures_gradients
         blocks = sum(not layout.resident for layout in layouts)
-        graph, expected = probes.measured_graph_bytes(model, shapes.longest)
+        graph, expected = probes.measured_graph_bytes(
+            model, method.micro_batches(shapes.largest), shapes.largest.masking
+        )
         unplaced = activations - spec.activation_bytes
         inputs = min(spec.host_plan.spare, unplaced)
-        kept = min((spec.host_plan.spare - inputs) // max(graph, 1), blocks)
+        room = GRAPH_SHARE * (spec.host_plan.spare - inputs)
+        kept = min(int(room) // max(graph, 1), blocks)
         parts = [MemoryPart("inputs of blocks", inputs)] if inputs else []
         parts.append(MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * expected))
         host_plan = replace(spec.host_plan, parts=(*spec.host_plan.parts, *parts))
 
         sweeps = 2 if measures else 1
         moving = host_plan.buckets
-        forward = probes.measured_forward_seconds(model, shapes.step, running=micro_rows)
-        forward *= sweeps * (
-            probes.measured_backward(model, shapes.step, micro_rows) + 1 - kept / blocks
-        )
+        passes = probes.measured_gradient_seconds(model, shapes.step, micro_rows)
+        # blocks whose graph is not kept run forward again
+        forward = sweeps * (passes.both + passes.forward * (1 - kept / blocks))
         if moving is not None and turn is not None:
             moving -= 1  # that of the block whose turn it is
         read = sweeps * 2 * streamed_bytes(layouts, moving)
@@ -508,7 +521,11 @@ class _Forecast(NamedTuple):
         base = base_model(self.options)
         least = request.with_least_activations(in_place=True).memory.activation_bytes
         has_gradient = options.first_order.method is not None
-        graph = probes.measured_graph_bytes(self.model, self.shapes.step)[0] if has_gradient else 0
+        graph = 0
+        if has_gradient:
+            step = self.shapes.step
+            micro_batches = [(step.rows, math.ceil(step.tokens))]
+            graph, _ = probes.measured_graph_bytes(self.model, micro_batches, step.masking)
         speeds = MeasuredSpeeds(base.weights)
         on_disk = laid_out_as_on_disk(base.layouts, base.weights)
         blocks = sum(not layout.resident for layout in base.layouts)
@@ -520,7 +537,8 @@ class _Forecast(NamedTuple):
             host_plan = plan(asked, Machine(), speeds).host_plan
             if not graph:
                 return host_plan
-            kept = min(max(host_plan.spare, 0) // count // graph, blocks)
+            room = GRAPH_SHARE * max(host_plan.spare, 0) / count
+            kept = min(int(room) // graph, blocks)
             # One run at a time computes, so that graphs have the others' room for computing.
             beyond = max(count * kept * graph - (count - 1) * least, 0)
             graphs = MemoryPart(
@@ -608,7 +626,9 @@ class _Forecast(NamedTuple):
                 model, BatchShape(count, 1, count)
             )
         else:
-            stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
+            stack = shape._replace(
+                rows=shape.rows * stacked, predictions=shape.predictions * stacked
+            )
             running = None if micro_rows is None else micro_rows * stacked
             if optimization.per_row and optimization.rank is None:
                 # each direction runs on its rows alone
@@ -630,7 +650,13 @@ class _Forecast(NamedTuple):
         running = min(shape.rows, self.options.batching.micro_batch_size or shape.rows)
         held = expected_held_bytes(model.config, running, tokens) * -(-shape.rows // running)
         left = self.request.memory.activation_bytes
-        left -= forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+        left -= forward_bytes(
+            model.config,
+            running,
+            tokens,
+            loss_chunk=model.loss_chunk,
+            measured=None if model.pass_peaks is None else model.pass_peaks.forward,
+        )
         sweeps = -(-batches // max(1, left // held))
         forward = probes.measured_forward_seconds(
             model, shape, running=self.options.batching.micro_batch_size
@@ -641,10 +667,9 @@ class _Forecast(NamedTuple):
         """Bytes of activations between two segments that do not fit in device memory."""
         config = self.model.config
         optimization = self.options.optimization
-        longest = self.shapes.longest
+        largest = self.shapes.largest
         stacked = optimization.stacked
-        rows = longest.rows
-        tokens = round(longest.tokens)
+        [(rows, tokens)] = largest.micro_batches(None)
         running = min(rows, self.options.batching.micro_batch_size or rows)
         held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
         streams = -(-optimization.evaluations // stacked) * -(-rows // running)
@@ -669,7 +694,8 @@ def _most(planned: Callable[[int], object]) -> int:
 
 def plan_of(inputs: RunInputs) -> RunPlan:
     """The plan of a run from its rows. See ``plan_run``."""
-    return plan_run(inputs.options, inputs.model, inputs.shapes())
+    plan = plan_run(inputs.options, inputs.model, inputs.shapes())
+    return replace(plan, division=inputs.division)
 
 
 def plan_of_options(
@@ -699,21 +725,25 @@ def plan_of_options(
                 require_resumable(options, journal)
             else:
                 require_branch(options, journal, from_step)
+    inputs: RunInputs | RowlessInputs
     if has_rows:
-        inputs = RunInputs.read(options, resume=continues, digests=continues)
-        RunTasks.of(inputs).task.close()
-        if continues:
-            record_of(options.output, inputs)
-        options = inputs.options
-        model = inputs.model
-        shapes = inputs.shapes()
+        inputs = _read_as_a_run(options, continues=continues)
     else:
         options.require_rows(None)
-        model = options.opened(resolve_directory(options.model))
-        batching = options.batching
-        shapes = RowShapes.of_length(batching, batching.length_for(model))
-    with closing(model.weights):
-        return plan_run(options, model, shapes, runs=runs)
+        directory = resolve_directory(options.model)
+        inputs = divided(RowlessInputs(options, options.opened(directory)))
+    with closing(inputs.model.weights):
+        plan = plan_run(inputs.options, inputs.model, inputs.shapes(), runs=runs)
+    return replace(plan, division=inputs.division)
+
+
+def _read_as_a_run(options: TrainOptions, *, continues: bool) -> RunInputs:
+    """Read what a run reads, and refuse what it refuses."""
+    inputs = read_inputs(options, resume=continues, digests=continues)
+    RunTasks.of(inputs).task.close()
+    if continues:
+        record_of(options.output, inputs)
+    return inputs
 
 
 def planned(inputs: RunInputs) -> RunPlan | None:

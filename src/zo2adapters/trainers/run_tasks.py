@@ -12,12 +12,10 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import Choice, Question, TokenizedRow
 from zo2adapters.tasks.task import Task, TaskOptions, make_evaluation, make_task
 from zo2adapters.trainers.run_directory import RunDirectory, read_samples
-from zo2adapters.trainers.run_inputs import RunInputs
+from zo2adapters.trainers.run_inputs import MOST_SAMPLED, RunInputs
 from zo2core import Engine
 from zo2core.errors import OptionError
 from zo2core.ranges import counted
-
-_MOST_TOKENS = 50  # most tokens of an answer
 
 
 class RunTasks(NamedTuple):
@@ -67,11 +65,11 @@ class Samples:
         self._prompts = [self._prompt(row) for row in rows[: inputs.options.samples]]
         self.longest_prompt = max(len(ids) for ids, _ in self._prompts)
         room = (
-            _MOST_TOKENS
+            MOST_SAMPLED
             if self._model.longest_row is None
             else self._model.longest_row - self.longest_prompt
         )
-        self._most = min(_MOST_TOKENS, room)
+        self._most = min(MOST_SAMPLED, room)
         if self._most < 1:
             found = (
                 f"a prompt of {counted(self.longest_prompt, 'token')}, the model's longest sequence"
@@ -98,6 +96,7 @@ class Samples:
             max_new_tokens=self._most,
             eos_token_ids=end_token_ids(self._model, self._tokenizer),
             pad_token_id=self._pad,
+            allowed=engine.activation_bytes,
         )
         samples = list(earlier)
         for number, ((ids, expected), answer) in enumerate(

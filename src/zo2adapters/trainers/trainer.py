@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from zo2adapters.models.footprint import cache_bytes
+from zo2adapters.trainers.division import fitting_plan, read_inputs
 from zo2adapters.trainers.methods import StepMemory, method_of, require_finite_base
 from zo2adapters.trainers.metrics import (
     LiveMetrics,
@@ -99,13 +99,15 @@ class Trainer:
                     header = journal.header
                     require_same_files(options, header)
                     self._first_step = self._method.first_step(journal)
-            self._inputs = inputs = RunInputs.read(options, workers, resume=resume, digests=True)
+            self._method.kept_free = 0 if resume else self._method.kept_free
+            self._inputs = inputs = read_inputs(options, workers, resume=resume, digests=True)
             self.options, self._model = options, model = inputs.options, inputs.model
             self._method.options = options  # with what was chosen for this machine
             require_same_steps(options.steps, workers)
             self._task, self._evaluated, self._samples = RunTasks.of(inputs, evaluates=evaluates)
             on_error.callback(self._task.close)
-            self._activations, _ = memory = self._reserved_bytes(inputs)
+            memory = self._reserved_bytes(inputs)
+            self._activations = memory.nbytes
             run.begin(inputs)
             if resume:
                 require_same_base_files(model, header)
@@ -131,18 +133,13 @@ class Trainer:
             on_error.pop_all()
 
     def _reserved_bytes(self, inputs: RunInputs) -> StepMemory:
-        """Memory for activations, those of generated answers included, and the least of it that a
-        device needs.
-        """
-        options = self.options
-        memory = self._method.reserved_bytes(inputs.model, inputs.largest)
-        if options.storage.activation_memory is not None:
-            return memory
-        generated = [] if self._samples is None else [self._samples.shape]
-        if inputs.evaluation is not None and inputs.evaluation.new_tokens:
-            generated.append((options.batching.batch_size, inputs.longest))
-        cache = max((cache_bytes(inputs.model.config, *shape) for shape in generated), default=0)
-        return StepMemory(memory.nbytes + cache, memory.least + cache)
+        """Memory for activations, and the least of it that a device needs."""
+        method = self._method
+        shapes = inputs.shapes()
+        if method.shared is not None or inputs.options.storage.device != "cpu":
+            return method.reserved_bytes(inputs.model, shapes)
+        neighbours = 1 if self._workers is None else self._workers.neighbours
+        return fitting_plan(method, inputs.model, shapes, neighbours=neighbours).memory
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""

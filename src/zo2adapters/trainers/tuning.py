@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 from zo2adapters.trainers import checked_json
+from zo2adapters.trainers.division import read_inputs
 from zo2adapters.trainers.methods import RunMethod, method_of, open_shared_base
 from zo2adapters.trainers.metrics import align_rows, losses_of
 from zo2adapters.trainers.optimization import Decay
@@ -186,7 +187,7 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
 
     The probes take a few seconds.
     """
-    inputs = RunInputs.read(options.with_rate("auto"))
+    inputs = read_inputs(options.with_rate("auto"))
     with closing(inputs.model.weights):
         return schedule.steps * plan_of(inputs).seconds
 
@@ -374,7 +375,7 @@ def with_chosen_rate(
     method_of(options)  # checks the options that depend on neither model nor data
     with closing(RunDirectory(options.output, resume=resume)) as run:
         try:
-            inputs = RunInputs.read(options, resume=resume, digests=True)
+            inputs = read_inputs(options, resume=resume, digests=True)
             RunTasks.of(inputs).task.close()  # refuses rows before the trials
             options = inputs.options
             plan = planned(inputs)

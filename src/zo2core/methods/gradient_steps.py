@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,7 +30,12 @@ from zo2core.sweep.activations import (
     OffloadTarget,
 )
 from zo2core.sweep.fused_step import FusedStep, GradientLimits, not_finite
-from zo2core.sweep.gradient_visitor import GradientVisitor, GradientVisits, gradient_bytes
+from zo2core.sweep.gradient_visitor import (
+    GradientVisitor,
+    GradientVisits,
+    backward_bytes,
+    gradient_bytes,
+)
 from zo2core.sweep.step_rows import StepRows, add_up
 from zo2core.sweep.trained_weights import TrainedWeights
 from zo2core.types import Commit, StepResult
@@ -89,20 +95,21 @@ class GradientSweeps:
         allowed = segments.activation_bytes + segments.spare_bytes()
         outputs: list[torch.Tensor] = []
 
-        def left_over(held: int, running: int) -> int:
-            return allowed - gradient_bytes(held, running, 0)
+        def left_over(held: int, backward: int) -> int:
+            return allowed - gradient_bytes(held, backward, 0)
 
         groups = microbatch.grouped(
             rows.batches,
             rows.forward,
-            lambda held, running: together or left_over(held, running) >= 0,
+            lambda held, backward: together or left_over(held, backward) >= 0,
+            running=partial(backward_bytes, rows.forward),
         )
-        for group, held, running in list(groups) or [([], 0, 0)]:
+        for group, held, backward in list(groups) or [([], 0, 0)]:
             visitor = GradientVisitor(
                 self._visits,
                 rows,
                 slice(len(outputs), len(outputs) + len(group)),
-                kept_bytes=max(left_over(held, running), 0),
+                kept_bytes=max(left_over(held, backward), 0),
                 loss_scale=loss_scale,
             )
             rows.outputs = visitor.outputs[0]

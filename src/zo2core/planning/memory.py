@@ -217,6 +217,10 @@ class MemoryPolicy:
             memory; on the CPU, for first-order steps alone, enough for what is not written to disk.
             First-order steps also use it for what waits in host memory, if there is no room for
             more. None: all activations stay where forwards run.
+        steps: Steps that the run takes in all. Factors of low-rank directions need memory for each
+            period; those of fewer steps than were taken count as those.
+        kept_free: Bytes of host memory that the run does not use, so that a process that continues
+            it has room, whose libraries may take a little more.
 
     Raises:
         OptionError: if a value is not a size.
@@ -226,6 +230,8 @@ class MemoryPolicy:
     device: int | str | DevicePlan = "auto"
     activations: int | str = ACTIVATIONS
     least_activations: int | str | None = None
+    steps: int = 0
+    kept_free: int = 0
 
     def __post_init__(self) -> None:
         for option, size in (("memory.host", self.host), ("memory.device", self.device)):
@@ -370,7 +376,8 @@ class RunRequest:
     @property
     def factor_bytes(self) -> int:
         """Bytes of the factors of low-rank perturbations."""
-        return factor_bytes(self.perturbation, self.layouts, self.updates)
+        updates = max(self.updates, self.memory.steps)
+        return factor_bytes(self.perturbation, self.layouts, updates)
 
     def with_least_activations(self, *, in_place: bool) -> Self:
         """The request of a run of a shared base, with as little memory for activations as it can do
@@ -549,6 +556,9 @@ def plan_host(
         resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
         in_buckets = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
         noise_buffer = [MemoryPart("noise buffer", noise)] if keep_noise else []
+        kept_free = []
+        if request.memory.kept_free:
+            kept_free = [MemoryPart("kept free, to resume the run", request.memory.kept_free)]
         if may_keep_noise and not keep_noise:
             noise_buffer = [MemoryPart("no noise buffer: z is drawn again", 0)]
         parts = (
@@ -560,6 +570,7 @@ def plan_host(
             *noise_buffer,
             *(part for part in further if part.nbytes),
             MemoryPart("reading buffers", READERS * STAGING),
+            *kept_free,
         )
         return HostPlan(parts, budget, buckets, keep_noise)
 

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from zo2core.errors import OptionError
-from zo2core.protocols import Activations, Store, Streams
+from zo2core.protocols import Activations, DifferentiatedForward, Forward, Store, Streams
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
 from zo2core.sweep.step_rows import StepRows
@@ -50,12 +50,27 @@ _HEAP_LARGEST = 1 << 25
 # for blocks of OPT and Llama; 1.2 for a head in 16 bits and 1.5 in float32, whose loss has three
 # float32 copies of the logits.
 GRAPH_FORWARDS = 1.5
+# of the memory that is left over, for graphs: with all of it a limit was exceeded by 0.3 %
+GRAPH_SHARE = 0.95
 PASSING = 3  # what is in memory of a micro-batch at a block: its input, its output, and a gradient
 
 
-def gradient_bytes(held: int, running: int, kept: int) -> int:
-    """Memory of a sweep forward and backward."""
-    return (PASSING + kept) * held + math.ceil(GRAPH_FORWARDS * running)
+def gradient_bytes(held: int, backward: int, kept: int) -> int:
+    """Memory of a sweep forward and backward.
+
+    Args:
+        held: Bytes that all micro-batches hold between two segments.
+        backward: The largest of ``backward_bytes``.
+        kept: Number of blocks whose inputs are kept.
+    """
+    return (PASSING + kept) * held + backward
+
+
+def backward_bytes(forward: Forward, batch: Batch) -> int:
+    """Expected peak of one segment's forward and backward, beyond what is held."""
+    if isinstance(forward, DifferentiatedForward):
+        return forward.backward_bytes(batch)
+    return math.ceil(GRAPH_FORWARDS * forward.forward_bytes(batch))
 
 
 class _Activation:
@@ -88,6 +103,27 @@ class _FilledError(BaseException):
     """
 
 
+class KeptSize(NamedTuple):
+    """The size of an activation that a graph keeps."""
+
+    nbytes: float
+    on_host: bool  # whether it is in host memory
+
+
+def graph_memory(sizes: Iterable[KeptSize], spread: float = _HEAP_SPREAD) -> int:
+    """Bytes of memory that activations of these sizes take.
+
+    Args:
+        sizes: Their sizes.
+        spread: Bytes of the heap for each byte of a small activation.
+    """
+    nbytes = 0.0
+    for size in sizes:
+        is_spread = size.on_host and size.nbytes < _HEAP_LARGEST
+        nbytes += size.nbytes * spread if is_spread else size.nbytes
+    return math.ceil(nbytes)
+
+
 class BlockGraph:
     """The graph of one forward of a segment, whose saved tensors are kept, or computed again for
     the backward pass.
@@ -103,25 +139,19 @@ class BlockGraph:
     def __init__(self, weights: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         self._weights = weights
         self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-        # by address: bytes, and whether they are in host memory
-        self._storages: dict[int, tuple[int, bool]] = {}
+        self._storages: dict[int, KeptSize] = {}  # by address
         # in the order in which they were saved
         self._activations: list[weakref.ref[_Activation]] = []
 
-    def memory(self, times: float = 1.0, spread: float = _HEAP_SPREAD) -> int:
-        """Bytes of memory that the activations take which the forward kept, besides weights and
-        inputs.
+    def sizes(self) -> list[KeptSize]:
+        """The activations that the forward kept, without weights and inputs, in the order in which
+        they were saved.
         """
-        kept = [
-            storage for address, storage in self._storages.items() if address not in self._inputs
-        ]
-        sizes = [(nbytes * times, on_host) for nbytes, on_host in kept]
-        return math.ceil(
-            sum(
-                size * spread if on_host and size < _HEAP_LARGEST else size
-                for size, on_host in sizes
-            )
-        )
+        return [size for address, size in self._storages.items() if address not in self._inputs]
+
+    def memory(self) -> int:
+        """Bytes of memory that the activations take which the forward kept."""
+        return graph_memory(self.sizes())
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
         """Return a context in which the forward runs."""
@@ -133,9 +163,8 @@ class BlockGraph:
             activation = _Activation(tensor.dtype, tensor.shape)
             if keep:
                 storage = tensor.untyped_storage()
-                self._storages[storage.data_ptr()] = (
-                    storage.nbytes(),
-                    storage.device.type == "cpu",
+                self._storages[storage.data_ptr()] = KeptSize(
+                    storage.nbytes(), on_host=storage.device.type == "cpu"
                 )
                 activation.fill(tensor)
             self._activations.append(weakref.ref(activation))
@@ -239,7 +268,7 @@ class GraphRoom:
     """The memory for the graphs of a sweep's last blocks, for all of its streams."""
 
     def __init__(self, nbytes: int, sizes: Sequence[int]) -> None:
-        self._left = nbytes
+        self._left = GRAPH_SHARE * nbytes
         self._sizes = sizes
         self._largest = 0.0  # bytes of a block's graph for each unit of size, the most so far
 
@@ -368,7 +397,7 @@ class GradientVisitor(Visitor):
         visits.inputs.room = min((len(visits.layouts) - 2) * sum(sizes), kept_bytes)
         self._room = GraphRoom(kept_bytes - visits.inputs.room, sizes)
         # of a backward, at most
-        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches), default=0), 0)
+        self._running = max((backward_bytes(forward, batch) for batch in batches), default=0)
         self._tied = {
             name for name, count in Counter(chain.from_iterable(visits.leaves)).items() if count > 1
         }

@@ -271,27 +271,38 @@ def losses_as_tensors(losses: Iterable[float | torch.Tensor]) -> list[torch.Tens
 
 
 def grouped(
-    batches: Iterable[Batch], forward: Forward, fits: Callable[[int, int], bool]
+    batches: Iterable[Batch],
+    forward: Forward,
+    fits: Callable[[int, int], bool],
+    *,
+    running: Callable[[Batch], int] | None = None,
 ) -> Iterator[tuple[list[Batch], int, int]]:
-    """Group batches, in order, as far as their activations between segments and the largest forward
-    fit in memory.
+    """Group batches, in order, as far as their activations between segments and the largest pass of
+    a segment fit in memory.
+
+    Args:
+        batches: The batches.
+        forward: Their forward.
+        fits: Whether so many bytes between segments, and of the largest pass, fit.
+        running: Bytes of a batch's largest pass; None: of its forward.
 
     Yields:
-        A group, the bytes that it holds between segments, and the bytes of its largest forward.
+        A group, the bytes that it holds between segments, and the bytes of its largest pass.
     """
+    running = forward.forward_bytes if running is None else running
     group: list[Batch] = []
     held = largest = 0
     for batch in batches:
         nbytes = forward.held_bytes(batch)
-        running = forward.forward_bytes(batch)
-        if group and not fits(held + nbytes, max(largest, running)):
+        of_pass = running(batch)
+        if group and not fits(held + nbytes, max(largest, of_pass)):
             yield group, held, largest
             group = []
             held = 0
             largest = 0
         group.append(batch)
         held = held + nbytes
-        largest = max(largest, running)
+        largest = max(largest, of_pass)
     if group:
         yield group, held, largest
 

@@ -1,0 +1,189 @@
+"""The division of a run's batches, such that the largest one that can be drawn fits in memory.
+
+If a whole batch has no room, as many rows run at a time as have some: *micro-batches*. If a single
+row has none, its logits are computed in chunks. Either changes a result by rounding, so the choice
+is part of the run's record, and a run that is resumed keeps it. What the user has given stays as it
+is. Where nothing helps, the run is refused before its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from zo2adapters.models.checkpoint import cached_chunk
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.registry import function_file
+from zo2adapters.trainers.memory_probe import measured_bytes
+from zo2adapters.trainers.methods import RunMethod, StepMemory, method_of
+from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.run_inputs import Division, RowlessInputs, RowShapes, RunInputs
+from zo2core import Workers, ZO2Error
+from zo2core.errors import MemoryBudgetError
+from zo2core.planning.memory import Machine, RunSpec, plan
+from zo2core.planning.speeds import MeasuredSpeeds
+
+Inputs = TypeVar("Inputs", RunInputs, RowlessInputs)
+
+
+class FittingPlan(NamedTuple):
+    """The plan of a run whose largest batch fits."""
+
+    memory: StepMemory
+    spec: RunSpec
+
+
+def read_inputs(
+    options: TrainOptions,
+    workers: Workers | None = None,
+    *,
+    resume: bool = False,
+    digests: bool = False,
+) -> RunInputs:
+    """Read what a run needs before it starts, and divide the batches of a new one. See
+    ``RunInputs.read``.
+    """
+    inputs = RunInputs.read(options, workers, resume=resume, digests=digests)
+    if resume or inputs.options.storage.device != "cpu":
+        return inputs
+    return divided(inputs, workers)
+
+
+def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
+    """Choose micro-batches and chunks of a run with which its largest batch fits; the first worker
+    with the least memory decides for all.
+    """
+    neighbours = 1 if workers is None else workers.neighbours
+    chosen = inputs
+    refusal: MemoryBudgetError | None = None
+    for division in _divisions(inputs):
+        method = method_of(division.options, workers=workers)
+        try:
+            fitting_plan(method, division.model, division.shapes(), neighbours=neighbours)
+        except MemoryBudgetError as error:
+            refusal = error
+            continue
+        chosen = division
+        refusal = None
+        break
+    if workers is not None:
+        return _agreed(inputs, chosen, workers)
+    if refusal is not None:
+        raise refusal
+    return chosen
+
+
+def fitting_plan(
+    method: RunMethod, model: HFBlockModel, shapes: RowShapes, *, neighbours: int = 1
+) -> FittingPlan:
+    """Plan a run, with as much memory for logits that are kept, and for prompts that are continued
+    together, as has room.
+
+    Raises:
+        MemoryBudgetError: if the largest batch has no room.
+    """
+    storage = method.options.storage
+    on_device = storage.device != "cpu"
+    machine = Machine(in_place=not on_device, on_host=not on_device, neighbours=neighbours)
+    largest = shapes.largest
+    is_measured = model.pass_peaks is not None and model.pass_peaks.masking is largest.masking
+    if not is_measured and not on_device:
+        model.pass_peaks = measured_bytes(
+            model, largest.lengths[0], largest.masking, has_gradient=method.has_gradient
+        )
+    refusal: MemoryBudgetError | None = None
+    for keeps, together in _memories(method, model, shapes):
+        model.keeps_logits = keeps
+        memory = method.reserved_bytes(model, shapes, together=together)
+        request = method.request(model, memory, rows=len(shapes.largest.lengths))
+        try:
+            spec = plan(request, machine, MeasuredSpeeds(model.weights))
+        except MemoryBudgetError as error:
+            refusal = error
+            continue
+        if not keeps or spec.host_plan.buckets is None:
+            return FittingPlan(memory, spec)
+    assert refusal is not None, "a plan without kept logits fits, or is refused"
+    raise refusal
+
+
+def _memories(
+    method: RunMethod, model: HFBlockModel, shapes: RowShapes
+) -> Iterator[tuple[bool, bool]]:
+    """Whether the logits of chunks are kept until the backward pass, where all blocks stay in
+    memory, and whether all prompts are continued together.
+    """
+    if method.has_gradient and model.chunk is not None:
+        yield True, True
+    yield False, True
+    if shapes.prompts:
+        yield False, False
+
+
+def _divisions(inputs: Inputs) -> Iterator[Inputs]:
+    """The inputs with each division, those first that change least.
+
+    They have one model, which is as the last one needs it.
+    """
+    yield inputs
+    batching = inputs.options.batching
+    if not _is_divisible(inputs.options):
+        return
+    rows = [batching.micro_batch_size]
+    if batching.micro_batch_size is None:
+        rows += _fewer_rows(inputs)
+    for fewer in rows[1:]:
+        with suppress(ZO2Error):  # options that take no micro-batches
+            yield _divided_by(inputs, fewer, batching.loss_chunk)
+    if not inputs.model.takes_chunks or inputs.model.loss_chunk is not None:
+        return
+    chunk = cached_chunk(inputs.model.config)
+    for fewer in rows:
+        with suppress(ZO2Error):  # options that take no chunks
+            yield _divided_by(inputs, fewer, chunk)
+
+
+def _is_divisible(options: TrainOptions) -> bool:
+    """Whether a batch may be divided: not where all bits are to be MeZO's, nor where a function of
+    the user's own gets the batch.
+    """
+    return not options.optimization.exact_mezo and function_file(options.objective) is None
+
+
+def _fewer_rows(inputs: RunInputs | RowlessInputs) -> list[int]:
+    """Rows of ever smaller micro-batches, down to one row with all its sequences."""
+    count = len(inputs.largest.lengths)
+    least = inputs.most_sequences
+    halves = [count >> times for times in range(1, count.bit_length())]
+    return list(dict.fromkeys(max(rows, least) for rows in halves))
+
+
+def _divided_by(inputs: Inputs, rows: int | None, chunk: int | None) -> Inputs:
+    """The inputs with this division."""
+    options = inputs.options.having(micro_batch_size=rows, loss_chunk=chunk)
+    options.require_valid()
+    batching = inputs.options.batching
+    if chunk is not None and chunk != inputs.model.loss_chunk:
+        inputs.model.loss_chunk = chunk
+        inputs.model.pass_peaks = None  # the head's are others
+    division = Division(
+        batching.batch_size,
+        None if rows == batching.micro_batch_size else rows,
+        None if chunk == batching.loss_chunk else chunk,
+    )
+    return replace(inputs, options=options, division=division)
+
+
+def _agreed(inputs: Inputs, chosen: Inputs, workers: Workers) -> Inputs:
+    """The smallest of the workers' divisions, so that it fits for each; a worker for which none
+    fits is refused by its own plan.
+    """
+    batching = chosen.options.batching
+    gathered = workers.all_gather([batching.micro_batch_size, batching.loss_chunk])
+    rows, chunks = ([value for value in values if value] for values in zip(*gathered, strict=True))
+    agreed = min(rows, default=None), min(chunks, default=None)
+    if agreed == (batching.micro_batch_size, batching.loss_chunk):
+        return chosen
+    return _divided_by(inputs, *agreed)

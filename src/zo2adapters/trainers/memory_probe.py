@@ -1,0 +1,211 @@
+"""How much memory the passes of a model's segments take, measured on short rows of constants.
+
+A formula of the config's sizes cannot know it: experts, state-space layers and attention that
+writes its scores take many times what a plain decoder takes. So what a pass allocates is counted,
+at each moment, for two lengths of a row. The same operations run for both, and each moment's bytes
+are ``a * tokens + b * tokens ** 2``, from which those of any batch follow.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zo2adapters.models.footprint import Masking, PassBytes, PassPeaks
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.probes import bind, embed_row, release_probe
+from zo2core.sweep.activations import flattened
+from zo2core.sweep.gradient_visitor import BlockGraph
+
+_MOST_TOKENS = 256  # of the longer row
+_PRODUCTS = 20_000_000_000  # most multiplications in a block's matrices for the longer row
+_LEAST_TOKENS = 8
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the bytes that tensors have after each operation.
+
+    Args:
+        known: Tensors whose memory does not count.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moments: list[int] = []  # bytes after each operation
+        self._nbytes = 0
+        self._sizes: dict[int, int] = {}  # by address
+        for tensor in known:
+            self._note(tensor, counts=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note its results; inference mode passes composite operations
+        whole.
+        """
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor, counts=True)
+        self.moments.append(self._nbytes)
+        return out
+
+    def _note(self, tensor: torch.Tensor, *, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._sizes or not address:
+            return
+        self._sizes[address] = storage.nbytes() if counts else 0
+        self._nbytes += self._sizes[address]
+        weakref.finalize(storage, self._forget, address)
+
+    def _forget(self, address: int) -> None:
+        self._nbytes -= self._sizes.pop(address)
+
+
+def measured_bytes(
+    model: HFBlockModel, longest: int, masking: Masking, *, has_gradient: bool
+) -> PassPeaks | None:
+    """Measure the passes of a model, whose longest row has so many tokens.
+
+    None if a pass fails on rows of constants, which no step runs.
+    """
+    numel = max(sum(spec.numel for spec in layout.parameters) for layout in model.layouts[1:-1])
+    tokens = max(min(longest, _MOST_TOKENS, _PRODUCTS // max(numel, 1)), _LEAST_TOKENS)
+    rows = [_Row(model, length, masking, has_gradient=False) for length in (tokens // 2, tokens)]
+    try:
+        forward = _of_passes(rows)
+        both = None
+        if has_gradient:
+            both = _of_passes([row._replace(has_gradient=True) for row in rows])
+    except Exception:  # whatever a stranger's forward raises: the plan then has its formula
+        return None
+    finally:
+        release_probe(model)
+    return PassPeaks(forward, both, masking)
+
+
+def _of_passes(rows: Sequence[_Row]) -> PassBytes:
+    """Measure one block of each kind, and the head, on a shorter and a longer row."""
+    model = rows[0].model
+    padded_block = _of_blocks(rows)
+    block = padded_block
+    if rows[0].masking is Masking.PADDING:
+        block = _of_blocks([row._replace(masking=Masking.NONE) for row in rows])
+    if model.chunk == 0:  # a head without a vocabulary
+        return PassBytes(block, padded_block, [])
+    bind(model)
+    # the last token of a row predicts nothing; the others are one chunk
+    most = rows[-1].tokens if model.loss_chunk is None else max(model.loss_chunk + 1, 4)
+    short = [
+        row._replace(tokens=min(row.tokens, most * row.tokens // rows[-1].tokens)) for row in rows
+    ]
+    head = _rates([(row.tokens - 1, row.moments_of_head()) for row in short])
+    return PassBytes(block, padded_block, head)
+
+
+def _of_blocks(rows: Sequence[_Row]) -> list[tuple[float, float]]:
+    """Measure one block of each kind, on a shorter and a longer row."""
+    model = rows[0].model
+    rates = list[tuple[float, float]]()
+    for index in _one_of_each_kind(model):
+        bind(model, index)
+        rates += _rates([(row.tokens, row.moments_of_block(index)) for row in rows])
+    return rates
+
+
+def _one_of_each_kind(model: HFBlockModel) -> list[int]:
+    """The first segment of each kind of block, as names and shapes of its parameters tell."""
+    kinds: dict[object, int] = {}
+    for index, layout in enumerate(model.layouts[1:-1], 1):
+        names = [spec.name.partition(f".{index - 1}.")[2] for spec in layout.parameters]
+        shapes = [spec.shape for spec in layout.parameters]
+        kinds.setdefault((*names, *shapes), index)
+    return list(kinds.values())
+
+
+def _rates(taken: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[float, float]]:
+    """The bytes for each token, and for each pair of tokens, at each moment; of all moments, those
+    that are the largest for a row of some length.
+
+    Where a length does not decide the number of operations, peaks stand for all moments. What grows
+    by less than the tokens, as memory in chunks of a fixed length, is taken to grow with them.
+    """
+    (few, of_few), (many, of_many) = taken
+    if len(of_few) != len(of_many):
+        of_few = [max(of_few)]
+        of_many = [max(of_many)]
+    rates = set[tuple[float, float]]()
+    for first, second in zip(of_few, of_many, strict=True):
+        pair = max((second / many - first / few) / (many - few), 0.0)
+        rates.add((second / many - pair * many, pair))
+    lengths = [many * 2**doubled for doubled in range(-8, 17)]
+    return list({max(rates, key=lambda rate: rate[0] + rate[1] * n) for n in lengths})
+
+
+class _Row(NamedTuple):
+    """A row of constants, on which passes are measured."""
+
+    model: HFBlockModel
+    tokens: int
+    masking: Masking
+    has_gradient: bool  # whether passes go forward and backward
+
+    def moments_of_block(self, index: int) -> list[int]:
+        """The bytes at each moment of a block's pass."""
+        model = self.model
+        with torch.no_grad():
+            activations, _ = embed_row(model, self.tokens, masking=self.masking)
+        hidden = activations.hidden.detach().requires_grad_(self.has_gradient)
+        given = activations._replace(hidden=hidden)
+        known = [value for value in flattened(given)[0] if isinstance(value, torch.Tensor)]
+
+        def forward() -> torch.Tensor:
+            return model.block(index - 1, given).hidden
+
+        return self._moments(index, known, forward, hidden)
+
+    def moments_of_head(self) -> list[int]:
+        """The bytes at each moment of the head's pass, for which all tokens but one have logits."""
+        model = self.model
+        with torch.no_grad():
+            activations, batch = embed_row(model, self.tokens)
+        hidden = activations.hidden.detach().requires_grad_(self.has_gradient)
+        given = activations._replace(hidden=hidden)
+        return self._moments(-1, [hidden], lambda: model.head(batch, given), hidden)
+
+    def _moments(
+        self,
+        index: int,
+        known: Iterable[torch.Tensor],
+        forward: Callable[[], torch.Tensor],
+        hidden: torch.Tensor,
+    ) -> list[int]:
+        """The bytes at each moment of a segment's pass, without weights and their gradients, which
+        a plan counts apart.
+        """
+        model = self.model
+        leaves = model.leaves(range(len(model.layouts))[index])
+        buffers = [buffer for buffer in model.skeleton.buffers() if not buffer.is_meta]
+        allocations = Allocations([*leaves.values(), *buffers, *known])
+        if not self.has_gradient:
+            with torch.inference_mode(), allocations:
+                forward()
+            return allocations.moments
+        trained = {
+            spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen
+        }
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name in trained)
+        graph = BlockGraph(dict(leaves), [hidden])  # as steps have it, whose weights move
+        with torch.enable_grad(), allocations:
+            with graph.recorded(keep=True):
+                output = forward()
+            torch.autograd.grad(output, hidden, torch.ones_like(output))
+        return allocations.moments

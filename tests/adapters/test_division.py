@@ -1,0 +1,196 @@
+"""Batches that have no room are divided; the choice is told, recorded, and kept by a resume."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import done, leaves, refusal, write_rows
+from models import WORDS, save_model, save_tokenizer, small_config
+
+from zo2adapters import open_checkpoint
+from zo2adapters.models.checkpoint import cached_chunk
+from zo2adapters.models.footprint import Masking
+from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
+from zo2adapters.trainers.memory_probe import measured_bytes
+from zo2adapters.trainers.methods import method_of
+from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
+from zo2adapters.trainers.options import Batching, Storage, TrainOptions
+from zo2adapters.trainers.run_inputs import Division, RowlessInputs, RunInputs
+from zo2core import Journal, LowRankPerturbation, Workers
+from zo2core.errors import MemoryBudgetError
+from zo2core.estimators.factors import factor_bytes
+
+ROWS = 64
+VOCABULARY = 8192  # of a head that takes most of a step's memory
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a large vocabulary, and rows of two lengths."""
+    folder = tmp_path_factory.mktemp("divided")
+    config = small_config(
+        "llama", vocab_size=VOCABULARY, num_hidden_layers=2, max_position_embeddings=256
+    )
+    save_tokenizer(save_model(folder / "base", config))
+    lengths = (20, 40)
+    texts = [
+        " ".join(WORDS[5 + number % 5] for number in range(lengths[row % 2])) for row in range(ROWS)
+    ]
+    write_rows(folder / "rows.jsonl", [{"text": text} for text in texts])
+    return folder
+
+
+def options_of(folder: Path, memory: int, **changes: Any) -> TrainOptions:
+    options = TrainOptions(
+        model=str(folder / "base"),
+        data=folder / "rows.jsonl",
+        output=folder / "run",
+        steps=1,
+        optimization=Optimization(lr=1e-2),
+        batching=Batching(batch_size=ROWS),
+        storage=Storage(memory=str(memory)),
+    )
+    return replace(options, **changes)
+
+
+def read(options: TrainOptions) -> RunInputs:
+    inputs = read_inputs(options)
+    inputs.model.weights.close()
+    return inputs
+
+
+GRADIENT = FirstOrderOptions(method="adamw")
+
+
+@pytest.mark.parametrize("first_order", [FirstOrderOptions(), GRADIENT], ids=["zeroth", "first"])
+def test_the_less_memory_there_is_the_more_a_batch_is_divided(
+    first_order: FirstOrderOptions, folder: Path, process_memory: int
+) -> None:
+    rows: list[int | None] = []
+    for spare in (2000, 200, 100):
+        memory = process_memory + (spare << 20)
+        inputs = read(options_of(folder, memory, first_order=first_order))
+        rows.append(inputs.options.batching.micro_batch_size)
+    whole, few, fewer = rows
+    assert whole is None
+    assert few is not None
+    assert fewer is not None
+    assert ROWS > few > fewer >= 1
+    with pytest.raises(MemoryBudgetError):
+        read_inputs(options_of(folder, process_memory + (20 << 20), first_order=first_order))
+
+
+def test_what_the_user_has_given_is_not_changed(folder: Path, process_memory: int) -> None:
+    memory = process_memory + (110 << 20)
+    kept = Batching(batch_size=ROWS, micro_batch_size=ROWS, loss_chunk=1 << 20)
+    with pytest.raises(MemoryBudgetError):
+        read_inputs(options_of(folder, memory, batching=kept))
+    exact = Optimization(lr=1e-2, exact_mezo=True)
+    with pytest.raises(MemoryBudgetError):
+        read_inputs(options_of(folder, memory, optimization=exact))
+
+
+def test_where_micro_batches_are_given_logits_are_computed_in_chunks(
+    folder: Path, process_memory: int
+) -> None:
+    kept = Batching(batch_size=ROWS, micro_batch_size=ROWS)
+    inputs = read(options_of(folder, process_memory + (110 << 20), batching=kept))
+    chunk = cached_chunk(inputs.model.config)
+    assert inputs.options.batching == replace(kept, loss_chunk=chunk)
+    assert inputs.model.loss_chunk == chunk
+    assert inputs.division == Division(ROWS, None, chunk)
+    assert inputs.division.notice().startswith(
+        f"a batch of {ROWS} rows has no room: logits of {chunk} tokens at a time"
+    )
+
+
+def test_a_division_is_told_recorded_and_kept_by_a_resume(
+    folder: Path, tmp_path: Path, process_memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    memory = f"{(process_memory >> 20) + 110}MiB"
+    common = [
+        *("--model", folder / "base", "--data", folder / "rows.jsonl", "--batch-size", ROWS),
+        *("--lr", "1e-2", "--memory", memory),
+    ]
+    plan = json.loads(done("plan", *common, "--output", "run", "--json").out)
+    rows = plan["division"]["micro_batch_size"]
+    assert 1 <= rows < ROWS
+    assert plan["nbytes"] <= plan["host_plan"]["budget"]
+    said = f"a batch of {ROWS} rows has no room: micro-batches of {rows} row"
+    assert said in done("plan", *common, "--output", "run").out
+    assert said in done("train", *common, "--steps", 1, "--output", "run").err
+    recorded = leaves(json.loads(Path("run/options.json").read_text())["options"])
+    assert recorded["micro_batch_size"] == rows
+    done("train", "--resume", "run", "--steps", 2, "--memory", "auto")
+    done("train", *common, "--micro-batch-size", rows, "--steps", 2, "--output", "whole")
+    assert Journal("run/journal.jsonl").updates == Journal("whole/journal.jsonl").updates
+    whole = ("--micro-batch-size", ROWS, "--loss-chunk", 1 << 20)
+    assert "memory" in refusal("train", *common, *whole, "--output", "other")
+    assert not Path("other").exists()
+
+
+class Neighbours(Workers):
+    """Two workers, the other one of which has chosen micro-batches of so many rows."""
+
+    size = 2
+    rank = 0
+    neighbours = 1
+
+    def __init__(self, rows: int | None) -> None:
+        self._rows = rows
+
+    def all_gather(self, value: Any, purpose: str = "") -> list[Any]:
+        """Give what both have chosen."""
+        return [value, [self._rows, None]]
+
+
+@pytest.mark.parametrize(("other", "agreed"), [(None, None), (4, 4)])
+def test_workers_divide_alike(other: int | None, agreed: int | None, folder: Path) -> None:
+    options = options_of(folder, 1 << 40)
+    inputs = RowlessInputs(options, open_checkpoint(folder / "base"))
+    chosen = divided(inputs, Neighbours(other))
+    assert chosen.options.batching.micro_batch_size == agreed
+    inputs.model.weights.close()
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("masking", Masking)
+def test_short_rows_tell_the_memory_of_long_ones(
+    masking: Masking, *, has_gradient: bool, folder: Path
+) -> None:
+    model = open_checkpoint(folder / "base", dtype=torch.float32)
+    short, long = (
+        measured_bytes(model, longest, masking, has_gradient=has_gradient) for longest in (32, 128)
+    )
+    model.weights.close()
+    assert short is not None
+    assert long is not None
+    expected, measured = (peaks.both or peaks.forward for peaks in (short, long))
+    for rows in (1, 4):
+        block = measured.of_block(rows, 128)
+        assert expected.of_block(rows, 128) == pytest.approx(block, rel=0.05)
+        assert expected.of_head(rows, 128) == pytest.approx(measured.of_head(rows, 128), rel=0.05)
+    if masking is Masking.PADDING:
+        assert measured.of_block(2, 128) > 2 * measured.of_block(1, 128), "a mask for each row"
+
+
+def test_a_run_has_memory_for_the_factors_of_all_its_steps_from_the_start(folder: Path) -> None:
+    """So that a process which resumes it has room for those of earlier steps."""
+    planned = []
+    for steps in (10, 50):
+        optimization = Optimization(lr=1e-2, rank=2, period=1)
+        options = options_of(folder, 4 << 30, steps=steps, optimization=optimization)
+        inputs = read(options)
+        method = method_of(inputs.options)
+        spec = fitting_plan(method, inputs.model, inputs.shapes()).spec
+        parts = {part.name: part.nbytes for part in spec.host_plan.parts}
+        assert parts["kept free, to resume the run"] == method.kept_free > 0
+        planned.append(parts["factors of directions"])
+    layouts = inputs.model.layouts
+    perturbation = LowRankPerturbation(rank=2, period=1)
+    assert planned == [factor_bytes(perturbation, layouts, steps) for steps in (10, 50)]
+    assert planned[1] > planned[0]
