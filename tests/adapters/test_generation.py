@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -438,12 +439,14 @@ def test_dense_directions_generate_in_one_sweep_a_token(tmp_path: Path) -> None:
 
 def test_the_plan_fills_the_memory_that_is_allowed() -> None:
     config = small_config("llama")
-    shape = {"evaluations": 4, "rows": 10, "prompt_tokens": 8, "new_tokens": 4}
-    free = plan_generation(config, **shape, allowed=None)
+    planned = partial(
+        plan_generation, config, evaluations=4, rows=10, prompt_tokens=8, new_tokens=4
+    )
+    free = planned(allowed=None)
     assert free[:2] == (10, 10)
     earlier = free
     for allowed in range(free.nbytes, 0, -997):
-        plan = plan_generation(config, **shape, allowed=allowed)
+        plan = planned(allowed=allowed)
         assert plan.nbytes <= allowed or plan[:2] == (1, 1)
         assert plan.starting <= plan.places <= earlier.places
         earlier = plan

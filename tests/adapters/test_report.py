@@ -19,6 +19,7 @@ from runs import rows_of
 
 from zo2adapters.commands.journal import HEAD
 from zo2adapters.commands.report import page, read_run
+from zo2adapters.trainers import checked_json
 from zo2core import Journal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -120,9 +121,8 @@ def test_the_page_says_what_is_in_the_runs(here: Path) -> None:
     assert Path("own.html").read_text() == "<!doctype html>\n<html></html>\n"
     options = json.loads(Path("two/options.json").read_bytes())
     del options["sha256"]
-    Path("two/options.json").write_text(
-        json.dumps({**options, "options": {**options["options"], "storage": "odd"}})
-    )
+    odd = {**options, "options": {**options["options"], "storage": "odd"}}
+    Path("two/options.json").write_text(checked_json.to_text(odd))
     done("report", "two", "-o", "page.html")
     assert "<td>&quot;odd&quot;</td>" in Path("page.html").read_text()
     Path("two/options.json").write_text("[]")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks import row_options, row_source
-from zo2adapters.trainers import run_directory
+from zo2adapters.trainers import checked_json, run_directory
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
 from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, TrainOptions
@@ -693,8 +693,11 @@ def test_what_decides_the_weights_and_was_edited_is_refused(
     path.write_text(json.dumps(record))
     with pytest.raises(OptionError, match=r"options\.json: found .*, which no run saved"):
         RunDirectory.options(told_options.output)
-    del record["sha256"]  # as in a file of an earlier version
+    del record["sha256"]
     path.write_text(json.dumps(record))
+    with pytest.raises(OptionError, match=r"options\.json: found .*, which no run saved"):
+        RunDirectory.options(told_options.output)
+    path.write_text(checked_json.to_text(record))  # as by somebody who knows the checksum
     told = {
         "evaluate_every": "evaluated every",
         "batch_size": "batch size",

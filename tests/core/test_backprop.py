@@ -42,7 +42,13 @@ from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.run import Run
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import AHEAD, ActivationFile, ActivationOffload, KeptActivations, Use
-from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS, PASSING, BlockGraph, graph_memory
+from zo2core.sweep.gradient_visitor import (
+    GRAPH_FORWARDS,
+    PASSING,
+    BlockGraph,
+    KeptSize,
+    graph_memory,
+)
 from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
@@ -266,7 +272,7 @@ def test_small_activations_count_with_the_gaps_that_the_heap_leaves_between_them
         values.exp()  # saves its result
     assert 1.5 * values.nbytes <= graph.memory() <= 2 * values.nbytes
     (size,) = graph.sizes()
-    assert size == (values.nbytes, True)
+    assert size == KeptSize(values.nbytes, on_host=True)
     larger = size._replace(nbytes=values.nbytes << 3)  # so large that it is not from the heap
     assert graph_memory([larger]) == larger.nbytes
 

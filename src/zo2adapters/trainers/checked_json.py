@@ -28,17 +28,16 @@ def to_text(values: Mapping[str, Any]) -> str:
 
 
 def from_bytes(raw: bytes) -> dict[str, Any]:
-    """The values of a file. One without a checksum, as earlier versions wrote it, is taken.
+    """The values of a file.
 
     Raises:
-        ChecksumError: if they are not those that were written.
+        ChecksumError: if they are not those that were written, or the checksum is missing.
         ValueError, RecursionError: if the file is no JSON object.
     """
     values = json.loads(raw)
     if not isinstance(values, dict):
         raise ValueError(f"a {type(values).__name__}, and no object")
-    checksum = values.pop(CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(values):
+    if values.pop(CHECKSUM, None) != _checksum(values):
         raise ChecksumError(values)
     return values
 
