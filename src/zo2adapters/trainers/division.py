@@ -56,12 +56,13 @@ def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
     with the least memory decides for all.
     """
     neighbours = 1 if workers is None else workers.neighbours
+    shapes = inputs.shapes()  # the largest batch has the same rows, however it is divided
     chosen = inputs
     refusal: MemoryBudgetError | None = None
     for division in _divisions(inputs):
         method = method_of(division.options, workers=workers)
         try:
-            fitting_plan(method, division.model, division.shapes(), neighbours=neighbours)
+            fitting_plan(method, division.model, shapes, neighbours=neighbours)
         except MemoryBudgetError as error:
             refusal = error
             continue

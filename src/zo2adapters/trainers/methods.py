@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -418,8 +419,8 @@ class ZerothOrderRun(RunMethod):
         if isinstance(model, PeftBlockModel):
             adapter = model.adapter_bytes(running * stacked, passes * len(micro_batches))
         held = [
-            expected_held_bytes(model.config, count * stacked, length)
-            for count, length in micro_batches
+            times * expected_held_bytes(model.config, count * stacked, length)
+            for (count, length), times in Counter(micro_batches).items()
         ]
         forward = forward_bytes(
             model.config,
@@ -430,7 +431,8 @@ class ZerothOrderRun(RunMethod):
             measured=measured,
         )
         nbytes = adapter + passes * sum(held) + forward
-        least = adapter + IN_TRANSIT * held[0] + forward
+        longest = expected_held_bytes(model.config, running * stacked, tokens)
+        least = adapter + IN_TRANSIT * longest + forward
         if (new_tokens := options.rewards.new_tokens) is not None:
             shape = {
                 "evaluations": streams,
@@ -710,7 +712,8 @@ class GradientRun(RunMethod):
                 )
                 beside = max(beside + first - most, 0)
         held = sum(
-            expected_held_bytes(model.config, count, length) for count, length in micro_batches
+            times * expected_held_bytes(model.config, count, length)
+            for (count, length), times in Counter(micro_batches).items()
         )
         chunk = self.logits(model, rows, largest)
         backward = backward_bytes(
