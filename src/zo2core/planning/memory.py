@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import psutil
 
@@ -456,74 +456,131 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
         OptionError: if options exclude each other, or do not fit the machine.
         CheckpointError, ScratchError: if a speed cannot be measured.
     """
-    memory = request.memory
     layouts = request.layouts
-    noise = request.noise
-    low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
-    factors = MemoryPart("factors of directions", request.factor_bytes)
-    copies = MemoryPart("trained parameters, gradients, optimizer", request.trained_bytes)
-    on_device = [copies] if machine.on_host else [factors, copies, *request.further]
+    low_bit = choose_low_bit_transfer(
+        request.replay, layouts, request.noise, in_place=machine.in_place
+    )
+    _require_memory_options_used(request, machine)
+    device_plan = _device_plan(request, machine, is_low_bit=low_bit is not None)
+    staging = 0 if low_bit is None else staging_bytes(layouts)
+    host_plan, activations = _host_plan(
+        request, machine, _Activations.beside(device_plan, request.memory), staging
+    )
+    spec = RunSpec(
+        layouts if host_plan.buckets is None else request.on_disk,
+        host_plan,
+        device_plan,
+        low_bit,
+        activations.forward,
+        activations.waiting,
+        request.write_back if request.changes_weights else None,
+    )
+    if spec.write_back is None:
+        return spec
+    every = write_interval(
+        spec.write_back,
+        spec.layouts,
+        request.noise,
+        speeds,
+        in_place=request.perturb_in_place or not request.takes_steps,
+        buckets=host_plan.buckets,
+        kept=spec.kept,
+    )
+    return replace(spec, write_back_every=every)
+
+
+class _Activations(NamedTuple):
+    """Memory for activations, in bytes."""
+
+    forward: int  # in the memory in which forwards run
+    waiting: int  # in host memory, for activations that do not fit there
+
+    @classmethod
+    def beside(cls, device_plan: DevicePlan | None, memory: MemoryPolicy) -> Self:
+        """All that a caller asks for; what the device has no room for waits in host memory."""
+        if device_plan is None:
+            return cls(memory.activation_bytes, 0)
+        all_fit = device_plan.activation_bytes >= memory.activation_bytes
+        return cls(device_plan.activation_bytes, 0 if all_fit else memory.activation_bytes)
+
+    def on_host(self, machine: Machine) -> int:
+        """Bytes of host memory."""
+        return self.forward if machine.in_place else self.waiting
+
+    def with_most_on_host(self, most: int, machine: Machine) -> Self:
+        """The same with at most so many bytes of host memory."""
+        forward = min(most, self.forward) if machine.in_place else self.forward
+        return self._replace(forward=forward, waiting=min(most, self.waiting))
+
+
+def _has_slots(request: RunRequest, machine: Machine) -> bool:
+    """Whether blocks pass through slots in a device's own memory."""
+    return request.overlap and not machine.in_place
+
+
+def _require_memory_options_used(request: RunRequest, machine: Machine) -> None:
+    """Refuse limits of memory that this run does not have."""
+    memory = request.memory
     if machine.in_place and memory.least_activations is not None and not request.spills:
         found = f"{memory.least_activations!r} on a device that computes in host memory"
         raise without_effect(
             "memory.least_activations", found, "a GPU, where activations can wait in host memory"
         )
-    has_slots = request.overlap and not machine.in_place
-    if memory.device != "auto" and not has_slots:
+    if memory.device != "auto" and not _has_slots(request, machine):
         expected = (
             "a GPU and overlapping transfers for this option; `memory.host` limits host memory"
         )
         raise without_effect("memory.device", repr(memory.device), expected)
-    device_plan = memory.device if isinstance(memory.device, DevicePlan) else None
-    if has_slots and device_plan is None:
-        device_plan = plan_device_memory(
-            request, machine, on_device, is_low_bit=low_bit is not None
+
+
+def _device_plan(request: RunRequest, machine: Machine, *, is_low_bit: bool) -> DevicePlan | None:
+    """The caller's plan of a device's memory, or one that is made; None if blocks need no slots."""
+    if isinstance(request.memory.device, DevicePlan):
+        return request.memory.device
+    if not _has_slots(request, machine):
+        return None
+    further = [MemoryPart(_TRAINED, request.trained_bytes)]
+    if not machine.on_host:
+        further = [_factors(request), *further, *request.further]
+    return plan_device_memory(request, machine, further, is_low_bit=is_low_bit)
+
+
+def _host_plan(
+    request: RunRequest, machine: Machine, activations: _Activations, staging: int
+) -> tuple[HostPlan, _Activations]:
+    """The caller's plan of host memory, or one that is made, and the activations that it has room
+    for.
+    """
+    if isinstance(request.memory.host, HostPlan):
+        return request.memory.host, activations
+    trained_bytes = request.trained_bytes if machine.in_place else 0
+    further = [
+        MemoryPart("blocks in their transfer dtypes", staging),
+        *([_factors(request), *request.further] if machine.on_host else []),
+        MemoryPart(_TRAINED, request.optimizer_bytes + trained_bytes),
+    ]
+    try:
+        host_plan = plan_host(request, machine, activations.on_host(machine), further)
+    except MemoryBudgetError:
+        least = request.memory.least_activation_bytes
+        if least is None or not request.spills:
+            raise
+        activations = activations.with_most_on_host(least, machine)
+        host_plan = plan_host(
+            request,
+            machine,
+            activations.on_host(machine),
+            further,
+            most_buckets=MOST_USEFUL_BUCKETS,
         )
-    activation_bytes = (
-        memory.activation_bytes if device_plan is None else device_plan.activation_bytes
-    )
-    waiting = memory.activation_bytes if activation_bytes < memory.activation_bytes else 0
-    host_plan = memory.host
-    if not isinstance(host_plan, HostPlan):
-        further = [
-            MemoryPart(
-                "blocks in their transfer dtypes", 0 if low_bit is None else staging_bytes(layouts)
-            ),
-            *([factors, *request.further] if machine.on_host else []),
-            MemoryPart(
-                copies.name, request.optimizer_bytes + (copies.nbytes if machine.in_place else 0)
-            ),
-        ]
-        least = memory.least_activation_bytes
-        try:
-            in_host_memory = memory.activation_bytes if machine.in_place else waiting
-            host_plan = plan_host(request, machine, in_host_memory, further)
-        except MemoryBudgetError:
-            if least is None or not request.spills:
-                raise
-            if machine.in_place:
-                activation_bytes = min(least, activation_bytes)
-            waiting = min(least, waiting)
-            in_host_memory = activation_bytes if machine.in_place else waiting
-            host_plan = plan_host(
-                request, machine, in_host_memory, further, most_buckets=MOST_USEFUL_BUCKETS
-            )
-    write_back = request.write_back if request.changes_weights else None
-    stored = layouts if host_plan.buckets is None else request.on_disk
-    spec = RunSpec(stored, host_plan, device_plan, low_bit, activation_bytes, waiting, write_back)
-    if write_back is None:
-        return spec
-    in_place = request.perturb_in_place or not request.takes_steps
-    every = write_interval(
-        write_back,
-        stored,
-        noise,
-        speeds,
-        in_place=in_place,
-        buckets=host_plan.buckets,
-        kept=spec.kept,
-    )
-    return replace(spec, write_back_every=every)
+    return host_plan, activations
+
+
+_TRAINED = "trained parameters, gradients, optimizer"
+
+
+def _factors(request: RunRequest) -> MemoryPart:
+    return MemoryPart("factors of directions", request.factor_bytes)
 
 
 def plan_host(
@@ -547,7 +604,8 @@ def plan_host(
         else parse_size(memory)
     )
     blocks = sum(not layout.resident for layout in layouts)
-    work, noise = (request.work_bytes, noise_bytes(layouts)) if machine.on_host else (0, 0)
+    work = request.work_bytes if machine.on_host else 0
+    noise = noise_bytes(layouts) if machine.on_host else 0
     may_keep_noise = not isinstance(request.noise, CounterNoise)
 
     def plan_with(buckets: int | None, *, keep_noise: bool) -> HostPlan:
@@ -574,26 +632,51 @@ def plan_host(
         )
         return HostPlan(parts, budget, buckets, keep_noise)
 
-    choices: list[tuple[int | None, bool]] = [(None, True), (None, False)]
-    choices += [(buckets, True) for buckets in range(blocks - 1, 1, -1)]
-    choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
-    if not may_keep_noise:
-        choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
-    if request.stays_in_memory:
-        choices = [choice for choice in choices if choice[0] is None]
-    if most_buckets is not None:
-        choices = [choice for choice in choices if choice[0] is None or choice[0] <= most_buckets]
-    if request.changing:
-        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [
-            (min(2, blocks), False)
-        ]
-    for buckets, keep_noise in choices:
+    for buckets, keep_noise in _host_choices(request, blocks, most_buckets):
         planned = plan_with(buckets, keep_noise=keep_noise)
         if planned.nbytes <= budget:
             return planned
     raise planned.too_large(
         "memory", "free memory, allow more, or take smaller batches or a 16-bit dtype"
     )
+
+
+class _HostChoice(NamedTuple):
+    """What a ``HostPlan`` chooses."""
+
+    buckets: int | None
+    keep_noise: bool
+
+
+def _host_choices(
+    request: RunRequest, blocks: int, most_buckets: int | None
+) -> Sequence[_HostChoice]:
+    """The ways in which a run can use host memory, the fastest first."""
+    choices = _ordered_choices(blocks, may_keep_noise=not isinstance(request.noise, CounterNoise))
+    if request.stays_in_memory:
+        choices = [choice for choice in choices if choice.buckets is None]
+    if most_buckets is not None:
+        choices = [
+            choice for choice in choices if choice.buckets is None or choice.buckets <= most_buckets
+        ]
+    if not request.changing:
+        return choices
+    several = [choice for choice in choices if choice.buckets is not None and choice.buckets > 1]
+    return several or [_HostChoice(min(2, blocks), keep_noise=False)]
+
+
+def _ordered_choices(blocks: int, *, may_keep_noise: bool) -> list[_HostChoice]:
+    """All blocks or as many buckets as possible; more buckets than are useful only beside z."""
+    if not may_keep_noise:
+        numbers = (None, *range(blocks - 1, 0, -1))
+        return [_HostChoice(buckets, keep_noise=False) for buckets in numbers]
+    useful = min(MOST_USEFUL_BUCKETS, blocks - 1)
+    return [
+        _HostChoice(None, keep_noise=True),
+        _HostChoice(None, keep_noise=False),
+        *(_HostChoice(buckets, keep_noise=True) for buckets in range(blocks - 1, 1, -1)),
+        *(_HostChoice(buckets, keep_noise=False) for buckets in range(useful, 0, -1)),
+    ]
 
 
 def plan_device_memory(
