@@ -42,7 +42,7 @@ from zo2core.checkpoint.export import (
     write_checkpoint,
     write_companions,
 )
-from zo2core.checkpoint.gguf import is_gguf, read_gguf
+from zo2core.checkpoint.gguf import GGUFFile, is_gguf, read_gguf
 from zo2core.encodings.forms import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
@@ -310,58 +310,30 @@ def export_gguf(
     optional_package("gguf", install=gguf_model.GGUF_EXTRA)
     file = read_gguf(base) if is_gguf(base) else None
     names = tokenizer(base)
-    if file is None and model.config.model_type not in _ARCHITECTURES:
-        raise gguf_model.unwritable(
-            base,
-            f"model type {model.config.model_type}",
-            f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
-        )
-    architecture = (
-        model.config.model_type if file is None else str(file.metadata["general.architecture"])
-    )
+    architecture = _architecture(model, base, file)
     layout = LlamaCppLayout(architecture, model.config)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
     settings = [f"PARAMETER stop {_quoted(str(names.decode([token])))}" for token in further]
-    settings += [] if template is None else [f"TEMPLATE {_quoted(template)}"]
+    if template is not None:
+        settings.append(f"TEMPLATE {_quoted(template)}")
     if isinstance(model, PeftBlockModel) and as_adapter:
         if kind != "auto":
             raise without_effect("gguf_type", kind, "auto for an adapter, which is float32")
         loras = _loras(model, layout)
-        # Ollama takes a split model as one ``FROM`` for each file. Links of the hub's cache are not
-        # followed, since ollama joins the files by their names.
-        parts = (
-            [base]
-            if file is None
-            else dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
-        )
-        lines = _modelfile(
-            [*(f"FROM {path.absolute()}" for path in parts), f"ADAPTER ./{ADAPTER}"], settings
-        )
+        lines = _modelfile([*_base_lines(base, file), f"ADAPTER ./{ADAPTER}"], settings)
         with new_directory(directory) as partial:
             _write_adapter(partial / ADAPTER, adapter_values(engine, model), layout, loras)
             write_companions(partial, {MODELFILE: lines, **files})
         return
     specs, parameters = _whole_model(engine, model)
     with new_directory(directory) as partial, closing(parameters):
-        metadata = {} if file is not None else _metadata(model, architecture, base, names)
-        ends = zip(gguf_model.FURTHER_ENDS, further if metadata else [], strict=False)
-        metadata |= {f"tokenizer.ggml.{end}_token_id": token for end, token in ends}
-        named = {
-            mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()
-        }
-        unnamed = next((spec.name for spec in specs if spec.name not in named), None)
-        if unnamed is not None:
-            found = f"{unnamed}, for which llama.cpp's {architecture} has no tensor"
-            raise gguf_model.unwritable(base, found, "the tensors of its models")
+        metadata: dict[str, Any] = {}
+        if file is None:
+            metadata = _metadata(model, architecture, base, names) | _further_ends(further)
+        named = _tensor_names(specs, layout, base)
         chosen = _TYPES[specs[0].dtype] if kind == "auto" else kind
-        metadata["general.file_type"] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]
-        metadata |= {"general.quantization_version": 2} if chosen == "Q8_0" else {}
-        is_scaled = (
-            file is None and (model.config.rope_parameters or {}).get("rope_type") == "llama3"
-        )
-        computed = gguf_model.scaled_rotary_factors(model.config) if is_scaled else None
-        factors = computed if file is None else gguf_model.rotary_factors(file)
-        rotary = {} if factors is None else {gguf_model.ROTARY_FACTORS: factors}
+        metadata |= _type_metadata(chosen)
+        rotary = _rotary_factors(model, file)
         infos = [(name, tuple(tensor.shape), "F32") for name, tensor in rotary.items()]
         infos += [(named[spec.name], spec.shape, _type_of(spec.shape, chosen)) for spec in specs]
         tensors = (
@@ -372,6 +344,69 @@ def export_gguf(
             partial / MODEL, architecture, metadata, infos, values, file, origin=base
         )
         write_companions(partial, {MODELFILE: _modelfile([f"FROM ./{MODEL}"], settings), **files})
+
+
+def _architecture(model: HFBlockModel, base: Path, file: GGUFFile | None) -> str:
+    """llama.cpp's name of a model's architecture."""
+    if file is not None:
+        return str(file.metadata["general.architecture"])
+    architecture: str = model.config.model_type
+    if architecture not in _ARCHITECTURES:
+        raise gguf_model.unwritable(
+            base,
+            f"model type {architecture}",
+            f"a GGUF base, or one of {', '.join(_ARCHITECTURES)}",
+        )
+    return architecture
+
+
+def _base_lines(base: Path, file: GGUFFile | None) -> list[str]:
+    """The lines of a Modelfile that name the base of an adapter.
+
+    Ollama takes a split model as one ``FROM`` for each file. Links of the hub's cache are not
+    followed, since ollama joins the files by their names.
+    """
+    if file is None:
+        return [f"FROM {base.absolute()}"]
+    parts = dict.fromkeys([file.path, *(tensor.path for tensor in file.tensors.values())])
+    return [f"FROM {path.absolute()}" for path in parts]
+
+
+def _further_ends(tokens: Sequence[int]) -> dict[str, Any]:
+    """The metadata of tokens beside EOS at which generation stops, as many as llama.cpp knows."""
+    ends = zip(gguf_model.FURTHER_ENDS, tokens, strict=False)
+    return {f"tokenizer.ggml.{end}_token_id": token for end, token in ends}
+
+
+def _tensor_names(
+    specs: Sequence[ParameterSpec], layout: LlamaCppLayout, base: Path
+) -> dict[str, str]:
+    """llama.cpp's names of parameters, by their names in the model."""
+    named = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
+    unnamed = next((spec.name for spec in specs if spec.name not in named), None)
+    if unnamed is not None:
+        found = f"{unnamed}, for which llama.cpp's {layout.architecture} has no tensor"
+        raise gguf_model.unwritable(base, found, "the tensors of its models")
+    return named
+
+
+def _type_metadata(chosen: str) -> dict[str, Any]:
+    """The metadata of the type that most tensors have."""
+    metadata = {"general.file_type": {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]}
+    if chosen == "Q8_0":
+        metadata["general.quantization_version"] = 2
+    return metadata
+
+
+def _rotary_factors(model: HFBlockModel, file: GGUFFile | None) -> dict[str, torch.Tensor]:
+    """The tensor of a model's rotary factors by its name, if it has scaled ones."""
+    if file is not None:
+        factors = gguf_model.rotary_factors(file)
+    elif (model.config.rope_parameters or {}).get("rope_type") == "llama3":
+        factors = gguf_model.scaled_rotary_factors(model.config)
+    else:
+        factors = None
+    return {} if factors is None else {gguf_model.ROTARY_FACTORS: factors}
 
 
 def _modelfile(lines: Sequence[str], settings: Sequence[str]) -> bytes:
@@ -496,10 +531,9 @@ def _write_adapter(
     first = next(alpha for _, alpha in loras.values())
     tensors: dict[str, torch.Tensor] = {}
     for name, (up, alpha) in loras.items():
-        tensors[f"{name}.lora_a"], b = (
-            values[up.replace(".lora_B.", ".lora_A.")],
-            layout.write(name, values[up]),
-        )
+        down = up.replace(".lora_B.", ".lora_A.")
+        b = layout.write(name, values[up])
+        tensors[f"{name}.lora_a"] = values[down]
         tensors[f"{name}.lora_b"] = b if alpha == first else b * (alpha / first)
     metadata = {
         "general.type": "adapter",
