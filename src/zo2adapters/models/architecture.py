@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import product
@@ -230,56 +230,98 @@ def segment_layouts(
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment."""
     blocks = len(_layers(model, architecture))
-    precision = formats.precision
+    ends = {0, blocks + 1}  # segments of embedding and head
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
         users = sorted(aliases)
-        parameter = model.get_parameter(name)
-        spec = ParameterSpec(
-            name,
-            tuple(parameter.shape),
-            parameter.dtype,
-            index,
-            # MeZO's trainer decides by the name, so RMSNorm weights decay.
-            not any(part in name for part in ("bias", "layer_norm", "layernorm")),
-            encoding=formats.encodings.get(name),
-            frozen=formats.trained is not None and name not in formats.trained,
-        )
+        spec = _parameter_spec(model, name, index, formats)
         is_common = len(users) > 1 and 0 not in users  # shared by layers, and perhaps the head
-        in_layers = not {0, blocks + 1} & set(users)
-        if spec.encoding is not None and is_common:
-            raise UnsupportedModelError(
-                f"{architecture.model_type}: {name}",
-                f"a weight in {spec.encoding.name} that several layers share",
-                "quantised weights in one layer each, or in embedding and head",
-                "use the unquantised checkpoint",
-            )
-        is_resident = is_common or (name in formats.resident and in_layers)
-        if precision.carried is not None and len(spec.shape) > 1 and in_layers and not is_resident:
-            spec = replace(
-                spec, transfer_dtype=precision.carried, transfer_back=precision.transfer_back
-            )
-        for order, user in enumerate([0, *users] if is_resident else users):
+        if is_common:
+            _require_unquantised(spec, architecture)
+        in_layers = ends.isdisjoint(users)
+        is_resident = is_common or (in_layers and name in formats.resident)
+        owner, *borrowers = [0, *users] if is_resident else users
+        for user in (owner, *borrowers):
             modules = [
                 model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())
             ]
-            # Weights and biases of linear layers are cast before the forward. Norms and embeddings
-            # compute in float32, and others are cast inside the forward, with the same bits.
-            is_linear = bool(modules) and all(type(module) is nn.Linear for module in modules)
-            user_spec = replace(spec, forward_dtype=precision.autocast if is_linear else None)
-            if spec.frozen and name in formats.frozen_dtypes and in_layers and not is_resident:
-                forward_dtype = user_spec.forward_dtype or spec.dtype
-                user_spec = replace(
-                    user_spec, dtype=formats.frozen_dtypes[name], forward_dtype=forward_dtype
-                )
-            (borrowed if order else owned)[user].append(user_spec)
+            user_spec = _forward_spec(spec, modules, formats.precision)
+            if in_layers and not is_resident:
+                user_spec = _streamed_spec(user_spec, formats)
+            specs = owned if user == owner else borrowed
+            specs[user].append(user_spec)
+    return _layouts(owned, borrowed)
+
+
+def _layouts(
+    owned: Sequence[Sequence[ParameterSpec]], borrowed: Sequence[Sequence[ParameterSpec]]
+) -> tuple[BlockLayout, ...]:
+    """The layouts of an embedding, blocks and a head with these parameters."""
+    blocks = len(owned) - 2
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
     return tuple(
         BlockLayout(name, kind, tuple(specs), tuple(borrowed_specs))
         for name, kind, specs, borrowed_specs in zip(names, kinds, owned, borrowed, strict=True)
     )
+
+
+def _parameter_spec(
+    model: PreTrainedModel, name: str, index: int, formats: ParameterFormats
+) -> ParameterSpec:
+    """A parameter as it is stored."""
+    parameter = model.get_parameter(name)
+    return ParameterSpec(
+        name,
+        tuple(parameter.shape),
+        parameter.dtype,
+        index,
+        # MeZO's trainer decides by the name, so RMSNorm weights decay.
+        not any(part in name for part in ("bias", "layer_norm", "layernorm")),
+        encoding=formats.encodings.get(name),
+        frozen=formats.trained is not None and name not in formats.trained,
+    )
+
+
+def _require_unquantised(spec: ParameterSpec, architecture: Architecture) -> None:
+    """Refuse a quantised weight of several layers."""
+    if spec.encoding is None:
+        return
+    raise UnsupportedModelError(
+        f"{architecture.model_type}: {spec.name}",
+        f"a weight in {spec.encoding.name} that several layers share",
+        "quantised weights in one layer each, or in embedding and head",
+        "use the unquantised checkpoint",
+    )
+
+
+def _forward_spec(
+    spec: ParameterSpec, modules: Sequence[nn.Module], precision: Precision
+) -> ParameterSpec:
+    """A parameter with the dtype in which these modules compute with it.
+
+    Weights and biases of linear layers are cast before the forward. Norms and embeddings compute in
+    float32, and others are cast inside the forward, with the same bits.
+    """
+    is_linear = bool(modules) and all(type(module) is nn.Linear for module in modules)
+    return replace(spec, forward_dtype=precision.autocast if is_linear else None)
+
+
+def _streamed_spec(spec: ParameterSpec, formats: ParameterFormats) -> ParameterSpec:
+    """A parameter of a layer that is streamed, with its dtypes in files and in transfers."""
+    precision = formats.precision
+    if precision.carried is not None and len(spec.shape) > 1:
+        spec = replace(
+            spec, transfer_dtype=precision.carried, transfer_back=precision.transfer_back
+        )
+    if spec.frozen and spec.name in formats.frozen_dtypes:
+        spec = replace(
+            spec,
+            dtype=formats.frozen_dtypes[spec.name],
+            forward_dtype=spec.forward_dtype or spec.dtype,
+        )
+    return spec
 
 
 def segment_aliases(
@@ -484,14 +526,12 @@ class _DryRun(MetaForward):
             return self.model(input_ids=ids, use_cache=False, **off, **inputs)
 
     def _called(self, name: str, module: nn.Module, inputs: object) -> None:
-        names = (
-            self.before
-            if self.reached == 0
-            else self.after
-            if self.reached == self.layers
-            else self.between
-        )
-        names.append(name)
+        if self.reached == 0:
+            self.before.append(name)
+        elif self.reached == self.layers:
+            self.after.append(name)
+        else:
+            self.between.append(name)
 
     def followed(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """See the base class."""
