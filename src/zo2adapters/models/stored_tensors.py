@@ -18,7 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import save
@@ -76,28 +76,33 @@ def encodings_of(
         ]
         if not matrices:
             continue
-        stack = tuple(
-            (one.encoding, one.shape[0])
-            for one in matrices
-            if isinstance(one.encoding, MatrixEncoding)
-        )
-        is_whole = all(piece == Piece.whole(piece.entry) for piece in of_parameter)
-        if (
-            not is_whole
-            or len(matrices) < len(of_parameter)
-            or (len(matrices) > 1 and len(stack) < len(matrices))
-        ):
-            expected = (
-                "quantised matrices that are each a parameter of the model, or all of a stack of "
-                "experts"
-            )
-            first = of_parameter[0].entry
-            raise _unsupported(
-                first, f"a quantised part of {name}", expected, "use the unquantised checkpoint"
-            )
-        found[name] = matrices[0].encoding if len(matrices) == 1 else MatrixStack(stack)
+        found[name] = _joined_encoding(name, of_parameter, matrices)
         pieces[name] = tuple(Piece.whole(part.as_bytes()) for one in matrices for part in one.parts)
     return pieces, found
+
+
+def _joined_encoding(
+    name: str, pieces: Sequence[Piece], matrices: Sequence[EncodedTensor]
+) -> Encoding:
+    """The encoding of a parameter that is one encoded matrix, or a stack of them."""
+    stack = tuple(
+        (matrix.encoding, matrix.shape[0])
+        for matrix in matrices
+        if isinstance(matrix.encoding, MatrixEncoding)
+    )
+    is_whole = all(piece == Piece.whole(piece.entry) for piece in pieces)
+    is_encoded = len(matrices) == len(pieces)
+    can_stack = len(stack) == len(matrices)
+    if is_whole and is_encoded and len(matrices) == 1:
+        return matrices[0].encoding
+    if is_whole and is_encoded and can_stack:
+        return MatrixStack(stack)
+    raise _unsupported(
+        pieces[0].entry,
+        f"a quantised part of {name}",
+        "quantised matrices that are each a parameter of the model, or all of a stack of experts",
+        "use the unquantised checkpoint",
+    )
 
 
 def match_tensors(
@@ -117,16 +122,7 @@ def match_tensors(
     pieces, ignored = _pieces_of(entries, skeleton, architecture)
     prefix = skeleton.base_model_prefix
     state = skeleton.state_dict()
-    unexpected = [name for name in pieces if name not in state]
-    if unexpected:
-        found = (
-            f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one "
-            "first"
-        )
-        remedy = "use the config.json that belongs to these shards, or open them with their head"
-        raise malformed_tensor(
-            pieces[min(unexpected)][0].entry, found, "the parameters of the config's model", remedy
-        )
+    _require_expected(pieces, state)
     parameters: dict[str, tuple[Piece, ...]] = {}
     parts: dict[str, tuple[SavedPart, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
@@ -139,6 +135,34 @@ def match_tensors(
         names = {name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"}
         if others or first != Piece.whole(first.entry) or first.entry.name not in names:
             parts[name] = tuple(piece.saved_part for piece in copies[0])
+    constants = _load_buffers(directory, pieces, skeleton, state)
+    copied = {entry.name: _copied(entry, encoded.get(entry.name)) for entry in ignored}
+    return parameters, SavedForm(parts, constants, copied)
+
+
+def _require_expected(
+    pieces: Mapping[str, Sequence[Piece]], state: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse tensors that the model does not have."""
+    unexpected = [name for name in pieces if name not in state]
+    if unexpected:
+        found = (
+            f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one "
+            "first"
+        )
+        remedy = "use the config.json that belongs to these shards, or open them with their head"
+        raise malformed_tensor(
+            pieces[min(unexpected)][0].entry, found, "the parameters of the config's model", remedy
+        )
+
+
+def _load_buffers(
+    directory: Path,
+    pieces: Mapping[str, Sequence[Piece]],
+    skeleton: PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Load persistent buffers into a skeleton, and return them by their names in the checkpoint."""
     known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     constants: dict[str, torch.Tensor] = {}
     for name in sorted(state.keys() - known):
@@ -154,8 +178,7 @@ def match_tensors(
         constants[first.entry.name] = value = read_tensor(first.entry)
         path, _, leaf = name.rpartition(".")
         skeleton.get_submodule(path)._buffers[leaf] = value.to(state[name].dtype)
-    copied = {entry.name: _copied(entry, encoded.get(entry.name)) for entry in ignored}
-    return parameters, SavedForm(parts, constants, copied)
+    return constants
 
 
 def _copied(entry: TensorEntry, encoded: EncodedTensor | None) -> CopiedTensor:
@@ -246,43 +269,77 @@ def _pieces_of(
         The pieces of the model's tensors, and the tensors that transformers ignores: those of
         layers that predict several tokens, for example.
     """
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
-    prefix = model.base_model_prefix
+    rules = _Rules.of(model)
     state = model.state_dict()
     pieces: dict[str, tuple[Piece, ...]] = {}
     ignored: list[TensorEntry] = []
     joined: dict[str, list[tuple[str, TensorEntry]]] = {}  # target to pattern and tensor
     for name in sorted(entries, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
         entry = entries[name]
+        target, pattern = rules.target(name, state)
         names = (name, target)
         if target not in state and any(_is_ignored(one, model, architecture) for one in names):
             ignored.append(entry)
-            continue
-        if pattern is not None and target in state:
+        elif pattern is not None and target in state:
             joined.setdefault(target, []).append((pattern, entry))
-            continue
-        if target in state and entry.shape != tuple(state[target].shape):
-            expected = f"{list(state[target].shape)} for {target}, as config.json says"
-            raise malformed_tensor(entry, f"shape {list(entry.shape)}", expected)
-        if target in pieces:
-            raise _duplicate(entry, target, pieces[target][0].entry)
-        pieces[target] = (Piece.whole(entry),)
+        else:
+            _require_shape(entry, target, state)
+            _add_pieces(pieces, target, (Piece.whole(entry),))
     for target, sources in joined.items():
-        for name, converted_pieces in _converted(
-            model, state, target, sources, deepcopy(by_pattern[sources[0][0]])
-        ).items():
-            if name in pieces:
-                raise _duplicate(converted_pieces[0].entry, name, pieces[name][0].entry)
-            pieces[name] = converted_pieces
+        rule = rules.converter(sources[0][0])
+        for name, converted in _converted(model, state, target, sources, rule).items():
+            _add_pieces(pieces, name, converted)
     return pieces, ignored
+
+
+class _Rules(NamedTuple):
+    """Transformers' rules for the tensors of a model's checkpoints."""
+
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+    prefix: str  # of the model without its head
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """The rules for a model."""
+        rules = get_model_conversion_mapping(model)
+        return cls(
+            [rule for rule in rules if isinstance(rule, WeightRenaming)],
+            [rule for rule in rules if isinstance(rule, WeightConverter)],
+            model.base_model_prefix,
+        )
+
+    def target(self, name: str, state: dict[str, Any]) -> tuple[str, str | None]:
+        """The model's name of a stored tensor, and the pattern of the rule that converts it."""
+        target, pattern = rename_source_key(
+            name, self.renamings, self.converters, self.prefix, state
+        )
+        if target not in state and name in state:
+            return rename_source_key(name, [], [], self.prefix, state)
+        return target, pattern
+
+    def converter(self, pattern: str) -> WeightConverter:
+        """A new copy of the rule that has a pattern."""
+        by_pattern = {source: rule for rule in self.converters for source in rule.source_patterns}
+        return deepcopy(by_pattern[pattern])
+
+
+def _require_shape(entry: TensorEntry, target: str, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a tensor of another shape than the model's."""
+    if target in state and entry.shape != tuple(state[target].shape):
+        expected = f"{list(state[target].shape)} for {target}, as config.json says"
+        raise malformed_tensor(entry, f"shape {list(entry.shape)}", expected)
+
+
+def _add_pieces(
+    pieces: dict[str, tuple[Piece, ...]], target: str, added: tuple[Piece, ...]
+) -> None:
+    """Add the pieces of one tensor of the model, which has none so far."""
+    if target in pieces:
+        entry, first = added[0].entry, pieces[target][0].entry
+        found = f"a second tensor for {target}, beside {first.name}"
+        raise malformed_tensor(entry, found, "one tensor for each parameter", "remove one of them")
+    pieces[target] = added
 
 
 def _converted(
@@ -295,73 +352,97 @@ def _converted(
     """Run one rule on row numbers, and return the pieces of every tensor of the model that it
     makes.
     """
-    entries = [entry for _, entry in sources]
-    for operation in rule.operations:
-        if type(operation) not in _ROW_OPERATIONS:
-            found = f"{operation!r}, by which transformers {__version__} makes {target}"
-            raise _unsupported(entries[0], found, "conversions that move whole rows")
-    by_elements = any(len(entry.shape) < 2 for entry in entries)  # a vector is no row
-    sizes = [1 if by_elements else entry.shape[-1] for entry in entries]
-    counts = [
-        math.prod(entry.shape) // max(size, 1) for entry, size in zip(entries, sizes, strict=True)
-    ]
-    offsets = [0, *accumulate(counts)]
-    if offsets[-1] > _MAX_ROWS:
+    rows = _Rows.of([entry for _, entry in sources])
+    first = rows.entries[0]
+    _require_row_operations(rule, first, target)
+    if rows.total > _MAX_ROWS:
         raise _unsupported(
-            entries[0], f"{offsets[-1]} rows for {target}", f"at most {_MAX_ROWS} in one conversion"
+            first, f"{rows.total} rows for {target}", f"at most {_MAX_ROWS} in one conversion"
         )
-    for (pattern, entry), first, count in zip(sources, offsets, counts, strict=False):
-        shape = entry.shape if by_elements else (*entry.shape[:-1], 1)
-        rule.add_tensor(target, entry.name, pattern, torch.arange(first, first + count).view(shape))  # type: ignore[arg-type]
+    for index, (pattern, entry) in enumerate(sources):
+        rule.add_tensor(target, entry.name, pattern, rows.numbers(index))  # type: ignore[arg-type]
     try:
         converted: dict[str, Any] = rule.convert(target, model=model, config=model.config)
     except Exception as error:
         # any: tensors that do not fit together surface inside the operations
         raise _misfit(
-            entries[0],
-            target,
-            f"tensors that do not fit together ({type(error).__name__}: {error})",
+            first, target, f"tensors that do not fit together ({type(error).__name__}: {error})"
         ) from error
-    tensors = {
+    made: dict[str, torch.Tensor] = {
         name: value[0] if isinstance(value, list) else value for name, value in converted.items()
     }
-    numbers = torch.cat([value.reshape(-1) for value in tensors.values()])
-    if not torch.equal(numbers.sort().values, torch.arange(offsets[-1])):
-        raise _misfit(entries[0], target, "rows that no parameter takes")
-    result = {}
-    for name, value in tensors.items():
+    numbers = torch.cat([value.reshape(-1) for value in made.values()])
+    if not torch.equal(numbers.sort().values, torch.arange(rows.total)):
+        raise _misfit(first, target, "rows that no parameter takes")
+    for name, value in made.items():
         shape = tuple(state[name].shape) if name in state else ()
-        if tuple(value.shape) != (shape if by_elements else (*shape[:-1], 1)) or (
-            not by_elements and any(size != shape[-1] for size in sizes)
-        ):
-            raise _misfit(
-                entries[0],
-                name,
-                f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}",
-            )
-        result[name] = tuple(_pieces(value.reshape(-1), entries, offsets, sizes[0]))
-    return result
+        if not rows.make(value, shape):
+            found = f"{len(sources)} tensor(s), the first of shape {list(first.shape)}"
+            raise _misfit(first, name, found)
+    return {name: tuple(rows.pieces(value.reshape(-1))) for name, value in made.items()}
 
 
-def _pieces(
-    numbers: torch.Tensor, entries: Sequence[TensorEntry], offsets: Sequence[int], size: int
-) -> list[Piece]:
-    """Join consecutive rows of one tensor into pieces."""
-    begins_tensor = torch.isin(numbers, torch.tensor(offsets))
-    begins_tensor[1:] |= numbers[1:] != numbers[:-1] + 1
-    begins_tensor[:1] = True
-    starts = [*begins_tensor.nonzero().flatten().tolist(), len(numbers)]
-    pieces = []
-    for start, stop in pairwise(starts):
-        row = int(numbers[start])
-        index = bisect_right(offsets, row) - 1
-        pieces.append(Piece(entries[index], (row - offsets[index]) * size, (stop - start) * size))
-    return pieces
+def _require_row_operations(rule: WeightConverter, entry: TensorEntry, target: str) -> None:
+    """Refuse a rule that does not only move whole rows."""
+    for operation in rule.operations:
+        if type(operation) not in _ROW_OPERATIONS:
+            found = f"{operation!r}, by which transformers {__version__} makes {target}"
+            raise _unsupported(entry, found, "conversions that move whole rows")
 
 
-def _duplicate(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointError:
-    found = f"a second tensor for {target}, beside {first.name}"
-    return malformed_tensor(entry, found, "one tensor for each parameter", "remove one of them")
+class _Rows(NamedTuple):
+    """The rows of several tensors, numbered one after the other."""
+
+    entries: Sequence[TensorEntry]
+    sizes: Sequence[int]  # elements of a row of each tensor
+    offsets: Sequence[int]  # the number of each tensor's first row, then of all rows
+    are_elements: bool  # whether each element is a row, since a vector has no rows
+
+    @classmethod
+    def of(cls, entries: Sequence[TensorEntry]) -> Self:
+        """Number the rows of these tensors."""
+        are_elements = any(len(entry.shape) < 2 for entry in entries)
+        sizes = [1 if are_elements else entry.shape[-1] for entry in entries]
+        counts = [
+            math.prod(entry.shape) // max(size, 1)
+            for entry, size in zip(entries, sizes, strict=True)
+        ]
+        return cls(entries, sizes, [0, *accumulate(counts)], are_elements)
+
+    @property
+    def total(self) -> int:
+        """The number of all rows."""
+        return self.offsets[-1]
+
+    def numbers(self, index: int) -> torch.Tensor:
+        """The numbers of one tensor's rows, in its shape."""
+        numbers = torch.arange(self.offsets[index], self.offsets[index + 1])
+        return numbers.view(self._shape(self.entries[index].shape))
+
+    def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of row numbers of a tensor."""
+        return shape if self.are_elements else (*shape[:-1], 1)
+
+    def make(self, numbers: torch.Tensor, shape: tuple[int, ...]) -> bool:
+        """Whether the rows with these numbers make a tensor of this shape."""
+        if tuple(numbers.shape) != self._shape(shape):
+            return False
+        return self.are_elements or all(size == shape[-1] for size in self.sizes)
+
+    def pieces(self, numbers: torch.Tensor) -> list[Piece]:
+        """Join consecutive rows of one tensor into pieces."""
+        begins_tensor = torch.isin(numbers, torch.tensor(self.offsets))
+        begins_tensor[1:] |= numbers[1:] != numbers[:-1] + 1
+        begins_tensor[:1] = True
+        starts = [*begins_tensor.nonzero().flatten().tolist(), len(numbers)]
+        size = self.sizes[0]
+        pieces = []
+        for start, stop in pairwise(starts):
+            row = int(numbers[start])
+            index = bisect_right(self.offsets, row) - 1
+            first = (row - self.offsets[index]) * size
+            pieces.append(Piece(self.entries[index], first, (stop - start) * size))
+        return pieces
 
 
 def _misfit(entry: TensorEntry, name: str, found: str) -> CheckpointError:
