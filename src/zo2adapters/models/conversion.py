@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from zo2adapters.models.checkpoint import (
     remote_code_note,
     require_no_adapter,
 )
-from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.hf import Files, HFBlockModel
 from zo2adapters.models.pickled import new_reader, write_as_safetensors
 from zo2adapters.models.quantization import MATRIX, SUFFIXES
 from zo2core import ParameterSpec
@@ -43,7 +43,7 @@ from zo2core.checkpoint.shards import choose_weights, malformed, parse_index, re
 from zo2core.encodings.decoding import encode
 from zo2core.encodings.forms import Float8Blocks, Int8Rows, MatrixEncoding, NF4Blocks
 from zo2core.errors import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.types import EncodedPart, SavedPart
+from zo2core.types import EncodedPart, SavedForm, SavedPart
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -153,33 +153,41 @@ def quantize(
             for spec in parameters
             for part in _specs(spec, chosen.get(spec.name, ()), encoding)
         ]
-        tensors = _tensors(opened, parameters, chosen, encoding, progress)
-        kept = {
-            name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen
-        }
-        config = json_object(opened.companions["config.json"])
-        config["quantization_config"] = _description(encoding, config["dtype"])
-        companions = {
-            **opened.companions,
-            "config.json": json.dumps(config, indent=2).encode() + b"\n",
-        }
-        form = replace(opened.saved_form, parts=kept)
         origins = {spec.name: opened.weights.origin(spec.name) for spec in parameters}
         write_checkpoint(
             directory,
             specs,
-            tensors,
-            companions,
-            form=form,
+            _tensors(opened, parameters, chosen, encoding, progress),
+            _described_companions(opened, encoding),
+            form=_form_without(opened.saved_form, chosen),
             origin=lambda name: origins.get(name, str(model)),
         )
-    in_layers = [
-        spec for layout in opened.layouts if not layout.resident for spec in layout.parameters
-    ]
-    left = [spec for spec in in_layers if spec.name not in chosen and len(spec.shape) > 1]
     return Quantized(
-        sum(spec.nbytes for spec in parameters), sum(spec.nbytes for spec in specs), left
+        before=sum(spec.nbytes for spec in parameters),
+        after=sum(spec.nbytes for spec in specs),
+        left=_unencoded_matrices(opened, chosen),
     )
+
+
+def _described_companions(model: HFBlockModel, encoding: MatrixEncoding) -> Files:
+    """The files beside the weights, with a config that describes the encoding."""
+    config = json_object(model.companions["config.json"])
+    config["quantization_config"] = _description(encoding, config["dtype"])
+    text = json.dumps(config, indent=2) + "\n"
+    return {**model.companions, "config.json": text.encode()}
+
+
+def _form_without(form: SavedForm, encoded: Collection[str]) -> SavedForm:
+    """How a checkpoint stores the parameters that are not encoded."""
+    kept = {name: parts for name, parts in form.parts.items() if name not in encoded}
+    return replace(form, parts=kept)
+
+
+def _unencoded_matrices(model: HFBlockModel, encoded: Collection[str]) -> list[ParameterSpec]:
+    """The layers' matrices that are not encoded."""
+    layers = [layout for layout in model.layouts if not layout.resident]
+    matrices = [spec for layout in layers for spec in layout.parameters if len(spec.shape) > 1]
+    return [spec for spec in matrices if spec.name not in encoded]
 
 
 class Quantized(NamedTuple):
@@ -218,35 +226,41 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, tuple[_Matrix
                 raise UnsupportedModelError(
                     where, found, "unquantised weights", "use it as it is, or quantise the original"
                 )
-            (_, module, leaf), *_ = model.places_of(spec.name)
-            parts = model.saved_form.parts_of(spec)
-            is_linear = leaf == "weight" and type(module) is nn.Linear
-            # a matrix for each
-            is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__
-            is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
-            if layout.resident or not (is_stack or is_linear):
-                continue
-            *stack, rows, columns = spec.shape
-            if is_stack and parts == (SavedPart(parts[0].tensor, spec.shape, 0, spec.numel),):
-                layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(*stack)]
-                chosen[spec.name] = tuple(_Matrix(layer, (rows, columns)) for layer in layers)
-                continue
-            matrices = [
-                _Matrix(part.tensor.removesuffix(".weight"), (part.numel // columns, columns))
-                for part in parts
-            ]
-            whole = [
-                SavedPart(f"{layer}.weight", shape, 0, math.prod(shape))
-                for layer, shape in matrices
-            ]
-            if [*parts] == whole:
-                chosen[spec.name] = tuple(matrices)
+            matrices = () if layout.resident else _matrices(model, spec)
+            if matrices:
+                chosen[spec.name] = matrices
     if not chosen:
         found = "no linear layer with its own tensor"
         raise UnsupportedModelError(
             where, found, "linear layers to encode", "use the model as it is"
         )
     return chosen
+
+
+def _matrices(model: HFBlockModel, spec: ParameterSpec) -> tuple[_Matrix, ...]:
+    """The matrices to encode of a layer's parameter; none if it is neither a linear weight nor a
+    stack of experts, or if its matrices have no tensors of their own.
+    """
+    (_, module, leaf), *_ = model.places_of(spec.name)
+    parts = model.saved_form.parts_of(spec)
+    is_linear = leaf == "weight" and type(module) is nn.Linear
+    # a matrix for each
+    is_of_experts = ".experts." in spec.name or "Experts" in type(module).__name__
+    is_stack = len(spec.shape) == 3 and (len(parts) > 1 or is_of_experts)
+    if not (is_stack or is_linear):
+        return ()
+    *stack, rows, columns = spec.shape
+    if is_stack and parts == (SavedPart(parts[0].tensor, spec.shape, 0, spec.numel),):
+        layers = [f"{parts[0].tensor}{MATRIX}{number}" for number in range(*stack)]
+        return tuple(_Matrix(layer, (rows, columns)) for layer in layers)
+    matrices = tuple(
+        _Matrix(part.tensor.removesuffix(".weight"), (part.numel // columns, columns))
+        for part in parts
+    )
+    whole = tuple(
+        SavedPart(f"{layer}.weight", shape, 0, math.prod(shape)) for layer, shape in matrices
+    )
+    return matrices if tuple(parts) == whole else ()
 
 
 def _specs(
