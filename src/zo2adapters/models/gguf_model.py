@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -352,33 +352,38 @@ class GGUFModel:
         }
         scaling, factor = (settings.get(f"rope.scaling.{key}") for key in ("type", "factor"))
         scale, norm = (settings.get(f"expert_weights_{key}") for key in ("scale", "norm"))
-        width, heads, rotated = map(
-            settings.get, ("embedding_length", "attention.head_count", "rope.dimension_count")
-        )
-        head = (
-            width // heads
-            if isinstance(width, int) and isinstance(heads, int) and heads
-            else rotated
-        )
-        if scaling not in (None, "none") or factor not in (None, 0.0, 1.0):
-            found = f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}"
-            raise self._refused(found, "no scaled rotary tables")
-        if settings.get("expert_count") and architecture not in _MIXTURES:
-            raise self._refused(
-                "a mixture of experts", f"a dense model, or one of {', '.join(_MIXTURES)}"
-            )
-        if scale not in (None, 0.0, 1.0) or norm not in (None, True):
-            raise self._refused(
+        rotated = settings.get("rope.dimension_count")
+        head = _head_size(settings, otherwise=rotated)
+        refused = [
+            (
+                scaling not in (None, "none") or factor not in (None, 0.0, 1.0),
+                f"rope.scaling.type {str(scaling)[:40]!r}, factor {str(factor)[:40]}",
+                "no scaled rotary tables",
+            ),
+            (
+                settings.get("expert_count") and architecture not in _MIXTURES,
+                "a mixture of experts",
+                f"a dense model, or one of {', '.join(_MIXTURES)}",
+            ),
+            (
+                scale not in (None, 0.0, 1.0) or norm not in (None, True),
                 f"expert_weights_scale {scale}, expert_weights_norm {norm}",
                 "1 and true, or neither",
-            )
-        if architecture == "phi3" and rotated not in (None, head):
-            raise self._refused(
-                f"rope.dimension_count {str(rotated)[:40]}", f"{head}, a whole head"
-            )
-        if architecture == "gemma2" and settings.get("block_count") == _LARGE_GEMMA2:
-            expected = "a smaller one, whose attention is scaled by its head's size"
-            raise self._refused("Gemma 2 of 27 billion parameters", expected)
+            ),
+            (
+                architecture == "phi3" and rotated not in (None, head),
+                f"rope.dimension_count {str(rotated)[:40]}",
+                f"{head}, a whole head",
+            ),
+            (
+                architecture == "gemma2" and settings.get("block_count") == _LARGE_GEMMA2,
+                "Gemma 2 of 27 billion parameters",
+                "a smaller one, whose attention is scaled by its head's size",
+            ),
+        ]
+        for is_refused, found, expected in refused:
+            if is_refused:
+                raise self._refused(found, expected)
 
     def _scaled_rotary(self, config: PretrainedConfig, values: torch.Tensor) -> dict[str, Any]:
         """The rotary settings of Llama 3.1 and 3.2, if the file's factors follow from them; files
@@ -414,6 +419,15 @@ class GGUFModel:
         return UnsupportedModelError(
             self.where, found, expected, "use the model in the Hugging Face layout"
         )
+
+
+def _head_size(settings: Mapping[str, Any], *, otherwise: Any) -> Any:
+    """The size of an attention head that follows from the number of heads, if the file tells it."""
+    width = settings.get("embedding_length")
+    heads = settings.get("attention.head_count")
+    if isinstance(width, int) and isinstance(heads, int) and heads:
+        return width // heads
+    return otherwise
 
 
 def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
@@ -580,18 +594,20 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
+# llama.cpp's types of tokens
+_NORMAL = 1
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 # tokens at which llama.cpp stops beside EOS: the end of a turn, and of a message
 FURTHER_ENDS = ("eot", "eom")
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 # by exports, each for all that split so
 _WRITTEN = ("gpt-2", "smollm", "llama-bpe", "tekken", "qwen2", "gpt-4o")
 
+_DIGIT = r"\p{N}"
 # GPT-2's
-_DIGIT, _WORDS = (
-    r"\p{N}",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-)
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT, _SPACE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -646,39 +662,14 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
         else value
         for key, value in file.metadata.items()
     }
-    name = values.get("pre")
-    if name not in _SPLITS:
-        raise UnsupportedModelError(
-            f"{file.path}: tokenizer.ggml.pre",
-            "none" if name is None else repr(str(name)[:40]),
-            f"the name of a known way to split text: {', '.join(_SPLITS)}",
-            "use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
-        )
+    name = _require_known_split(values.get("pre"), file)
     tokens = [str(token) for token in file.array("tokenizer.ggml.tokens")]
-    merges: Any = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
-    is_whole = name in _WHOLE
-    model: Any = BPE(
-        {token: index for index, token in enumerate(tokens)}, merges, ignore_merges=is_whole
-    )
-    backend: Any = Tokenizer(model)
-    if name == "qwen2":
-        backend.normalizer = normalizers.NFC()  # of these models' own tokenizers
-    steps: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]
-    ]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    backend.decoder = decoders.ByteLevel()
+    backend = _byte_level_backend(file, name, tokens)
     kinds = file.array("tokenizer.ggml.token_type") if "token_type" in values else ()
-    added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    backend.add_tokens(added)
+    backend.add_tokens(_added_tokens(tokens, kinds))
     ids = {attribute: values.get(f"{called}_token_id") for called, attribute in _SPECIAL.items()}
     special = {attribute: tokens[index] for attribute, index in ids.items() if index is not None}
-    first = [special["bos_token"]] if values.get("add_bos_token", is_whole) else []
+    first = [special["bos_token"]] if values.get("add_bos_token", name in _WHOLE) else []
     last = [special["eos_token"]] if values.get("add_eos_token") else []
     if first or last:
         backend.post_processor = processors.TemplateProcessing(
@@ -696,6 +687,45 @@ def byte_level_tokenizer(file: GGUFFile) -> PreTrainedTokenizerBase:
     )
 
 
+def _require_known_split(name: object, file: GGUFFile) -> str:
+    """The name of a known way to split text; others are refused."""
+    if isinstance(name, str) and name in _SPLITS:
+        return name
+    raise UnsupportedModelError(
+        f"{file.path}: tokenizer.ggml.pre",
+        "none" if name is None else repr(str(name)[:40]),
+        f"the name of a known way to split text: {', '.join(_SPLITS)}",
+        "use a file of a newer convert_hf_to_gguf.py, or the model in the Hugging Face layout",
+    )
+
+
+def _byte_level_backend(file: GGUFFile, name: str, tokens: Sequence[str]) -> Any:
+    """A tokenizer that splits text as this name says, and merges it as the file does."""
+    merges: Any = [tuple(str(merge).split(" ")) for merge in file.array("tokenizer.ggml.merges")]
+    model: Any = BPE(
+        {token: index for index, token in enumerate(tokens)}, merges, ignore_merges=name in _WHOLE
+    )
+    backend: Any = Tokenizer(model)
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()  # of these models' own tokenizers
+    steps: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]
+    ]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _added_tokens(tokens: Sequence[str], kinds: Iterable[object]) -> list[AddedToken]:
+    """The tokens that are found in text before it is split."""
+    return [
+        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+
+
 def unwritable(where: Path, found: str, expected: str) -> UnsupportedModelError:
     """The error for a model that cannot be written as a GGUF file."""
     remedy = (
@@ -707,37 +737,20 @@ def unwritable(where: Path, found: str, expected: str) -> UnsupportedModelError:
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> dict[str, Any]:
     """The metadata of a tokenizer, by key."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    found = _splits(backend)
-    is_whole = bool(backend["model"].get("ignore_merges"))
-    name = next(
-        (name for name in _WRITTEN if _SPLITS[name] == found and (name in _WHOLE) == is_whole), None
-    )
-    if name is None:
-        steps = " and ".join(step["type"] for step in _steps(backend)) or "whole text"
-        kind = (
-            f"{backend['model']['type']} over {steps}{', whole tokens first' if is_whole else ''}"
-        )
-        expected = f"byte-level BPE that splits and merges text as {', '.join(_WRITTEN)}"
-        raise unwritable(where, f"a tokenizer of {kind[:200]}", expected)
+    name = _split_name(backend, where)
     by_id = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(by_id) >= size:
         expected = f"ids below {size}, the rows of the embedding"
         remedy = "use the tokenizer that belongs to the model"
         raise UnsupportedModelError(where, f"a token with id {max(by_id)}", expected, remedy)
-    added = {
-        token["id"]: _CONTROL if token["special"] else _USER_DEFINED
-        for token in backend["added_tokens"]
-    }
-    merges = backend["model"]["merges"]
     values: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": [by_id.get(index, f"[PAD{index}]") for index in range(size)],
-        "tokenizer.ggml.token_type": [
-            added.get(i, _NORMAL) if i in by_id else _UNUSED for i in range(size)
-        ],
+        "tokenizer.ggml.token_type": _token_types(backend, by_id, size),
         "tokenizer.ggml.merges": [
-            merge if isinstance(merge, str) else " ".join(merge) for merge in merges
+            merge if isinstance(merge, str) else " ".join(merge)
+            for merge in backend["model"]["merges"]
         ],
     }
     for called, attribute in _SPECIAL.items():
@@ -751,6 +764,28 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
     if isinstance(tokenizer.chat_template, str):
         values["tokenizer.chat_template"] = tokenizer.chat_template
     return values
+
+
+def _split_name(backend: dict[str, Any], where: Path) -> str:
+    """llama.cpp's name of the way in which a tokenizer splits and merges text."""
+    found = _splits(backend)
+    is_whole = bool(backend["model"].get("ignore_merges"))
+    for name in _WRITTEN:
+        if _SPLITS[name] == found and (name in _WHOLE) == is_whole:
+            return name
+    steps = " and ".join(step["type"] for step in _steps(backend)) or "whole text"
+    kind = f"{backend['model']['type']} over {steps}{', whole tokens first' if is_whole else ''}"
+    expected = f"byte-level BPE that splits and merges text as {', '.join(_WRITTEN)}"
+    raise unwritable(where, f"a tokenizer of {kind[:200]}", expected)
+
+
+def _token_types(backend: dict[str, Any], by_id: Collection[int], size: int) -> list[int]:
+    """llama.cpp's type of each id, of which some have no token."""
+    added = {
+        token["id"]: _CONTROL if token["special"] else _USER_DEFINED
+        for token in backend["added_tokens"]
+    }
+    return [added.get(i, _NORMAL) if i in by_id else _UNUSED for i in range(size)]
 
 
 def _splits(backend: dict[str, Any]) -> tuple[str, ...] | None:
