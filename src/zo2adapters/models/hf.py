@@ -22,7 +22,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -82,7 +82,7 @@ from zo2core.estimators.perturbation import PerturbedParameter
 from zo2core.protocols import TensorReader
 from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS
 from zo2core.sweep.microbatch import combined_loss, rows_of
-from zo2core.types import SavedForm
+from zo2core.types import ParameterSpec, SavedForm
 
 # entries of a batch that are not by row
 _IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")
@@ -314,19 +314,7 @@ class HFBlockModel:
             tokens are expected to be routed to more than half of them, which is faster if all are
             read ahead.
         """
-        specs = {
-            spec.name: spec
-            for layout in self.layouts
-            if not layout.resident
-            for spec in layout.parameters
-        }
-        places = {name: self.places_of(name) for name in specs}
-        stacks = {*routed_stacks([*self.modules.values()])}
-        found = [
-            (specs[name], module, leaf)
-            for name, [(_, module, leaf), *_] in places.items()
-            if (module, leaf) in stacks
-        ]
+        found = self._routed_parameters()
         # as ``wraps_parameter``
         is_wrapped = any(hasattr(module, "parameter_name") for module in self.modules.values())
         per_token = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
@@ -334,7 +322,25 @@ class HFBlockModel:
             return None
         if max(expected_share(spec.shape[0], per_token, tokens) for spec, _, _ in found) > MOST:
             return None
-        names = {spec.name for spec, _, _ in found}
+        self._leave_out({spec.name for spec, _, _ in found})
+        self.experts = RoutedExperts(self.weights, found)
+        return self.experts
+
+    def _routed_parameters(self) -> list[tuple[ParameterSpec, nn.Module, str]]:
+        """The stacks of experts that are chosen by a router: the parameter, its module and its name
+        there.
+        """
+        layers = [layout for layout in self.layouts if not layout.resident]
+        stacks = {*routed_stacks([*self.modules.values()])}
+        routed = []
+        for spec in (spec for layout in layers for spec in layout.parameters):
+            (_, module, leaf), *_ = self.places_of(spec.name)
+            if (module, leaf) in stacks:
+                routed.append((spec, module, leaf))
+        return routed
+
+    def _leave_out(self, names: Collection[str]) -> None:
+        """Take parameters out of all segments."""
         self.layouts = tuple(
             replace(
                 layout,
@@ -342,8 +348,6 @@ class HFBlockModel:
             )
             for layout in self.layouts
         )
-        self.experts = RoutedExperts(self.weights, found)
-        return self.experts
 
     @property
     def forwards_only(self) -> bool:
@@ -673,7 +677,9 @@ class HFBlockModel:
         mask = batch.get("attention_mask")
         positions = batch.get("position_ids")
         rope = getattr(self.config.get_text_config(), "rope_parameters", None)
-        has_own_positions = "mrope_section" in (rope or {})
+        position_rows = None if positions is None else len(positions)
+        if "mrope_section" in (rope or {}):
+            position_rows = rows  # positions of each row
         return expected_held_bytes(
             self.config,
             rows,
@@ -681,11 +687,7 @@ class HFBlockModel:
             # newest tokens attend to earlier ones
             keys=self.virtual_tokens + (tokens if mask is None else mask.shape[1]),
             is_padded="pixel_values" in batch or self.virtual_tokens > 0 or is_padded(batch),
-            position_rows=rows
-            if has_own_positions
-            else None
-            if positions is None
-            else len(positions),
+            position_rows=position_rows,
         )
 
 
