@@ -335,8 +335,6 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
     paths = dict.fromkeys(
         name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name
     )
-    whole: Any = skeleton
-    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
     unmatched = [
         name
         for name in config.modules_to_save or ()
@@ -351,9 +349,7 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
             "open the base with the head of this task (--head, or head=...)",
         )
     wrong = [name for name in unmatched if name not in of_task]
-    for path in paths:
-        has_parts = any(True for _ in skeleton.get_submodule(path + SAVED.rstrip(".")).children())
-        wrong += [path] if has_parts or skeleton.get_submodule(path) in ends else []
+    wrong += [path for path in paths if not _is_trainable_copy(skeleton, path)]
     if wrong:
         expected = (
             "modules with parameters of their own, such as norms, other than the embedding and "
@@ -362,6 +358,17 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
         raise OptionError(
             "adapter.modules_to_save", wrong[0], expected, "name such modules, or leave it out"
         )
+
+
+def _is_trainable_copy(skeleton: PreTrainedModel, path: str) -> bool:
+    """Whether a module's copy can be trained: only if it has no modules in it, and is neither the
+    embedding nor the output layer.
+    """
+    whole: Any = skeleton
+    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    copies = skeleton.get_submodule(path + SAVED.rstrip("."))
+    has_parts = any(True for _ in copies.children())
+    return not has_parts and skeleton.get_submodule(path) not in ends
 
 
 def _is_linear(module: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
@@ -397,9 +404,9 @@ class LoRAKind(AdapterKind):
         takes norms of matrices, and experts' matrices are added to the base's, before autocast
         casts them.
         """
-        return (
-            "DoRA" if config.use_dora else "LoRA of experts" if config.target_parameters else None
-        )
+        if config.use_dora:
+            return "DoRA"
+        return "LoRA of experts" if config.target_parameters else None
 
     def insert(
         self, skeleton: PreTrainedModel, config: Any, seed: int, idle: Collection[str]
@@ -801,7 +808,8 @@ class ChosenConfig(NamedTuple):
 def peft_config(adapter: Adapter) -> ChosenConfig:
     """Read and check an adapter's config."""
     peft = optional_package("peft", install="zo2core[peft]")
-    config, weights = deepcopy(adapter.config), None  # peft writes into it
+    config = deepcopy(adapter.config)  # peft writes into it
+    weights: Path | None = None
     if isinstance(config, (str, Path)):
         path = Path(config)
         if path.is_dir():
@@ -851,46 +859,22 @@ def inject(
     adapter, kind, config, weights = chosen
     of_base = skeleton.named_parameters(remove_duplicate=False)
     dtypes = {name: parameter.dtype for name, parameter in of_base}
-    try:
-        wrapper = kind.insert(skeleton, config, adapter.seed, idle)
-    except OptionError as error:
-        if weights is None:
-            raise
-        found = f"{error.where}: {error.found}"
-        remedy = "use the base that the adapter was made for; if this is it, merge the adapter "
-        remedy += "with peft's merge_and_unload, and use the merged model"
-        remedy = error.remedy if error.where == _TASK_TYPE else remedy
-        raise CheckpointError(
-            weights.with_name(CONFIG_FILE), found, error.expected, remedy
-        ) from error
+    wrapper = _insert(skeleton, chosen, idle)
     if adapter.is_trained:
         _require_called(skeleton, idle)
     tensors = dict[str, torch.Tensor]()
     for name, value in _added(skeleton):  # a module's copy has the dtype of the module, as in peft
         dtype = dtypes[base_form(name)] if SAVED in name else torch.float32
         tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
-    copies = {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}
     names = {name: kind.file_name(name) for name in tensors}
-    trained = frozenset(
-        name for name in tensors if not any(part in name for part in adapter.frozen)
-    )
-    unmatched = [part for part in adapter.frozen if not any(part in name for name in tensors)]
-    if not trained or unmatched:
-        raise OptionError(
-            "adapter.frozen",
-            f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} "
-            "parameter's name contains",
-            f"parts of the names of some of them, such as {kind.part_of_names}",
-            "leave it out to train all",
-        )
-    not_mixed = kind.not_stacked(config) if is_mixed and not kind.is_mixed else None
-    if not_mixed is not None:
-        remedy = "leave it out, or use LoRA of linear layers"
-        raise OptionError("precision", f"mixed with {not_mixed}", "exact precision", remedy)
+    trained = _trained_names(tensors, adapter, kind)
+    if is_mixed:
+        _require_mixable(kind, config)
     beside = dict[str, TensorEntry]()
     if weights is None:
         drawn = kind.first_values(skeleton, config, adapter.seed, base)
         rounded = partial(_rounded, drawn, _dtypes_beside(skeleton, encoded))
+        copies = {name: tensor.dtype for name, tensor in tensors.items() if SAVED in name}
         values = partial(_with_copies, rounded, copies, base)
     else:
         mapped = partial(kind.mapped, skeleton)
@@ -910,6 +894,52 @@ def inject(
         forward_bytes=kind.forward_bytes(skeleton, config),
         wrapper=wrapper,
     )
+
+
+def _insert(skeleton: PreTrainedModel, chosen: ChosenConfig, idle: Collection[str]) -> Any:
+    """Insert peft's modules. If they do not fit, a saved adapter was made for another base."""
+    try:
+        return chosen.kind.insert(skeleton, chosen.config, chosen.adapter.seed, idle)
+    except OptionError as error:
+        if chosen.weights is None:
+            raise
+        remedy = (
+            "use the base that the adapter was made for; if this is it, merge the adapter with "
+            "peft's merge_and_unload, and use the merged model"
+        )
+        if error.where == _TASK_TYPE:
+            remedy = error.remedy
+        found = f"{error.where}: {error.found}"
+        raise CheckpointError(
+            chosen.weights.with_name(CONFIG_FILE), found, error.expected, remedy
+        ) from error
+
+
+def _trained_names(
+    tensors: Mapping[str, torch.Tensor], adapter: Adapter, kind: AdapterKind
+) -> frozenset[str]:
+    """The parameters that are trained. Parts of names that freeze none or all are refused."""
+    trained = frozenset(
+        name for name in tensors if not any(part in name for part in adapter.frozen)
+    )
+    unmatched = [part for part in adapter.frozen if not any(part in name for name in tensors)]
+    if not trained or unmatched:
+        raise OptionError(
+            "adapter.frozen",
+            f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'every'} "
+            "parameter's name contains",
+            f"parts of the names of some of them, such as {kind.part_of_names}",
+            "leave it out to train all",
+        )
+    return trained
+
+
+def _require_mixable(kind: AdapterKind, config: Any) -> None:
+    """Refuse an adapter that cannot be computed with in mixed precision."""
+    not_mixed = None if kind.is_mixed else kind.not_stacked(config)
+    if not_mixed is not None:
+        remedy = "leave it out, or use LoRA of linear layers"
+        raise OptionError("precision", f"mixed with {not_mixed}", "exact precision", remedy)
 
 
 def _rounded(values: FirstValues, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
