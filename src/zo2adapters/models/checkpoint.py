@@ -15,11 +15,11 @@ import json
 import os
 import stat
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -55,6 +55,8 @@ from zo2adapters.models.module_use import module_use
 from zo2adapters.models.peft_adapter import (
     Adapter,
     ChosenConfig,
+    OpenBase,
+    OpenedAdapter,
     by_wrapped_names,
     inject,
     peft_config,
@@ -179,10 +181,7 @@ def open_checkpoint(
     _require_loss_chunk(loss_chunk, kind)
     adapter_config = None if adapter is None else peft_config(adapter)
     if adapter_config is not None:
-        carried = precision.carried if isinstance(precision, Precision) else None
-        _require_one_of("an adapter", "transfer_dtype", carried or transfer_dtype, "stored")
-        _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
-        precision = "exact" if precision == "auto" else precision
+        precision = _adapter_precision(precision, transfer_dtype, export_dtype)
     directory = resolve_directory(path)
     require_no_adapter(directory, adapter)
     files = GGUFModel(directory) if is_gguf(directory) else ModelDirectory(directory)
@@ -190,80 +189,140 @@ def open_checkpoint(
     if adapter_config is not None:
         _require_adapter_fits(adapter_config, files.config, kind)
     if files.is_encoded:
-        _require_one_of("quantised weights", "transfer_dtype", transfer_dtype, "stored")
-        _require_one_of("quantised weights", "precision", precision, "exact", "auto")
-        precision = "exact"
+        precision = _encoded_precision(precision, transfer_dtype)
     chosen = choose_precision(
         precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype
     )
-    # otherwise some may have another dtype
-    rounds = chosen.autocast is not None or export_dtype != "auto"
-    # building the model sets the config's dtype
-    exported = _dtype(export_dtype, files) if rounds else chosen.stored
+    # before the model is built, which sets the config's dtype
+    exported = _export_dtype(export_dtype, files, chosen)
     skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = architecture_of(skeleton, kind, architecture)
     parameters, saved_form = stored_tensors.match_tensors(
         directory, entries, encoded, skeleton, architecture
     )
-    if (
-        dtype == "auto"
-        and precision in ("auto", "exact")
-        and chosen.autocast is None
-        and not files.converts
-    ):
+    is_exact = precision in ("auto", "exact") and chosen.autocast is None
+    if is_exact and dtype == "auto" and not files.converts:
         stored_tensors.require_dtype(parameters, skeleton, chosen.stored)
     pieces, encodings = stored_tensors.encodings_of(parameters, encoded)
-    model_class: type[HFBlockModel] = HFBlockModel if kind is CAUSAL_LM else HFHeadModel
-    loss_chunk = _loss_chunk(skeleton, chosen, kind) if loss_chunk == "auto" else loss_chunk
-    options: dict[str, Any] = {"head": kind, "loss_chunk": loss_chunk}
-    formats = ParameterFormats(precision=chosen)
-    opened = None
+    parts = _Parts(
+        HFBlockModel if kind is CAUSAL_LM else HFHeadModel,
+        architecture,
+        ParameterFormats(precision=chosen, encodings=encodings),
+        pieces,
+    )
+    if loss_chunk == "auto":
+        loss_chunk = _loss_chunk(skeleton, chosen, kind)
     if adapter_config is not None:
         base_dtype = chosen.stored if isinstance(precision, Precision) else dtype
         base = partial(
             open_checkpoint, directory, dtype=base_dtype, architecture=architecture, head=head
         )
-        options["adapter"] = opened = inject(
-            skeleton,
-            adapter_config,
-            base,
-            is_mixed=chosen.autocast is not None,
-            encoded=encodings.keys(),
-            idle=module_use(skeleton, architecture).idle,
-        )
-        causal = PeftBlockModel if opened.wrapper is None else PrefixBlockModel
-        model_class = causal if kind is CAUSAL_LM else PeftHeadModel
-        pieces = by_wrapped_names(skeleton, pieces)
-        encodings = by_wrapped_names(skeleton, encodings)
-        architecture = replace(
-            architecture, embedding=(*architecture.embedding, *adapter_config.kind.embedding)
-        )
-        formats = replace(formats, trained=opened.trained, resident=opened.tensors.keys())
-        if chosen.autocast is not None:
-            kept = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
-            # frozen weights keep the checkpoint's dtype
-            formats = replace(formats, frozen_dtypes=kept)
-    if opened is not None:
-        pieces |= {name: (Piece.whole(entry),) for name, entry in opened.beside.items()}
-        encodings = {name: one for name, one in encodings.items() if name not in opened.beside}
-    reader: TensorReader = files.reader(pieces)
-    if opened is not None:
-        dtypes = {name: tensor.dtype for name, tensor in opened.tensors.items()}
-        reader = stored_tensors.OverlaidReader(reader, opened.values, dtypes, opened.where)
-    model = model_class(
+        parts = _with_adapter(parts, skeleton, kind, adapter_config, base)
+    model = parts.make(
         skeleton,
-        architecture,
-        reader,
-        files.companions(skeleton, exported),
-        formats=replace(formats, encodings=encodings),
+        parts.architecture,
+        parts.reader(files),
+        files.companions(skeleton, exported or chosen.stored),
+        formats=parts.formats,
         saved_form=saved_form,
-        export_dtype=exported if rounds else None,
-        **options,
+        export_dtype=exported,
+        head=kind,
+        loss_chunk=loss_chunk,
     )
-    beside = {} if opened is None else states_of(opened.beside.values())
-    model.base_files = BaseFiles({**files.states, **beside}, files.small)
+    model.base_files = parts.base_files(files)
     return model
+
+
+class _Parts(NamedTuple):
+    """What an adapter changes of the parts of which a model is made."""
+
+    make: Callable[..., HFBlockModel]
+    architecture: Architecture
+    formats: ParameterFormats
+    pieces: Mapping[str, tuple[Piece, ...]]  # of each parameter
+    adapter: OpenedAdapter | None = None
+
+    def reader(self, files: ModelDirectory | GGUFModel) -> TensorReader:
+        """A reader of all parameters."""
+        reader = files.reader(self.pieces)
+        if self.adapter is None:
+            return reader
+        dtypes = {name: tensor.dtype for name, tensor in self.adapter.tensors.items()}
+        return stored_tensors.OverlaidReader(
+            reader, self.adapter.values, dtypes, self.adapter.where
+        )
+
+    def base_files(self, files: ModelDirectory | GGUFModel) -> BaseFiles:
+        """The files that are read."""
+        beside = {} if self.adapter is None else states_of(self.adapter.beside.values())
+        return BaseFiles({**files.states, **beside}, files.small)
+
+
+def _with_adapter(
+    parts: _Parts, skeleton: PreTrainedModel, head: Head, chosen: ChosenConfig, base: OpenBase
+) -> _Parts:
+    """Insert an adapter into a skeleton; returns the parts of a model with it."""
+    precision = parts.formats.precision
+    is_mixed = precision.autocast is not None
+    adapter = inject(
+        skeleton,
+        chosen,
+        base,
+        is_mixed=is_mixed,
+        encoded=parts.formats.encodings.keys(),
+        idle=module_use(skeleton, parts.architecture).idle,
+    )
+    causal = PeftBlockModel if adapter.wrapper is None else PrefixBlockModel
+    model_class = causal if head is CAUSAL_LM else PeftHeadModel
+    embedding = (*parts.architecture.embedding, *chosen.kind.embedding)
+    pieces = by_wrapped_names(skeleton, parts.pieces)
+    encodings = by_wrapped_names(skeleton, parts.formats.encodings)
+    frozen_dtypes = {}
+    if is_mixed:
+        # frozen weights keep the checkpoint's dtype
+        frozen_dtypes = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
+    formats = ParameterFormats(
+        precision=precision,
+        encodings={name: one for name, one in encodings.items() if name not in adapter.beside},
+        trained=adapter.trained,
+        resident=adapter.tensors.keys(),
+        frozen_dtypes=frozen_dtypes,
+    )
+    beside = {name: (Piece.whole(entry),) for name, entry in adapter.beside.items()}
+    return _Parts(
+        partial(model_class, adapter=adapter),
+        replace(parts.architecture, embedding=embedding),
+        formats,
+        {**pieces, **beside},
+        adapter,
+    )
+
+
+def _adapter_precision(
+    precision: Precision | str, transfer_dtype: str, export_dtype: torch.dtype | str
+) -> Precision | str:
+    """The precision of a base with an adapter. Options that change its dtypes are refused."""
+    carried = precision.carried if isinstance(precision, Precision) else None
+    _require_one_of("an adapter", "transfer_dtype", carried or transfer_dtype, "stored")
+    _require_one_of("an adapter", "export_dtype", export_dtype, "auto")
+    return "exact" if precision == "auto" else precision
+
+
+def _encoded_precision(precision: Precision | str, transfer_dtype: str) -> str:
+    """The precision of quantised weights, which is the only one."""
+    _require_one_of("quantised weights", "transfer_dtype", transfer_dtype, "stored")
+    _require_one_of("quantised weights", "precision", precision, "exact", "auto")
+    return "exact"
+
+
+def _export_dtype(
+    dtype: torch.dtype | str, files: ModelDirectory | GGUFModel, precision: Precision
+) -> torch.dtype | None:
+    """The dtype to which exported weights are rounded; None: they keep theirs."""
+    if precision.autocast is None and dtype == "auto":
+        return None
+    return _dtype(dtype, files)
 
 
 def _require_loss_chunk(loss_chunk: object, kind: Head) -> None:
