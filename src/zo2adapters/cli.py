@@ -103,10 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     """Run a command line; return the exit status."""
     if "COMP_LINE" in os.environ:  # set by the shell for ``complete -C zo2 zo2``
-        from zo2adapters.commands.options import completions
-
-        line = os.environ["COMP_LINE"][: int(os.environ.get("COMP_POINT", sys.maxsize))]
-        sys.stdout.writelines(f"{text}\n" for text in completions(line, COMMANDS, command_class))
+        _print_completions(os.environ["COMP_LINE"])
         return 0
     name, *rest = arguments or [""]
     if name == "train" and "--plan" in rest:
@@ -122,64 +119,105 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         print(_NO_MEMORY, file=sys.stderr)
         return REFUSED
     try:
-        from zo2adapters.commands.options import (
-            command_help,
-            first_steps,
-            parse_command,
-            program_help,
-            require_command,
-        )
-
-        if not name or name in {*_HELP, "help"}:
-            print(
-                program_help({other: command_class(other) for other in COMMANDS})
-                if name
-                else first_steps()
-            )
+        shown_help = _asked_help(name, rest)
+        if shown_help is not None:
+            print(shown_help)
             return 0
-        require_command(name, list(COMMANDS))
-        options = command_class(name)
-        if _HELP & set(rest):
-            print(command_help(name, options, lists_all="--help-all" in rest))
-            return 0
-        command = parse_command(name, options, *options.split_recipe(rest))
-        command.check()
-        for module in options.needs:
-            importlib.import_module(module)
-        _quieten_libraries()
-        warnings.formatwarning, warnings.showwarning = format_warning, show_warning
-        if signals is not None:
-            signals.is_running = True
-        command.run()
-        sys.stdout.flush()  # here, where an error can still be reported
-        if signals is not None and signals.raised is not None:
-            raise signals.raised
+        command = _parsed(name, rest)
+        _run(command, signals)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and error.filename in STREAMS.values():
-            _drop_output(sys.stdout)  # the reader of the pipe has closed it
-            return _BROKEN_PIPE
-        # ``as_zo2_error`` recognises errors of the user or the machine; others are raised again
         reserve.close()
-        from zo2adapters.commands.options import as_zo2_error, error_line
-
-        refusal = as_zo2_error(error)
-        interruption = interruption_behind(error)
-        has_interrupted = signals is not None and signals.raised is not None
-        if refusal is None and interruption is None and not has_interrupted:
+        status = _report(error, command, signals)
+        if status is None:
             raise
-        if isinstance(error, OSError):
-            _drop_output(sys.stdout)
-        message = "interrupted" if refusal is None else error_line(refusal, command)
-        if interruption is None and signals is not None and signals.raised is not None:
-            # The error may come of it: foreign code had replaced the exception.
-            interruption, message = signals.raised, "interrupted"
-        if interruption is None:
-            print(f"{_program_name()}: {message}", file=sys.stderr)
-            return REFUSED
-        return _interrupted(interruption, command, f"{_program_name()}: {message}")
+        return status
     except KeyboardInterrupt as stopped:
         return _interrupted(stopped, command)
     return 0
+
+
+def _print_completions(line: str) -> None:
+    """Print what the last word of a command line, up to the cursor, can become."""
+    from zo2adapters.commands.options import completions
+
+    to_cursor = line[: int(os.environ.get("COMP_POINT", sys.maxsize))]
+    sys.stdout.writelines(f"{text}\n" for text in completions(to_cursor, COMMANDS, command_class))
+
+
+def _asked_help(name: str, rest: list[str]) -> str | None:
+    """The help that a command line asks for; None: it asks for none.
+
+    Raises:
+        OptionError: There is no such command.
+    """
+    from zo2adapters.commands.options import (
+        command_help,
+        first_steps,
+        program_help,
+        require_command,
+    )
+
+    if not name:
+        return first_steps()
+    if name in {*_HELP, "help"}:
+        return program_help({other: command_class(other) for other in COMMANDS})
+    require_command(name, list(COMMANDS))
+    if _HELP & set(rest):
+        return command_help(name, command_class(name), lists_all="--help-all" in rest)
+    return None
+
+
+def _parsed(name: str, rest: list[str]) -> Any:
+    """The command of a command line, with the options that follow its name."""
+    from zo2adapters.commands.options import parse_command
+
+    options = command_class(name)
+    return parse_command(name, options, *options.split_recipe(rest))
+
+
+def _run(command: Any, signals: SignalHandling | None) -> None:
+    """Check a command and run it."""
+    command.check()
+    for module in command.needs:
+        importlib.import_module(module)
+    _quieten_libraries()
+    warnings.formatwarning = format_warning
+    warnings.showwarning = show_warning
+    if signals is not None:
+        signals.is_running = True
+    command.run()
+    sys.stdout.flush()  # here, where an error can still be reported
+    if signals is not None and signals.raised is not None:
+        raise signals.raised
+
+
+def _report(error: Exception, command: Any, signals: SignalHandling | None) -> int | None:
+    """Print the line of an error; return the exit status.
+
+    None: it is no error of the user or of the machine, and no signal is behind it.
+    """
+    from zo2adapters.commands.options import as_zo2_error, error_line
+
+    if isinstance(error, BrokenPipeError) and error.filename in STREAMS.values():
+        _drop_output(sys.stdout)  # the reader of the pipe has closed it
+        return _BROKEN_PIPE
+    refusal = as_zo2_error(error)
+    interruption = interruption_behind(error)
+    raised = None if signals is None else signals.raised
+    if refusal is None and interruption is None and raised is None:
+        return None
+    if isinstance(error, OSError):
+        _drop_output(sys.stdout)
+    message = "interrupted" if refusal is None else error_line(refusal, command)
+    if interruption is None and raised is not None:
+        # The error may come of it: foreign code had replaced the exception.
+        interruption = raised
+        message = "interrupted"
+    line = f"{_program_name()}: {message}"
+    if interruption is None:
+        print(line, file=sys.stderr)
+        return REFUSED
+    return _interrupted(interruption, command, line)
 
 
 def _interrupted(interruption: KeyboardInterrupt, command: Any, *message: str) -> int:
