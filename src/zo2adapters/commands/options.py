@@ -441,41 +441,59 @@ def _with_its_settings(option: OptionField, see: str, text: str) -> _WithSetting
         with contextlib.suppress(ValueError):
             return _WithSettings({option.field: None, option.settings[""].field: float(text)})
         return _WithSettings({option.field: _converted(option, see, text)}, defaults)
+    see = f"{see}-all"
+    main, parts = _split_settings(option, see, text)
+    values = {} if main is None else {option.field: _converted(option, see, main)}
+    for part in parts:
+        setting = option.settings[part.partition("=")[0]]
+        values[setting.field] = _setting_value(option, setting, see, part)
+    return _WithSettings(values, {} if main is None else defaults)
+
+
+def _split_settings(option: OptionField, see: str, text: str) -> tuple[str | None, list[str]]:
+    """The option's own value, or None if there is none, and its settings as they are written."""
     switches = [f"{key}(?=,|$)" for key, setting in option.settings.items() if setting.type is bool]
     starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
     found = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL)
-    see = f"{see}-all"
-    if found is None and (unknown := re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)):
-        expected = (
-            "one of "
-            f"{', '.join(option.settings)}{_meant(nearest_name(unknown[1], option.settings))}"
-        )
-        raise _refused(f"the setting {unknown[1]:.80} of {option.flag}", expected, see)
-    if found is None and option.type is NoneType:
+    if found is None:
+        _require_no_setting(option, see, text)
+        return text, []
+    main, written = found.groups()
+    return main, re.split(rf",(?=(?:{starts}))", written)
+
+
+def _require_no_setting(option: OptionField, see: str, text: str) -> None:
+    """Refuse a text in which no setting is known, if it has one, or if the option has nothing
+    else.
+    """
+    unknown = re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)
+    if unknown is not None:
+        near = nearest_name(unknown[1], option.settings)
         raise _refused(
-            f"{text!r:.80} as {option.flag}",
-            " or ".join(f"{key}=VALUE" for key in option.settings),
+            f"the setting {unknown[1]:.80} of {option.flag}",
+            f"one of {', '.join(option.settings)}{_meant(near)}",
             see,
         )
-    main, written = (text, "") if found is None else found.groups()
-    values = {} if main is None else {option.field: _converted(option, see, main)}
-    for part in re.split(rf",(?=(?:{starts}))", written) if written else ():
-        key, _, value = part.partition("=")
-        setting = option.settings[key]
-        if setting.type is bool:
-            switch = _SWITCHES.get(value.lower() or "true")
-            if switch is None:
-                raise _refused(f"{part!r:.80} in {option.flag}", f"{key}, or {key}=false", see)
-            values[setting.field] = switch
-        elif setting.items and value != "None":
-            items = value.split(",")
-            if len(items) != len(setting.items):
-                told = f"{counted(len(items), 'value')} after {setting.flag}"
-                raise _refused(told, f"{len(setting.items)} values", see)
-            values[setting.field] = tuple(_converted(setting, see, item) for item in items)
-        else:
-            values[setting.field] = _converted(setting, see, value)
-    return _WithSettings(values, {} if main is None else defaults)
+    if option.type is NoneType:
+        expected = " or ".join(f"{key}=VALUE" for key in option.settings)
+        raise _refused(f"{text!r:.80} as {option.flag}", expected, see)
+
+
+def _setting_value(option: OptionField, setting: OptionField, see: str, part: str) -> Any:
+    """The value of a setting that is written as ``KEY=VALUE``, or of a switch as ``KEY``."""
+    key, _, value = part.partition("=")
+    if setting.type is bool:
+        switch = _SWITCHES.get(value.lower() or "true")
+        if switch is None:
+            raise _refused(f"{part!r:.80} in {option.flag}", f"{key}, or {key}=false", see)
+        return switch
+    if not setting.items or value == "None":
+        return _converted(setting, see, value)
+    items = value.split(",")
+    if len(items) != len(setting.items):
+        told = f"{counted(len(items), 'value')} after {setting.flag}"
+        raise _refused(told, f"{len(setting.items)} values", see)
+    return tuple(_converted(setting, see, item) for item in items)
 
 
 def _converted(option: OptionField, see: str, text: str) -> Any:
@@ -484,24 +502,29 @@ def _converted(option: OptionField, see: str, text: str) -> Any:
         # argparse converts the default of a missing positional argument, too
         return text
     kinds = {*option.kinds, *option.items}
-    named = option.named
-    if text in named:
-        return named[text]
+    if text in option.named:
+        return option.named[text]
     if text == "None" and NoneType in kinds:
         return None
     for kind in (kind for kind in (int, float, str, Path) if kind in kinds):
         with contextlib.suppress(ValueError):
             return kind(text)
+    raise _no_value_of(option, see, text)
+
+
+def _no_value_of(option: OptionField, see: str, text: str) -> OptionError:
+    """The error about a text that is no value of an option."""
+    kinds = {*option.kinds, *option.items}
     found = f"{text!r:.80} as {option.name.upper() if option.is_positional else option.flag}"
-    if numbers := [words for kind, words in _NUMBERS.items() if kind in kinds]:
+    numbers = [words for kind, words in _NUMBERS.items() if kind in kinds]
+    if numbers:
         remedy = f"write it in digits, such as {'1000' if int in kinds else '1e-3'}"
-        raise _refused(found, " or ".join([*numbers, *named]), remedy)
-    choices = sorted(named)
-    near = next((choice for choice in choices if choice.startswith(text)), None) or nearest_name(
-        text, choices
-    )
+        return _refused(found, " or ".join([*numbers, *option.named]), remedy)
+    choices = sorted(option.named)
+    begun = (choice for choice in choices if choice.startswith(text))
+    near = next(begun, None) or nearest_name(text, choices)
     remedy = see if near is None else f"write {near} if that is meant"
-    raise _refused(found, f"one of {', '.join(choices)}{_meant(near)}", remedy)
+    return _refused(found, f"one of {', '.join(choices)}{_meant(near)}", remedy)
 
 
 def _meant(near: str | None) -> str:
@@ -512,59 +535,86 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
     """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their
     values.
     """
-
-    def refused(found: str, expected: str, remedy: str) -> OptionError:
-        return OptionError(where, found, expected, remedy)
-
     listed = {option.name: option for option in option_fields(options)}
     arguments = list[str]()
     seen = set[str]()
     for name, key, value in _settings_last(_flat(values, where)):
-        found = f"the key {str(key)[:80]}"
         option, setting = SETTING_OF.get(name, (name, ""))
         if option not in listed:
+            found = f"the key {str(key)[:80]}"
             raise unknown_option(where, found, name, listed.values(), "zo2 train")
-        if (name if setting else option) in seen:
-            raise refused(f"the key {option} twice", "each option once", "remove one of the two")
-        seen.add(name if setting else option)
-        settings = listed[option].settings
-        if setting:
-            value = _switched(settings[setting], key, value, where)
-            value = setting_text(None, {setting: value})
-        elif settings and isinstance(value, Mapping):
-            known = {name: settings.get(name) for name in value}
-            value = setting_text(
-                None,
-                {name: _switched(known[name], name, value[name], where) for name in value},
-            )
-        else:
-            value = _switched(listed[option], key, value, where)
-        called = option.replace("_", "-")
-        is_list = isinstance(value, (list, tuple))
-        items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
-        texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
-        if not all(
-            item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items
-        ):
-            expected = "a single value, or a list of single values"
-            remedy = "see zo2 train --help-all"
-            raise refused(f"{yaml_kind(value)} as {key}", expected, remedy)
-        if len(items) > 1 and not listed[option].items:
-            raise refused(f"{len(items)} values as {key}", "a single value", "write one of them")
-        if is_list and any(item is None or isinstance(item, bool) for item in items):
-            remedy = "write each text between quotes"
-            raise refused(f"{json.dumps(value)} as {key}", "texts or numbers", remedy)
-        if any("\0" in text for text in texts):
-            raise refused(
-                f"NUL in the value of {key}",
-                "text without NUL, which no path can have",
-                "correct the value",
-            )
-        if isinstance(value, bool):
-            arguments.append(f"--{called}" if value else f"--no-{called}")
-        else:
-            arguments += [f"--{called}", *texts] if is_list else [f"--{called}={texts[0]}"]
+        own_name = name if setting else option
+        if own_name in seen:
+            found = f"the key {option} twice"
+            raise OptionError(where, found, "each option once", "remove one of the two")
+        seen.add(own_name)
+        written = _recipe_value(listed[option], setting, key, value, where)
+        _require_written(listed[option], key, written, where)
+        arguments += _as_arguments(option, written)
     return arguments
+
+
+def _recipe_value(
+    option: OptionField, setting: str, key: object, value: object, where: str
+) -> object:
+    """A value of a recipe as the command line takes it, where settings are a text.
+
+    Args:
+        option: The option.
+        setting: The key of the option's setting; empty: it is the option itself.
+        key: What the recipe calls it.
+        value: As the recipe has it.
+        where: The recipe.
+    """
+    settings = option.settings
+    if setting:
+        return setting_text(None, {setting: _switched(settings[setting], key, value, where)})
+    if settings and isinstance(value, Mapping):
+        return setting_text(
+            None,
+            {name: _switched(settings.get(name), name, one, where) for name, one in value.items()},
+        )
+    return _switched(option, key, value, where)
+
+
+def _require_written(option: OptionField, key: object, value: object, where: str) -> None:
+    """Refuse a value of a recipe that cannot be written on a command line."""
+    is_list = isinstance(value, (list, tuple))
+    items = _items(value)
+    if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
+        found = f"{yaml_kind(value)} as {key}"
+        expected = "a single value, or a list of single values"
+        raise OptionError(where, found, expected, "see zo2 train --help-all")
+    if len(items) > 1 and not option.items:
+        found = f"{len(items)} values as {key}"
+        raise OptionError(where, found, "a single value", "write one of them")
+    if is_list and any(item is None or isinstance(item, bool) for item in items):
+        found = f"{json.dumps(value)} as {key}"
+        raise OptionError(where, found, "texts or numbers", "write each text between quotes")
+    if any("\0" in _item_text(item) for item in items):
+        found = f"NUL in the value of {key}"
+        expected = "text without NUL, which no path can have"
+        raise OptionError(where, found, expected, "correct the value")
+
+
+def _as_arguments(option: str, value: object) -> list[str]:
+    """An option and its value, from a recipe, as arguments of a command line."""
+    called = option.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{called}" if value else f"--no-{called}"]
+    texts = [_item_text(item) for item in _items(value)]
+    if isinstance(value, (list, tuple)):
+        return [f"--{called}", *texts]
+    return [f"--{called}={texts[0]}"]
+
+
+def _items(value: object) -> Sequence[object]:
+    """The values of a list of a recipe, or its single value."""
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _item_text(item: object) -> str:
+    return str(item.value if isinstance(item, Enum) else item)
 
 
 def _switched(option: OptionField | None, key: object, value: object, where: str) -> object:
@@ -639,7 +689,7 @@ def unknown_option(
     names = ", ".join(written.values())
     for option in known:
         for key, setting in option.settings.items():
-            value = key if setting.type is bool else f"{key}=VALUE" if key else "SHARE"
+            value = _written_setting(key, setting, "VALUE" if key else "SHARE")
             written.setdefault(
                 setting.field, f"{written[option.name]}{' ' if is_flag else ': '}{value}"
             )
@@ -716,47 +766,64 @@ def first_steps() -> str:
 def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     """The help of a command."""
     listed = option_fields(options)
-    order = {field: index for index, field in enumerate(options.first_options.split())}
-    # The command's own options come first, and of these the ones that most people need.
-    shown = sorted(
-        listed,
-        key=lambda option: (
-            order.get(option.field, len(order)) if option.owner is options else math.inf
-        ),
-    )
-    if order and not lists_all:
-        shown = [option for field in order for option in listed if option.field == field]
+    shown = _shown_options(options, listed, lists_all=lists_all)
     lines = [
         f"usage: {_usage(name, options, listed)}",
         "",
         *_wrapped(inspect.getdoc(options) or "", 0),
     ]
+    rest = len(listed) - len(shown)
     for owner, group in itertools.groupby(
         shown, key=lambda option: option.owner if lists_all else options
     ):
-        heading = (
-            "Options"
-            if owner is options
-            else (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
-        )
-        lines += ["", heading]
+        lines += ["", "Options" if owner is options else _heading(owner)]
         for option in group:
-            lines.append(f"  {option.written}")
-            lines += _wrapped(
-                "One or several settings:" if option.type is NoneType else _text(option), _INDENT
-            )
-            for key, setting in option.settings.items() if len(shown) == len(listed) else ():
-                written = (
-                    key
-                    if setting.type is bool
-                    else f"{key}={setting.kind}"
-                    if key
-                    else setting.kind
-                )
-                lines += [f"    {written}", *_wrapped(_text(setting), _INDENT)]
-    rest = len(listed) - len(shown)
-    more = [f"{rest} more options: zo2 {name} --help-all"] if rest else []
-    return "\n".join([*lines, *([""] if more else []), *more])
+            lines += _option_lines(option, lists_settings=rest == 0)
+    if rest:
+        lines += ["", f"{rest} more options: zo2 {name} --help-all"]
+    return "\n".join(lines)
+
+
+def _shown_options(
+    options: Any, listed: list[OptionField], *, lists_all: bool
+) -> list[OptionField]:
+    """The options that a command's help shows, in order.
+
+    The command's own options come first, and of these the ones that most people need; without
+    ``--help-all`` those alone, if the command names any.
+    """
+    order = {field: index for index, field in enumerate(options.first_options.split())}
+    if order and not lists_all:
+        return [option for field in order for option in listed if option.field == field]
+    return sorted(
+        listed,
+        key=lambda option: (
+            order.get(option.field, len(order)) if option.owner is options else math.inf
+        ),
+    )
+
+
+def _heading(owner: type) -> str:
+    """The heading of a group of options: the first line of its docstring."""
+    return (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
+
+
+def _option_lines(option: OptionField, *, lists_settings: bool) -> list[str]:
+    """The help of an option."""
+    text = "One or several settings:" if option.type is NoneType else _text(option)
+    lines = [f"  {option.written}", *_wrapped(text, _INDENT)]
+    if lists_settings:
+        for key, setting in option.settings.items():
+            lines.append(f"    {_written_setting(key, setting, setting.kind)}")
+            lines += _wrapped(_text(setting), _INDENT)
+    return lines
+
+
+def _written_setting(key: str, setting: OptionField, value: str) -> str:
+    """How a setting is written; the one without a key stands for the option's own value."""
+    if setting.type is bool:
+        return key
+    return f"{key}={value}" if key else value
 
 
 def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
@@ -777,14 +844,13 @@ def _text(option: OptionField) -> str:
         return f"{text} (required)"
     if default is None or default is False or default == ():
         return text
-    shown = (
-        " ".join(map(str, default))
-        if isinstance(default, tuple)
-        else "on"
-        if default is True
-        else str(default)
-    )
-    return f"{text} (default: {shown})"
+    return f"{text} (default: {_default_text(default)})"
+
+
+def _default_text(default: object) -> str:
+    if default is True:
+        return "on"
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
@@ -930,17 +996,7 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
     if isinstance(error, ZO2Error):
         return error
     message = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    is_short = isinstance(error, RuntimeError) and any(
-        words in message.lower() for words in _OUT_OF_MEMORY
-    )
-    is_short |= isinstance(error, SystemError) and any(words in message for words in _NO_EXCEPTION)
-    # parsed for docstrings, imported before
-    is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"
-    if (
-        is_short
-        or isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    ):
+    if _is_of_memory(error, message):
         where = "device memory" if type(error).__name__ == "OutOfMemoryError" else "host memory"
         return MemoryBudgetError(
             where, f"none left ({message})", "enough for these options", "free memory"
@@ -951,6 +1007,22 @@ def as_zo2_error(error: Exception) -> ZO2Error | None:
     if isinstance(error, OSError):
         return _of_system(error)
     return None
+
+
+def _is_of_memory(error: Exception, message: str) -> bool:
+    """Whether an error says that memory ran out."""
+    match error:
+        case MemoryError():
+            return True
+        case OSError():
+            return error.errno == errno.ENOMEM
+        case RuntimeError():
+            return any(words in message.lower() for words in _OUT_OF_MEMORY)
+        case SystemError():
+            return any(words in message for words in _NO_EXCEPTION)
+        case SyntaxError():  # parsed for docstrings, imported before
+            return error.filename == "<unknown>"
+    return False
 
 
 def _of_system(error: OSError) -> ZO2Error:
@@ -974,24 +1046,13 @@ def _of_system(error: OSError) -> ZO2Error:
 def error_line(error: ZO2Error, command: Any) -> str:
     """Format an error as one line, with options as flags."""
     listed = option_fields(command) if is_dataclass(command) else []
-    names = {option.name for option in listed}
-    flags = {name: option.flag for option in listed for name in (option.name, option.field)}
-    flags |= {
-        setting.field: setting.flag for option in listed for setting in option.settings.values()
-    }
-    flags |= {
-        name: flags[option]
-        for option, names in _LIBRARY_NAMES.items()
-        if option in flags
-        for name in names.split()
-    }
+    flags = _flags_of(listed)
     where = error.where if error.is_of_path else flags.get(error.where, error.where)
     remedy = error.remedy
-    if isinstance(error, MemoryBudgetError) and names:
-        reducing = [flags[name] for name in _MEMORY_OPTIONS if name in names]
-        remedy = "allow or free more" + (
-            f", or reduce it with {', '.join(reducing)}" if reducing else ""
-        )
+    if isinstance(error, MemoryBudgetError) and listed:
+        names = {option.name for option in listed}
+        reducing = ", ".join(flags[name] for name in _MEMORY_OPTIONS if name in names)
+        remedy = "allow or free more" + (f", or reduce it with {reducing}" if reducing else "")
     line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
     line = _QUOTED.sub(
         lambda quoted: flags.get(quoted[1]) or _IN_FLAGS.get(quoted[1]) or quoted[0], line
@@ -999,6 +1060,20 @@ def error_line(error: ZO2Error, command: Any) -> str:
     if isinstance(error, JournalError):
         line = _HEADER_KEY.sub(lambda key: flags.get(_option_of(key[0])) or key[0], line)
     return " ".join(line.split())
+
+
+def _flags_of(listed: Sequence[OptionField]) -> dict[str, str]:
+    """Options as flags, by their names, those of their fields and settings, and the library's."""
+    flags = {name: option.flag for option in listed for name in (option.name, option.field)}
+    flags |= {
+        setting.field: setting.flag for option in listed for setting in option.settings.values()
+    }
+    return flags | {
+        name: flags[option]
+        for option, names in _LIBRARY_NAMES.items()
+        if option in flags
+        for name in names.split()
+    }
 
 
 def _option_of(key: str) -> str:
