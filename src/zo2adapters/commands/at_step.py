@@ -38,7 +38,7 @@ from zo2core.ranges import counted, require_whole, shown
 if TYPE_CHECKING:
     # command lines are parsed without importing transformers
     from zo2adapters.models.hf import HFBlockModel
-    from zo2core import Engine, Journal, SharedBase, Workers
+    from zo2core import Engine, Journal, MemoryPolicy, SharedBase, Workers
 
 T = TypeVar("T")
 EXPORT_BYTES = 256 << 20  # of activations, beside weights that are written
@@ -287,8 +287,8 @@ class AtStep(Command):
         If most forwards have few tokens (None: many), the experts of a mixture are read when tokens
         are routed to them.
         """
-        from zo2adapters.trainers.methods import weights_at
-        from zo2core import Engine, Journal, MemoryPolicy
+        from zo2adapters.trainers.methods import StepWeights, weights_at
+        from zo2core import Engine, Journal
 
         journal = (
             Journal()
@@ -304,24 +304,36 @@ class AtStep(Command):
         reads_itself = shared is None and self.resources.device == "cpu" and not replays
         experts = model.route(tokens) if tokens is not None and reads_itself else None
         room = activation_bytes + (0 if experts is None else experts.buffer_bytes)
-        limits: Any = (
-            {"host": self.resources.memory, "device": self.resources.device_memory}
-            if shared is None
-            else {}
-        )
-        given: Any = {"memory": MemoryPolicy(**limits, activations=room), "shared": shared}
-        given |= {
-            "device": local_device(self.resources.device, workers),
-            "trace": worker_trace(trace, workers),
-        }
+        weights = StepWeights()
         if self.journal is not None:
             if not replays:
                 self._require_snapshots_of(model, journal, workers)
-            given |= weights_at(journal, step, self.journal.parent)
-        engine = Engine(model, micro_batch_size=micro_batch_size, workers=workers, **given)
+            weights = weights_at(journal, step, self.journal.parent)
+        engine = Engine(
+            model,
+            weights.method,
+            journal=weights.journal,
+            device=local_device(self.resources.device, workers),
+            memory=self._memory(room, is_shared=shared is not None),
+            micro_batch_size=micro_batch_size,
+            trace=worker_trace(trace, workers),
+            workers=workers,
+            shared=shared,
+        )
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)
         return engine
+
+    def _memory(self, activations: int, *, is_shared: bool) -> MemoryPolicy:
+        """The memory that the engine may use; a shared base has limits of its own."""
+        from zo2core import MemoryPolicy
+
+        if is_shared:
+            return MemoryPolicy(activations=activations)
+        limits = self.resources
+        return MemoryPolicy(
+            host=limits.memory, device=limits.device_memory, activations=activations
+        )
 
     def _step(self, journal: Journal, *, tells: bool) -> int:
         """The step whose weights are taken: the given one, else that of the model that the run

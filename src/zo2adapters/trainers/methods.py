@@ -205,19 +205,15 @@ class RunMethod(ABC):
     def policy(self, activations: int, least: int | None = None) -> MemoryPolicy:
         """The memory that the run may use; a shared base has the limits of its runs."""
         storage = self.options.storage
-        least = least if self.spills else None
-        given: Any = (
-            {}
-            if self.shared is not None
-            else {"host": storage.memory, "device": storage.device_memory}
-        )
-        return MemoryPolicy(
-            **given,
+        policy = MemoryPolicy(
             activations=activations,
-            least_activations=least,
+            least_activations=least if self.spills else None,
             steps=self.options.steps,
             kept_free=self.kept_free,
         )
+        if self.shared is not None:
+            return policy
+        return replace(policy, host=storage.memory, device=storage.device_memory)
 
     def engine(
         self,
@@ -234,34 +230,47 @@ class RunMethod(ABC):
             provenance: What the run's result depends on, as JSON values.
             execution: How this process executes the run.
         """
-        kept = {
-            "journal": self.options.output / JOURNAL,
-            "run": self.options.output if self.has_gradient else None,
-        }
-        writes = {"write_back": self.write_back, "commit_every": self.commit_every}
-        given: Any = {
-            **kept,
-            **writes,
-            "provenance": provenance,
-            "trace": worker_trace(execution.trace, self.workers),
-        }
-        return self.open(model, *memory, method=self.steps(), **given)
+        options = self.options
+        return Engine(
+            model,
+            self.steps(),
+            journal=options.output / JOURNAL,
+            run=options.output if self.has_gradient else None,
+            provenance=provenance,
+            device=local_device(options.storage.device, self.workers),
+            memory=self.policy(*memory),
+            write_back=self.write_back,
+            commit_every=self.commit_every,
+            micro_batch_size=options.batching.micro_batch_size,
+            trace=worker_trace(execution.trace, self.workers),
+            workers=self.workers,
+            shared=self.shared,
+        )
 
-    def open(
-        self, model: HFBlockModel, activations: int, least: int | None = None, **given: Any
-    ) -> Engine:
-        """Open an engine on the run's device and within its limits; other engines of the model must
-        be closed.
+    def open(self, model: HFBlockModel, activations: int) -> Engine:
+        """Open an engine on the base, on the run's device and within its limits; other engines of
+        the model must be closed.
         """
-        given = {"workers": self.workers, **given}
-        rows = self.options.batching.micro_batch_size
-        device = local_device(self.options.storage.device, given["workers"])
-        given |= {
-            "micro_batch_size": rows,
-            "device": device,
-            "memory": self.policy(activations, least),
-        }
-        return Engine(model, shared=self.shared, **given)
+        return self._opened(model, activations, StepWeights(), self.workers)
+
+    def _opened(
+        self,
+        model: HFBlockModel,
+        activations: int,
+        weights: StepWeights,
+        workers: Workers | None,
+    ) -> Engine:
+        """Open an engine that takes no steps, on the run's device and within its limits."""
+        return Engine(
+            model,
+            weights.method,
+            journal=weights.journal,
+            device=local_device(self.options.storage.device, workers),
+            memory=self.policy(activations),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            workers=workers,
+            shared=self.shared,
+        )
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
         """What the plan of a run that has taken no steps depends on, with so many rows in a
@@ -320,8 +329,8 @@ class RunMethod(ABC):
     def at_step(self, engine: Engine, model: HFBlockModel, activations: int, step: int) -> Engine:
         """The model at an earlier step, for evaluation and export. The engine is closed."""
         weights = weights_at(engine.journal, step, self.options.output)
-        # the first worker alone
-        return self.open(model, min(activations, engine.activation_bytes), workers=None, **weights)
+        room = min(activations, engine.activation_bytes)
+        return self._opened(model, room, weights, workers=None)  # by the first worker alone
 
     def before_recording(self, engine: Engine, results: Results) -> None:
         """Prepare for writing an evaluation of the current step to the journal."""
@@ -933,18 +942,25 @@ def method_of(
     )
 
 
-def weights_at(journal: Journal, step: int, directory: Path) -> dict[str, Any]:
-    """What an engine gets for the weights after so many steps: the updates until then, or a
-    snapshot of a first-order run.
+class StepWeights(NamedTuple):
+    """From what an engine makes the weights of a step: without both they are the base's."""
+
+    journal: Journal | None = None  # the updates until the step
+    method: AtSnapshot | None = None  # a snapshot of a first-order run
+
+
+def weights_at(journal: Journal, step: int, directory: Path) -> StepWeights:
+    """The weights after so many steps.
 
     Updates cannot be undone, so that the weights are made from the base.
     """
     if journal.is_replayable:
-        return {"journal": journal if step == journal.version else journal.until(step)}
+        return StepWeights(journal=journal if step == journal.version else journal.until(step))
     if step == 0:  # where the parameters are those that the run began with
-        return {"method": AtSnapshot(step, None)}
+        return StepWeights(method=AtSnapshot(step, None))
     state = Snapshots(directory, journal.chain, journal.require_version).read(step).state
-    return {"method": AtSnapshot(step, state.get("parameters", {}))}  # refused if incomplete
+    # refused if incomplete
+    return StepWeights(method=AtSnapshot(step, state.get("parameters", {})))
 
 
 def base_model(options: TrainOptions) -> HFBlockModel:
