@@ -201,55 +201,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    cells_of_runs: list[dict[str, str]] = []
-    for run in runs:
-        losses = [row["loss"] for row in run.steps]
-        few = max(len(losses) // 20, 1)
-        seconds = [row["seconds"] for row in run.steps if "seconds" in row]
-        refused = run.refused
-        snapshots = sum(
-            row["snapshot_bytes"] for row in run.steps if _is_number(row.get("snapshot_bytes"))
-        )
-        written = snapshots + sum(
-            row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps
-        )
-        peak = max(
-            (row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None
-        )
-        storage = run.options.get("storage")
-        budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
-        best = min(
-            run.evaluations,
-            key=lambda row: (criterion(results_of_row(row)), row["step"]),
-            default=None,
-        )
-        cells = {
-            "model": _file_name(run.options.get("model")),
-            "data": _file_name(run.options.get("data")),
-            "method": _method(run.options),
-            **_evaluated(run),
-            "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
-            "minutes": _number(run.minutes[-1]),
-            "forwards of trials before": f"{sum(trial['forwards'] for trial in run.trials):,}",
-            "loss, mean of first and last 5 %": (
-                f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}"
-            ),
-            "best evaluation": "none"
-            if best is None
-            else f"{shown_results(results_of_row(best))} at step {best['step']}",
-            "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
-            "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
-            "steps rejected by the guard": f"{len(refused)}"
-            + (f", the first {refused[0]}" if refused else ""),
-            "written to disk, with snapshots": (
-                f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} "
-                "in 1,000 steps"
-            ),
-            "peak memory, and --memory": (
-                f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}"
-            ),
-        }
-        cells_of_runs.append(cells)
+    cells_of_runs = [_summary_cells(run) for run in runs]
     names = list(dict.fromkeys(name for cells in cells_of_runs for name in cells))
     rows = {name: [cells.get(name, "none") for cells in cells_of_runs] for name in names}
     shown = {
@@ -258,6 +210,67 @@ def _summary(runs: Sequence[Run]) -> str:
     return _table(
         ["", *(run.name for run in runs)], [[name, *values] for name, values in shown.items()]
     )
+
+
+def _summary_cells(run: Run) -> dict[str, str]:
+    """The texts of a run in the summary, by the names of its rows."""
+    losses = [row["loss"] for row in run.steps]
+    few = max(len(losses) // 20, 1)
+    seconds = [row["seconds"] for row in run.steps if "seconds" in row]
+    written = _written_bytes(run)
+    return {
+        "model": _file_name(run.options.get("model")),
+        "data": _file_name(run.options.get("data")),
+        "method": _method(run.options),
+        **_evaluated(run),
+        "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
+        "minutes": _number(run.minutes[-1]),
+        "forwards of trials before": f"{sum(trial['forwards'] for trial in run.trials):,}",
+        "loss, mean of first and last 5 %": (
+            f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}"
+        ),
+        "best evaluation": _best_evaluation(run),
+        "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
+        "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
+        "steps rejected by the guard": _rejected(run),
+        "written to disk, with snapshots": (
+            f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} in 1,000 steps"
+        ),
+        "peak memory, and --memory": f"{_peak_memory(run)}, {_memory_option(run)}",
+    }
+
+
+def _written_bytes(run: Run) -> int:
+    """Bytes that a run has written to disk, with its snapshots."""
+    written = 0
+    for row in run.steps:
+        snapshots: Any = row.get("snapshot_bytes")
+        written += snapshots if _is_number(snapshots) else 0
+        written += row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0)
+    return written
+
+
+def _best_evaluation(run: Run) -> str:
+    if not run.evaluations:
+        return "none"
+    best = min(run.evaluations, key=lambda row: (criterion(results_of_row(row)), row["step"]))
+    return f"{shown_results(results_of_row(best))} at step {best['step']}"
+
+
+def _rejected(run: Run) -> str:
+    """The number of the steps that the guard rejected, and the first of them."""
+    refused = run.refused
+    return f"{len(refused)}, the first {refused[0]}" if refused else "0"
+
+
+def _peak_memory(run: Run) -> str:
+    peaks = [row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row]
+    return shown_bytes(max(peaks)) if peaks else "not noted"
+
+
+def _memory_option(run: Run) -> object:
+    storage = run.options.get("storage")
+    return storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
 
 
 def _file_name(path: object) -> str:
