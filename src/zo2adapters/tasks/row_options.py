@@ -27,6 +27,7 @@ from zo2core.ranges import counted
 _NAMED = ("text", "prompt", "completion", "label", "messages")
 # keys that go with a prompt
 _KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")
+_TEXTS = ("text", "prompt", "messages")  # keys of what a row begins with
 # keys of rows whose label is not what is learned
 _LEARNED = {"completion", "candidates", "chosen", "answers"}
 # keys of texts or messages
@@ -221,48 +222,49 @@ class RowOptions:
 
     def _formed(self, row: Row, *, takes_labels: bool) -> dict[str, Any]:
         """The values of a row by the keys of a row format."""
-        columns, template = self._columns, self.prompt_template
-        if not columns and template is None:
+        if not self.names_columns:
             return dict(row) if takes_labels else self._with_candidates(dict(row))
-        converted = {
-            key: _column(row, column, f"--columns {key}") for key, column in columns.items()
-        }
-        made = "text" if takes_labels else "prompt"
-        if template is not None:
-            converted[made] = self._filled(template, row)
-        elif not converted.keys() & {"text", "prompt", "messages"}:
-            converted |= {key: row[key] for key in ("text", "prompt", "messages") if key in row}
-        kept = ("label", "text_pair") if takes_labels else _KEPT if "prompt" in converted else ()
-        for key in kept:
-            # a column that is named for another key, such as labels called completion
-            is_other = key in columns.values()
-            if (
-                key in row
-                and key not in converted
-                and not is_other
-                and not (key == "label" and "completion" in converted)
-            ):
-                converted[key] = row[key]
+        formed = self._named_values(row, takes_labels=takes_labels)
+        self._add_kept(formed, row, takes_labels=takes_labels)
         if takes_labels:
-            return converted
-        if template is not None and isinstance(converted.get("completion"), str):
-            converted["completion"] = _separated(converted["prompt"], converted["completion"])
-        if (
-            self.label_column is not None
-            and "completion" not in converted
-            and "prompt" not in converted
-        ):
-            found = (
-                f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}"
-            )
-            column = next(
-                (name for name in row if name != self.label_column and is_column(name)), "text"
-            )
-            remedy = (
-                f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
-            )
-            raise row_error(found, "a prompt before the label", remedy)
-        return self._with_candidates(converted)
+            return formed
+        if self.prompt_template is not None and isinstance(formed.get("completion"), str):
+            formed["completion"] = _separated(formed["prompt"], formed["completion"])
+        self._require_prompt(formed, row)
+        return self._with_candidates(formed)
+
+    def _named_values(self, row: Row, *, takes_labels: bool) -> dict[str, Any]:
+        """The values of the named columns and of the template, or else the row's own text."""
+        named = {
+            key: _column(row, column, f"--columns {key}") for key, column in self._columns.items()
+        }
+        if self.prompt_template is not None:
+            named["text" if takes_labels else "prompt"] = self._filled(self.prompt_template, row)
+        elif not named.keys() & _TEXTS:
+            named |= {key: row[key] for key in _TEXTS if key in row}
+        return named
+
+    def _add_kept(self, formed: dict[str, Any], row: Row, *, takes_labels: bool) -> None:
+        """Add the values that go with the named ones, under the keys that they have in the row."""
+        kept: tuple[str, ...] = ("label", "text_pair")
+        if not takes_labels:
+            kept = _KEPT if "prompt" in formed else ()
+        # a column that is named for another key, such as labels called completion
+        named = self._columns.values()
+        for key in kept:
+            is_learned = key == "label" and "completion" in formed
+            if key in row and key not in formed and key not in named and not is_learned:
+                formed[key] = row[key]
+
+    def _require_prompt(self, formed: Mapping[str, Any], row: Row) -> None:
+        """Refuse a row whose named label has no prompt before it."""
+        label = self.label_column
+        if label is None or "completion" in formed or "prompt" in formed:
+            return
+        others = ", ".join(map(repr, formed.keys() - {"label"})) or "no text"
+        column = next((name for name in row if name != label and is_column(name)), "text")
+        remedy = f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
+        raise row_error(f"a label, and {others}", "a prompt before the label", remedy)
 
     def _require_label(self, row: Row, *, is_learned: bool = False) -> None:
         """Refuse a label that is empty, and one that is learned and is not there."""
@@ -284,29 +286,33 @@ class RowOptions:
             return row
         label = row.pop("label")
         self._require_label(Row({self.label_column or "label": label}))
-        index = None if type(label) is int and self._by_index else self._index_of(label)
-        number = label.value if isinstance(label, Cell) else label
-        if index is None and self._by_index and type(number) in (int, float) and number % 1 == 0:
-            index = int(number)
+        index = self._label_index(label)
         if index is None or not 0 <= index < len(self.labels):
-            listed = self.labels[:_LISTED]
-            found = f"{shown(label)} in the column {self.label_column or 'label'!r}"
-            remedy = (
-                _nearest(str(label), self.labels)
-                or "correct the label, or name all labels with --labels"
-            )
-            raise row_error(
-                found,
-                f"one of {', '.join(map(repr, listed))}, or the number of one of them, from 0",
-                remedy,
-            )
+            raise self._unknown_label(label)
         prompt = row["prompt"]
-        texts = (
-            [_separated(prompt, text) for text in self.labels]
-            if isinstance(prompt, str)
-            else list(self.labels)
+        candidates = list(self.labels)
+        if isinstance(prompt, str):
+            candidates = [_separated(prompt, text) for text in self.labels]
+        return {**row, "candidates": candidates, "answer": index}
+
+    def _label_index(self, label: Any) -> int | None:
+        """The index of a label, or the label itself where it is one, whether in range or not."""
+        is_number = type(label) is int and self._by_index
+        index = None if is_number else self._index_of(label)
+        if index is not None or not self._by_index:
+            return index
+        number = label.value if isinstance(label, Cell) else label
+        return int(number) if type(number) in (int, float) and number % 1 == 0 else None
+
+    def _unknown_label(self, label: Any) -> DataError:
+        """The error about a label that is none of the named ones."""
+        listed = ", ".join(map(repr, self.labels[:_LISTED]))
+        return row_error(
+            f"{shown(label)} in the column {self.label_column or 'label'!r}",
+            f"one of {listed}, or the number of one of them, from 0",
+            _nearest(str(label), self.labels)
+            or "correct the label, or name all labels with --labels",
         )
-        return {**row, "candidates": texts, "answer": index}
 
     @property
     def _by_index(self) -> bool:
