@@ -766,25 +766,32 @@ def require_tunable(options: TrainOptions, zo_eps: Sequence[float] = ()) -> None
 def _value(value: Any, hint: Any, name: str) -> Any:
     """The value as its field has it."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
-        origin = get_origin(kind)
-        items = get_args(kind)
-        if (
-            origin is tuple
-            and isinstance(value, list)
-            and (items[-1] is ... or len(items) == len(value))
-        ):
-            return tuple(_value(item, items[0], name) for item in value)
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, Enum)
-            and value in [member.value for member in kind]
-        ):
-            return kind(value)
-        if kind in (str, Path) and isinstance(value, str) and "\0" not in value:
-            return kind(value)
-        is_number = kind in (int, float) and type(value) is int and abs(value) <= LARGEST_WHOLE
-        is_number |= kind is float and type(value) is float and math.isfinite(value)
-        is_named = origin is Literal and type(value) is str and value in items
-        if is_number or is_named or (kind in (bool, NoneType) and type(value) is kind):
-            return value
+        if not _is_of(value, kind):
+            continue
+        if get_origin(kind) is tuple:
+            return tuple(_value(item, get_args(kind)[0], name) for item in value)
+        return kind(value) if _is_made(kind) else value
     raise TypeError(f"{type(value).__name__} {str(value)[:40]!r} as {name}")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is one of this kind; of a tuple without looking at its items."""
+    items = get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and (items[-1] is ... or len(items) == len(value))
+    if get_origin(kind) is Literal:
+        return type(value) is str and value in items
+    if kind in (str, Path):
+        return isinstance(value, str) and "\0" not in value
+    if _is_made(kind):
+        return value in [member.value for member in kind]
+    if kind in (int, float) and type(value) is int:
+        return abs(value) <= LARGEST_WHOLE
+    if kind is float and type(value) is float:
+        return math.isfinite(value)
+    return kind in (bool, NoneType) and type(value) is kind
+
+
+def _is_made(kind: Any) -> bool:
+    """Whether JSON has another type for values of this kind, from which they are made."""
+    return kind in (str, Path) or (isinstance(kind, type) and issubclass(kind, Enum))
