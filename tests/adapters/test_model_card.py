@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from runs import data_sha256, finish, small_run
 from transformers import AutoTokenizer
 
-from zo2adapters.trainers.model_card import model_card
+from zo2adapters.trainers.model_card import ExportedModel, model_card
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunModelOptions
 from zo2core import Journal
@@ -50,9 +50,8 @@ def test_a_run_exports_a_card_with_a_header_that_the_hub_reads(run_directory: Pa
     assert lines == ["step", "0", "2", "3"]
     journal = Journal(run_directory / "journal.jsonl")
     for base, named in (("org/name", "BASE.gguf"), ("base.gguf", '"base.gguf"')):
-        card = model_card(
-            journal, version=3, base=base, is_adapter=True, is_gguf_file=True
-        ).decode()
+        exported = ExportedModel(version=3, is_adapter=True, is_gguf_file=True)
+        card = model_card(journal, exported, base=base).decode()
         assert f"llama-cli --model {named} --lora adapter.gguf" in card
 
 
@@ -76,9 +75,8 @@ def test_an_adapter_has_a_card_that_loads_it_with_peft(run_directory: Path, tmp_
 def test_names_of_the_hub_are_in_the_header_and_those_of_directories_cannot_break_it(
     tmp_path: Path,
 ) -> None:
-    content = model_card(
-        Journal(), version=1, base="user/base", is_adapter=True, data="user/tweets:train"
-    ).decode()
+    exported = ExportedModel(version=1, is_adapter=True)
+    content = model_card(Journal(), exported, base="user/base", data="user/tweets:train").decode()
     data: Any = ModelCard(content).data
     assert (data.base_model, data.base_model_relation, data.datasets) == (
         "user/base",
@@ -87,9 +85,8 @@ def test_names_of_the_hub_are_in_the_header_and_those_of_directories_cannot_brea
     )
     base = tmp_path / 'a`\n---\nb"c'
     base.mkdir()
-    assert (
-        "`a__---_b_c`" in ModelCard(model_card(Journal(), version=0, base=str(base)).decode()).text
-    )
+    content = model_card(Journal(), ExportedModel(version=0), base=str(base)).decode()
+    assert "`a__---_b_c`" in ModelCard(content).text
 
 
 def test_an_export_has_the_card_of_its_step_and_without_steps_claims_no_training(

@@ -8,7 +8,7 @@ import re
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from zo2adapters.commands.at_step import EXPORT_BYTES, AtStep
 from zo2adapters.commands.options import POSITIONAL, Command
@@ -23,6 +23,7 @@ from zo2core.ranges import counted
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
+    from zo2adapters.trainers.model_card import ExportedModel
     from zo2core import Engine
 
 _FILES = (".gguf", ".safetensors", ".bin", ".pt")  # endings of files, which no output directory has
@@ -60,20 +61,15 @@ class WritesDirectory(AtStep):
         """Write the model of a step whose base is known."""
         raise NotImplementedError
 
-    def _files(self, at: AtStep, engine: Engine, **kind: bool) -> dict[str, bytes]:
-        """The files beside a model or an adapter of this kind that a run has made."""
+    def _files(self, at: AtStep, exported: ExportedModel) -> dict[str, bytes]:
+        """The files beside a model or an adapter that a run has made."""
         from zo2adapters.trainers.model_card import files_of_run, rows_of_run
         from zo2core import Journal
 
+        base = str(at.model)
+        rows = rows_of_run(self.saved)
         with closing(Journal(at.journal)) as journal:
-            given: Any = {"version": engine.version, "head": at.model_options.head, **kind}
-            return files_of_run(
-                journal,
-                base=str(at.model),
-                options=self.saved,
-                rows=rows_of_run(self.saved),
-                **given,
-            )
+            return files_of_run(journal, exported, base=base, options=self.saved, rows=rows)
 
     def _export(
         self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]
@@ -135,8 +131,8 @@ class Export(WritesDirectory):
             require_package("gguf", install="zo2core[gguf]")
 
     def _write(self, at: AtStep) -> None:
-        from zo2adapters.models.export import export_adapter, export_gguf, merging_bytes
-        from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
+        from zo2adapters.models.export import export_adapter, merging_bytes
+        from zo2adapters.trainers.model_card import ExportedModel
 
         is_gguf_file = self.format == "gguf"
         has_adapter = at.model_options.trains_adapter
@@ -150,24 +146,44 @@ class Export(WritesDirectory):
         with at.engine(
             model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES
         ) as engine:
-            files = self._files(
-                at, engine, is_adapter=is_adapter, is_merged=merges, is_gguf_file=is_gguf_file
+            exported = ExportedModel(
+                version=engine.version,
+                head=at.model_options.head,
+                is_adapter=is_adapter,
+                is_merged=merges,
+                is_gguf_file=is_gguf_file,
             )
+            files = self._files(at, exported)
             if is_gguf_file:
-                template = None if self.saved is None else template_of_rows(self.saved.rows)
-                given: Any = {
-                    "base": at.base(),
-                    "kind": self.gguf_type,
-                    "as_adapter": self.as_adapter,
-                    "files": files,
-                }
-                given["template"] = template or template_of_chats(load_tokenizer(at.base()))
-                export_gguf(engine, model, self.output, tokenizer=load_tokenizer, **given)
+                self._write_gguf(at, model, engine, files)
             elif self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files=files)
             else:
                 self._export(at, model, engine, files)
             self._print("adapter" if is_adapter else "model", at, engine)
+
+    def _write_gguf(
+        self, at: AtStep, model: HFBlockModel, engine: Engine, files: dict[str, bytes]
+    ) -> None:
+        """Write a GGUF file, and a Modelfile with the template of the run's prompts or else of the
+        model's chats.
+        """
+        from zo2adapters.models.export import export_gguf
+        from zo2adapters.tasks.tokenizer import load_tokenizer, template_of_chats, template_of_rows
+
+        base = at.base()
+        template = None if self.saved is None else template_of_rows(self.saved.rows)
+        export_gguf(
+            engine,
+            model,
+            self.output,
+            base=base,
+            tokenizer=load_tokenizer,
+            kind=self.gguf_type,
+            as_adapter=self.as_adapter,
+            template=template or template_of_chats(load_tokenizer(base)),
+            files=files,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +199,7 @@ class Merge(WritesDirectory):
         from zo2adapters.models.export import export_merged, merging_bytes
         from zo2adapters.models.peft_model import PeftBlockModel
         from zo2adapters.tasks.row_source import file_sha256
-        from zo2adapters.trainers.model_card import CARD, merged_card
+        from zo2adapters.trainers.model_card import CARD, ExportedModel, merged_card
 
         adapter, head = at.model_options.adapter, at.model_options.head
         if at.journal is None and adapter is None:
@@ -198,7 +214,10 @@ class Merge(WritesDirectory):
                     CARD: merged_card(base=str(at.model), adapter=adapter, digest=digest, head=head)
                 }
             else:
-                files = self._files(at, engine, is_merged=isinstance(model, PeftBlockModel))
+                exported = ExportedModel(
+                    version=engine.version, head=head, is_merged=isinstance(model, PeftBlockModel)
+                )
+                files = self._files(at, exported)
             if isinstance(model, PeftBlockModel):
                 specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
                 total = sum(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -44,65 +45,82 @@ _PROVENANCE = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel:
+    """What is written of a run."""
+
+    version: int  # steps taken
+    head: str = "causal-lm"
+    is_adapter: bool = False
+    is_merged: bool = False  # whether the run's adapter is merged into the weights
+    is_gguf_file: bool = False
+
+
 def model_card(
     journal: Journal,
+    exported: ExportedModel,
     *,
-    version: int,
     base: str,
-    head: str = "causal-lm",
-    is_adapter: bool = False,
-    is_merged: bool = False,
-    is_gguf_file: bool = False,
     data: str | None = None,
     prompt: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
     """Write the card of a model that a run has trained."""
     header = {} if journal.header is None else journal.header
+    version = exported.version
+    is_adapter = exported.is_adapter
     name = _called(base)
-    causal = head == "causal-lm"
+    causal = exported.head == "causal-lm"
     first_order = any(isinstance(step, Commit) for step in journal.steps)
     lines = [*_summary(header, version, name, is_adapter=is_adapter, first_order=first_order)]
-    if is_merged and version:
+    if exported.is_merged and version:
         lines += ["", "The steps trained an adapter, which is merged into these weights."]
     is_described = bool(version or journal.evaluations)
     if is_described:
-        lines += [
-            "",
-            "## Data",
-            "",
-            *_data(header, data),
-            "",
-            "## Results",
-            "",
-            *_results(journal, version),
-        ]
+        lines += ["", "## Data", "", *_data(header, data)]
+        lines += ["", "## Results", "", *_results(journal, version)]
     if prompt:
         lines += ["", "## Prompts", "", f"As in `{PROMPT}`:", "", "```json", _json(prompt), "```"]
-    loading = _loading(name, causal=causal, is_adapter=is_adapter)
-    lines += [
-        "",
-        *_HOW,
-        *(_llama_cpp(base, name, is_adapter=is_adapter) if is_gguf_file else loading),
-    ]
+    lines += ["", *_HOW]
+    if exported.is_gguf_file:
+        lines += _llama_cpp(base, name, is_adapter=is_adapter)
+    else:
+        lines += _loading(name, causal=causal, is_adapter=is_adapter)
     if is_described:
         lines += ["", "## Options", "", "```json", json.dumps(_options(header), indent=2), "```"]
-    kinds = ["first-order" if first_order else "zeroth-order"] if version else []
-    is_local = not version or data is None or Path(data).exists()
-    hub_data = None if is_local else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", str(data))
-    datasets = None if hub_data is None else [hub_data[1]]
-    relation = "adapter" if is_adapter else "finetune" if version else None
-    title = f"{name}, fine-tuned" if version else name
-    tags = [*kinds, *(["lora"] if is_adapter or is_merged else [])]
     return _card(
-        title,
+        f"{name}, fine-tuned" if version else name,
         lines,
         base=base,
         causal=causal,
-        relation=relation,
-        tags=tags,
+        relation=_relation(exported),
+        tags=_tags(exported, first_order=first_order),
         library_name="peft" if is_adapter else "transformers",
-        datasets=datasets,
+        datasets=_datasets(data) if version else None,
     )
+
+
+def _relation(exported: ExportedModel) -> str | None:
+    """What the model is to its base, in the hub's words; None: the base itself."""
+    if exported.is_adapter:
+        return "adapter"
+    return "finetune" if exported.version else None
+
+
+def _tags(exported: ExportedModel, *, first_order: bool) -> list[str]:
+    tags = list[str]()
+    if exported.version:
+        tags.append("first-order" if first_order else "zeroth-order")
+    if exported.is_adapter or exported.is_merged:
+        tags.append("lora")
+    return tags
+
+
+def _datasets(data: str | None) -> list[str] | None:
+    """The data's id on the hub; None for local files."""
+    if data is None or Path(data).exists():
+        return None
+    on_hub = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", data)
+    return None if on_hub is None else [on_hub[1]]
 
 
 def merged_card(*, base: str, adapter: Path, digest: str, head: str = "causal-lm") -> bytes:
@@ -149,19 +167,18 @@ def _card(
 
 def files_of_run(
     journal: Journal,
+    exported: ExportedModel,
     *,
     base: str,
     options: TrainOptions | None,
     rows: RowOptions | None,
-    head: str,
-    **card: Any,
 ) -> dict[str, bytes]:
     """The files beside a model or an adapter that a run has made: its card, and the prompts that it
     was trained on.
     """
     prompt = prompt_of(rows)
     data = None if options is None else str(options.data)
-    files = {CARD: model_card(journal, base=base, head=head, data=data, prompt=prompt, **card)}
+    files = {CARD: model_card(journal, exported, base=base, data=data, prompt=prompt)}
     return files | ({PROMPT: _json(prompt).encode() + b"\n"} if prompt else {})
 
 

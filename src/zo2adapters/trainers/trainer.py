@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, islice
@@ -27,7 +27,7 @@ from zo2adapters.trainers.metrics import (
     untrained_line,
     verified_base,
 )
-from zo2adapters.trainers.model_card import files_of_run
+from zo2adapters.trainers.model_card import ExportedModel, files_of_run
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.process import (
     device_kinds,
@@ -204,10 +204,7 @@ class Trainer:
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
         batches = self._inputs.batches(engine.version)
-        evaluated = {*engine.journal.evaluations}
-        if self._workers is not None:
-            # a worker that joined late has no metrics, and all workers evaluate together
-            evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
+        evaluated = self._steps_evaluated()
         recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         tracker = options.report_to if is_first(self._workers) else "none"
         left = self._evaluations_left(engine.version + (engine.version in evaluated))
@@ -226,14 +223,8 @@ class Trainer:
             snapshots = self._method.snapshot_bytes(engine)
             seconds = list[float]()
             while True:
-                at = engine.version
-                is_due = options.is_evaluated_after(at)
-                if self._evaluated is not None and is_due and at not in evaluated:
-                    self._evaluate(self._evaluated, metrics, bar)
-                answers = at in (0, options.steps) or (options.rewards.reward and is_due)
-                if answers and self._samples is not None and is_first(self._workers):
-                    self._samples.write(engine, self._run)
-                if at >= options.steps:
+                self._measure_if_due(evaluated, metrics, bar)
+                if engine.version >= options.steps:
                     break
                 rows = next(batches)
                 batch = self._task.batch(rows)
@@ -252,6 +243,28 @@ class Trainer:
                 for line in lines:
                     self._print(bar, line)
                 bar.count_step(record)
+
+    def _steps_evaluated(self) -> set[int]:
+        """The steps after which the journal has an evaluation: the first worker's."""
+        evaluated = sorted(self.engine.journal.evaluations)
+        if self._workers is None:
+            return {*evaluated}
+        # a worker that joined late has no metrics, and all workers evaluate together
+        return {*self._workers.all_gather(evaluated)[0]}
+
+    def _measure_if_due(
+        self, evaluated: Collection[int], metrics: LiveMetrics, bar: StepBar
+    ) -> None:
+        """Evaluate after the present step, unless it was, and write samples, each where it is
+        due.
+        """
+        at = self.engine.version
+        is_due = self.options.is_evaluated_after(at)
+        if self._evaluated is not None and is_due and at not in evaluated:
+            self._evaluate(self._evaluated, metrics, bar)
+        answers = at in (0, self.options.steps) or (self.options.rewards.reward and is_due)
+        if answers and self._samples is not None and is_first(self._workers):
+            self._samples.write(self.engine, self._run)
 
     def _correction(self, seconds: Sequence[float], bar: StepBar) -> str | None:
         """A line with the measured time and memory of a long run's first steps, unless the plan
@@ -294,14 +307,12 @@ class Trainer:
         step = engine.version if best is None else best
         # with the labels of the rows
         rows = None if options.takes_labels else self._inputs.data.options
+        model_options = options.model_options
+        written = ExportedModel(
+            version=step, head=model_options.head, is_adapter=model_options.trains_adapter
+        )
         files = files_of_run(
-            engine.journal,
-            version=step,
-            base=options.model,
-            options=options,
-            rows=rows,
-            head=options.model_options.head,
-            is_adapter=options.model_options.trains_adapter,
+            engine.journal, written, base=options.model, options=options, rows=rows
         )
         with ExitStack() as opened:
             if step != engine.version:  # updates cannot be undone: the model is made from the base
