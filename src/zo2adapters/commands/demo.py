@@ -148,13 +148,17 @@ def run_demo(
         f"{recipe.evaluation_rows} to evaluate on",
         flush=True,
     )
-    given: Any = {name: getattr(recipe, name) for name in ("steps", "batching", "optimization")}
-    given |= {
-        "evaluation": task.evaluation,
-        "evaluate_every": max(recipe.steps // 5, 1),
-        "seed": seed,
-    }
-    options = TrainOptions(model=str(task.model), data=task.train, output=output, **given)
+    options = TrainOptions(
+        model=str(task.model),
+        data=task.train,
+        output=output,
+        steps=recipe.steps,
+        batching=recipe.batching,
+        optimization=recipe.optimization,
+        evaluation=task.evaluation,
+        evaluate_every=max(recipe.steps // 5, 1),
+        seed=seed,
+    )
     accuracies = [accuracy(task.model, task.evaluation, task.labels)]
     with Trainer(options, quiet=quiet) as trainer:
         trainer.run()

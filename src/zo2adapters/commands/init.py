@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from zo2adapters.commands.options import Command, Written
 from zo2adapters.models.model_files import require_model
@@ -93,10 +93,14 @@ class Init(Command):
     def _options(self) -> TrainOptions:
         names = itertools.chain(["run"], (f"run-{number}" for number in itertools.count(2)))
         output = next(path for path in map(Path, names) if not os.path.lexists(path))
-        same: Any = {
-            name: getattr(self, name)
-            for name in ("model", "data", "evaluation", "objective", "seed", "rows")
-        }
-        opening = RunModelOptions(head=self.head)
-        storage = Storage(memory=self.memory)
-        return TrainOptions(output=output, model_options=opening, storage=storage, **same)
+        return TrainOptions(
+            model=self.model,
+            data=self.data,
+            output=output,
+            evaluation=self.evaluation,
+            objective=self.objective,
+            seed=self.seed,
+            rows=self.rows,
+            model_options=RunModelOptions(head=self.head),
+            storage=Storage(memory=self.memory),
+        )

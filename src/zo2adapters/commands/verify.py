@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from zo2adapters.commands.options import Command
 from zo2adapters.models.model_files import require_model
@@ -72,9 +72,16 @@ class Verify(Command):
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
-        given: Any = {name: getattr(self, name) for name in ("steps", "tokens", "seed", "method")}
         parameters, difference = verify(
-            directory, opening, size, rows=self.batch_size, adapter=adapter, **given
+            directory,
+            opening,
+            size,
+            steps=self.steps,
+            rows=self.batch_size,
+            tokens=self.tokens,
+            seed=self.seed,
+            method=self.method,
+            adapter=adapter,
         )
         if difference is not None:
             print(f"DIFFERENT: {difference}")
