@@ -12,7 +12,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -73,6 +79,7 @@ from zo2core.ranges import MOST_RUNS, counted, require_whole
 
 if TYPE_CHECKING:
     # command lines are parsed without importing transformers
+    from zo2adapters.trainers.trainer import Trainer
     from zo2adapters.trainers.tuning import Schedule, Trial
     from zo2core import SharedBase, Workers
 
@@ -406,23 +413,14 @@ class Train(RunOptions, Command):
         from zo2adapters.trainers.trainer import Trainer
 
         options = self.options
-        resume = self.resume is not None
         first = is_first(workers)
         if options.first_order.method is not None:
             keep_freed_memory(SMALL)
         chooses = options.optimization.lr == "auto"
         if chooses:
             options = self._with_chosen_rate(options, workers)
-            resume = True
-        branching: Any = nullcontext()
-        if (
-            self.resume is not None
-            and self.from_step is not None
-            and first
-            and not (workers and holds_run(options.output))
-        ):
-            branching = branched_run(self.resume, self.from_step, options)
-        with branching:
+        resume = chooses or self.resume is not None
+        with self._branching(options, workers):
             if workers is not None:  # each of them has a directory of its own
                 options = replace(options, output=worker_directory(options.output))
                 resume = (options.output / OPTIONS).exists()
@@ -446,31 +444,34 @@ class Train(RunOptions, Command):
                 keep_freed_memory()
             elif options.first_order.method is None:
                 return_freed_memory_at_once()
-            try:
-                if not first:
-                    trainer.train()
-                    return
-                exported = trainer.run()
-            except KeyboardInterrupt:
-                tell(f"\n{trainer.how_to_continue()}")
-                raise
+            exported = _finished(trainer, exports=first)
+            if exported is None:
+                return
             tell(*trainer.last_lines())
         print(
             f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: "
             f"{options.output / JOURNAL}"
         )
 
+    def _branching(
+        self, options: TrainOptions, workers: Workers | None
+    ) -> AbstractContextManager[object]:
+        """In this context the branch of ``--from-step`` is opened, if there is one to begin: the
+        first worker begins it, once.
+        """
+        if self.resume is None or self.from_step is None or not is_first(workers):
+            return nullcontext()
+        if workers is not None and holds_run(options.output):
+            return nullcontext()
+        return branched_run(self.resume, self.from_step, options)
+
     def _with_chosen_rate(self, options: TrainOptions, workers: Workers | None) -> TrainOptions:
         """The options with a learning rate that short runs have chosen."""
         from zo2adapters.trainers.tuning import with_chosen_rate
 
-        refused = (
-            "--from-step"
-            if self.from_step is not None
-            else "torchrun"
-            if workers is not None
-            else None
-        )
+        refused = None if workers is None else "torchrun"
+        if self.from_step is not None:
+            refused = "--from-step"
         if refused is not None:
             raise OptionError(
                 "lr", f"auto with {refused}", "a number", "pass the rate that zo2 tune finds"
@@ -481,6 +482,21 @@ class Train(RunOptions, Command):
             if holds_run(options.output):
                 tell(f"\nstopped; to continue: {options.resume_command}")
             raise
+
+
+def _finished(trainer: Trainer, *, exports: bool) -> Path | None:
+    """Take the remaining steps, and export the model, where it then is.
+
+    If it is interrupted, it says how to continue.
+    """
+    try:
+        if exports:
+            return trainer.run()
+        trainer.train()
+    except KeyboardInterrupt:
+        tell(f"\n{trainer.how_to_continue()}")
+        raise
+    return None
 
 
 def tell(*lines: str, prefix: str = "") -> None:
@@ -877,15 +893,25 @@ class Tune(RunOptions, Command):
         with WorkerOptions().workers() as workers:
             require_same_command("tune", self, workers)
             first = is_first(workers)
-            given: Any = {
-                "forwards": self.forwards,
-                "learning_rates": self.learning_rates,
-                "zo_eps": self.zo_eps_to_try,
-            }
-            if first:
-                given["before"] = lambda schedule: tell(_trials_cost(schedule, options, workers))
-                given["after_round"] = lambda trials: tell(_trials_table(trials))
-            best = tune(options, quiet=not first, workers=workers, **given)
+
+            def tell_cost(schedule: Schedule) -> None:
+                if first:
+                    tell(_trials_cost(schedule, options, workers))
+
+            def tell_table(trials: Sequence[Trial]) -> None:
+                if first:
+                    tell(_trials_table(trials))
+
+            best = tune(
+                options,
+                forwards=self.forwards,
+                learning_rates=self.learning_rates,
+                zo_eps=self.zo_eps_to_try,
+                before=tell_cost,
+                after_round=tell_table,
+                quiet=not first,
+                workers=workers,
+            )
         if not first:
             return
         scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
