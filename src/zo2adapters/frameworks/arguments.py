@@ -314,6 +314,21 @@ def require_supported(
     """Refuse TRL's trainers whose step is not a call of the model with one batch, and arguments
     that are not supported.
     """
+    _require_trainer(kind, trainers)
+    for name, remedy in {**_REMEDIES, **remedies}.items():
+        if remedy is not None:
+            _require_no_option(name, options.get(name), remedy)
+            _require_default(name, args, remedy)
+    if args.world_size > 1 or args.n_gpu > 1:
+        found = f"{args.world_size} processes, {args.n_gpu} GPUs"
+        expected = "one process and at most one GPU"
+        raise OptionError(
+            "args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _require_trainer(kind: type, trainers: Sequence[str]) -> None:
+    """Refuse trainers that lack what is replaced, and TRL's trainers that are not among these."""
     for base in kind.__mro__:
         if issubclass(base, Trainer) and base.__module__.startswith(("transformers.", "trl.")):
             require_attributes(base, *REPLACED.get(base.__name__, ()))
@@ -329,31 +344,27 @@ def require_supported(
                 "engine's step"
             )
             raise OptionError(name, found, expected, other)
-    fields = {field.name: field for field in dataclasses.fields(args)}
-    for name, remedy in {**_REMEDIES, **remedies}.items():
-        option = options.get(name)
-        if remedy is None:
-            continue
-        if option is not None and option != (None, None):
-            raise OptionError(name, f"a {type(option).__name__}", "no such option", remedy)
-        if name in fields:
-            field = fields[name]
-            value = getattr(args, name)
-            default = (
-                field.default
-                if field.default_factory is dataclasses.MISSING
-                else field.default_factory()
-            )
-            is_off = not (value or default) or value == _OFF.get(name)
-            is_template = name == "chat_template_path" and _is_template_file(value)
-            if value != default and not is_off and not is_template:
-                raise OptionError(name, repr(value), f"the default, {default!r}", remedy)
-    if args.world_size > 1 or args.n_gpu > 1:
-        found = f"{args.world_size} processes, {args.n_gpu} GPUs"
-        expected = "one process and at most one GPU"
-        raise OptionError(
-            "args", found, expected, "start one process, with one GPU in CUDA_VISIBLE_DEVICES"
-        )
+
+
+def _require_no_option(name: str, option: object, remedy: str) -> None:
+    """Refuse an argument of a trainer's constructor, unless it is None."""
+    if option is not None and option != (None, None):
+        raise OptionError(name, f"a {type(option).__name__}", "no such option", remedy)
+
+
+def _require_default(name: str, args: Any, remedy: str) -> None:
+    """Refuse a field of a trainer's arguments, if they have it, that is not as by default."""
+    field = next((field for field in dataclasses.fields(args) if field.name == name), None)
+    if field is None:
+        return
+    value = getattr(args, name)
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    is_off = not (value or default) or value == _OFF.get(name)
+    is_template = name == "chat_template_path" and _is_template_file(value)
+    if value != default and not is_off and not is_template:
+        raise OptionError(name, repr(value), f"the default, {default!r}", remedy)
 
 
 _REWARD_MODEL = (
@@ -369,35 +380,14 @@ def open_model(
     """Open the model of a trainer, in the precision that the arguments ask for, or check one that
     is open already.
     """
-    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    autocast = _autocast(args)
     is_reward = "RewardTrainer" in _trl_trainers(kind)
     if isinstance(model, (str, Path)):
-        head = "sequence-classification" if is_reward else "causal-lm"
-        precision = (
-            "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
-        )
         dtype = _dtype_of_weights(args, kind, is_exact=autocast is None)
-        try:
-            model = open_checkpoint(
-                model, dtype=dtype, precision=precision, head=head, adapter=adapter
-            )
-        except OptionError as error:
-            if autocast is None or error.where != "precision":
-                raise
-            half = _name(autocast)
-            remedy = (
-                f"pass {_arguments(None)}; to compute in 16 bits, also a model from "
-                f"open_checkpoint with dtype={half!r}"
-            )
-            raise OptionError("bf16, fp16", error.found, error.expected, remedy) from error
-        except CheckpointError as error:
-            if not is_reward:
-                raise
-            raise CheckpointError(
-                error.where, error.found, error.expected, f"{error.remedy}. {_REWARD_MODEL}"
-            ) from error
+        model = _opened(model, dtype, autocast, adapter, is_reward=is_reward)
     elif getattr(args, "model_init_kwargs", None):
-        found, remedy = "some with an opened model", "leave it out, or pass the model's path"
+        found = "some with an opened model"
+        remedy = "leave it out, or pass the model's path"
         raise OptionError("model_init_kwargs", found, "none, since it is open already", remedy)
     if not isinstance(model, HFBlockModel):
         raise OptionError(
@@ -406,25 +396,71 @@ def open_model(
             "a model directory, a hub id, or a model from open_checkpoint",
             "pass the path, since the model is not loaded as a whole",
         )
-    has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
-    if is_reward and not (has_head and model.config.num_labels == 1):
-        found = f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}"
-        expected = (
-            "a reward model: opened with head='sequence-classification', with num_labels=1 in its "
-            "config"
-        )
-        raise OptionError("model", found, expected, _REWARD_MODEL)
-    if model.autocast != autocast:
-        options = (
-            "precision='exact'"
-            if autocast is None
-            else f"precision='mixed', dtype={_name(autocast)!r}"
-        )
-        found = f"a model that computes {_precision(model.autocast)}"
-        expected = f"a model that computes {_precision(autocast)}, as the arguments say"
-        remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
-        raise OptionError("bf16, fp16", found, expected, remedy)
+    if is_reward:
+        _require_reward_model(model)
+    _require_autocast(model, autocast)
     return model
+
+
+def _autocast(args: TrainingArguments) -> torch.dtype | None:
+    """The dtype in which the arguments let the model compute; None: that of its weights."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else None
+
+
+def _opened(
+    path: Path | str,
+    dtype: Any,
+    autocast: torch.dtype | None,
+    adapter: Adapter | None,
+    *,
+    is_reward: bool,
+) -> HFBlockModel:
+    """Open a model; errors name the trainer's arguments."""
+    head = "sequence-classification" if is_reward else "causal-lm"
+    precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
+    try:
+        return open_checkpoint(path, dtype=dtype, precision=precision, head=head, adapter=adapter)
+    except OptionError as error:
+        if autocast is None or error.where != "precision":
+            raise
+        remedy = (
+            f"pass {_arguments(None)}; to compute in 16 bits, also a model from "
+            f"open_checkpoint with dtype={_name(autocast)!r}"
+        )
+        raise OptionError("bf16, fp16", error.found, error.expected, remedy) from error
+    except CheckpointError as error:
+        if not is_reward:
+            raise
+        remedy = f"{error.remedy}. {_REWARD_MODEL}"
+        raise CheckpointError(error.where, error.found, error.expected, remedy) from error
+
+
+def _require_reward_model(model: HFBlockModel) -> None:
+    """Refuse a model that does not rate a text with one number."""
+    has_head = isinstance(model, HFHeadModel) and model.kind.name == "sequence-classification"
+    if has_head and model.config.num_labels == 1:
+        return
+    found = f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}"
+    expected = (
+        "a reward model: opened with head='sequence-classification', with num_labels=1 in its "
+        "config"
+    )
+    raise OptionError("model", found, expected, _REWARD_MODEL)
+
+
+def _require_autocast(model: HFBlockModel, autocast: torch.dtype | None) -> None:
+    """Refuse a model that computes in another dtype than the arguments say."""
+    if model.autocast == autocast:
+        return
+    options = "precision='exact'"
+    if autocast is not None:
+        options = f"precision='mixed', dtype={_name(autocast)!r}"
+    found = f"a model that computes {_precision(model.autocast)}"
+    expected = f"a model that computes {_precision(autocast)}, as the arguments say"
+    remedy = f"pass {_arguments(model.autocast)}, or open the model with {options}"
+    raise OptionError("bf16, fp16", found, expected, remedy)
 
 
 # What ``model_init_kwargs`` may say, besides a dtype: nothing that changes how a model is opened.
