@@ -30,6 +30,10 @@ class TaskEntry(NamedTuple):
     other_rows: tuple[RowFormat, ...] = ()
     has_gradient: bool = True  # whether its objective can be differentiated
 
+    def takes(self, rows: RowFormat) -> bool:
+        """Whether the task takes rows of a format, if it is given by name."""
+        return rows is self.rows or rows in self.other_rows
+
 
 # rows of preferences are candidates, too: the chosen one is right
 _PREFERENCES = (RowFormat.PREFERENCES,)
@@ -89,32 +93,33 @@ def require_task(
         differentiates: Whether steps take the gradient of the objective.
     """
     tasks = _named(objective) if rows is None else [find_task(objective, rows)]
-    name = tasks[0].name
+    first = tasks[0]
     for option, value in used.items():
         if value not in (None, False) and not any(option in task.options for task in tasks):
             expected = _either(task.name for task in TASKS if option in task.options)
-            raise OptionError(
-                option, f"the objective {name}", f"the objective {expected}", "leave it out"
-            )
+            found = f"the objective {first.name}"
+            raise OptionError(option, found, f"the objective {expected}", "leave it out")
     if differentiates and not any(task.has_gradient for task in tasks):
-        expected = _either(
-            task.name
-            for task in TASKS
-            if task.has_gradient and rows in (None, task.rows, *task.other_rows)
-        )
-        raise OptionError(
-            "objective",
-            f"{name}, which has no gradient",
-            f"{expected} with --method",
-            "pass another objective, or leave --method out: zeroth-order steps need no gradient",
-        )
-    if rows is not None and rows not in (tasks[0].rows, *tasks[0].other_rows):
+        raise _without_gradient(first.name, rows)
+    if rows is not None and not first.takes(rows):
         raise OptionError(
             "objective",
             f"{objective} for rows with {rows.value}",
-            f"rows with {tasks[0].rows.value}",
+            f"rows with {first.rows.value}",
             "pass another objective, or other rows",
         )
+
+
+def _without_gradient(name: str, rows: RowFormat | None) -> OptionError:
+    """The error about an objective that has no gradient, which names those that have one."""
+    differentiable = [task for task in TASKS if task.has_gradient]
+    expected = _either(task.name for task in differentiable if rows is None or task.takes(rows))
+    return OptionError(
+        "objective",
+        f"{name}, which has no gradient",
+        f"{expected} with --method",
+        "pass another objective, or leave --method out: zeroth-order steps need no gradient",
+    )
 
 
 def require_evaluation(rows: RowFormat, evaluation: RowFormat) -> None:
