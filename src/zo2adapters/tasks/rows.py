@@ -896,22 +896,32 @@ def padding_of(config: PretrainedConfig) -> int:
 
 def _label(row: Row, config: PretrainedConfig) -> Label:
     """A row's label as the model's loss takes it."""
+    return _class_of(row, config) if classifies(config) else _numbers_of(row, config)
+
+
+def _class_of(row: Row, config: PretrainedConfig) -> int:
+    """The class that a row's label names, or whose number it is."""
     value = row["label"]
-    count = int(config.num_labels or 1)
-    found = row.at("label")
     held = value.value if isinstance(value, Cell) else value
-    if classifies(config):
-        names: dict[str, Any] = dict(config.label2id or {})
-        index: Any = names.get(value, held) if isinstance(value, str) else value
-        index = int(index) if isinstance(index, float) and index.is_integer() else index
-        expected = f"a class from 0 to {count - 1}, or one of {', '.join(list(names)[:8])}"
-        _require(type(index) is int and 0 <= index < count, found, expected, "correct the label")
-        return int(index)
-    numbers = held if isinstance(held, list) else [held]
+    count = int(config.num_labels or 1)
+    names: dict[str, Any] = dict(config.label2id or {})
+    index: Any = names.get(value, held) if isinstance(value, str) else value
+    index = int(index) if isinstance(index, float) and index.is_integer() else index
+    expected = f"a class from 0 to {count - 1}, or one of {', '.join(list(names)[:8])}"
+    is_valid = type(index) is int and 0 <= index < count
+    _require(is_valid, row.at("label"), expected, "correct the label")
+    return int(index)
+
+
+def _numbers_of(row: Row, config: PretrainedConfig) -> float | tuple[float, ...]:
+    """The number that a row's label is, or the numbers of which it is a list."""
+    value = row["label"]
+    held = value.value if isinstance(value, Cell) else value
+    count = int(config.num_labels or 1)
     is_one = rates_once(config)
+    numbers = held if isinstance(held, list) else [held]
     are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
     is_valid = are_numbers and len(numbers) == count and isinstance(held, list) is not is_one
-    _require(
-        is_valid, found, "a number" if is_one else f"a list of {count} numbers", "correct the label"
-    )
+    expected = "a number" if is_one else f"a list of {count} numbers"
+    _require(is_valid, row.at("label"), expected, "correct the label")
     return float(held) if is_one else tuple(map(float, numbers))
