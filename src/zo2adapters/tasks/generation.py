@@ -376,7 +376,8 @@ class Generation:
         elif most <= _SHRINK_AT * group.places:
             places = group.ended.int().argsort(dim=1, stable=True)[:, :most].sort(dim=1).values
             forward.keep(group.streams, group.places, list(places))
-            group.rows, group.ended = group.rows.gather(1, places), group.ended.gather(1, places)
+            group.rows = group.rows.gather(1, places)
+            group.ended = group.ended.gather(1, places)
             group.ids, group.mask = (
                 values.gather(1, places[:, :, None].expand(-1, -1, values.shape[2]))
                 for values in (group.ids, group.mask)

@@ -585,16 +585,16 @@ class GeneratedTask(Task):
         """Continue the prompts of rows at each evaluation."""
         continued: list[list[Continued]] = [[] for _ in at]
         for group in self._groups(rows) if rows and at else ():
-            given: Any = {
-                "sampling": sampling,
-                "evaluations": at,
-                "allowed": engine.activation_bytes,
-            }
-            given |= {
-                "max_new_tokens": max(map(self._new_tokens, group)),
-                "pad_token_id": self._options.pad,
-            }
-            generation = Generation(engine, self._model, eos_token_ids=self._ends, **given)
+            generation = Generation(
+                engine,
+                self._model,
+                max_new_tokens=max(map(self._new_tokens, group)),
+                sampling=sampling,
+                eos_token_ids=self._ends,
+                pad_token_id=self._options.pad,
+                evaluations=at,
+                allowed=engine.activation_bytes,
+            )
             made = generation.continuations([row.input_ids[: row.prompt_length] for row in group])
             for so_far, tokens in zip(continued, made, strict=True):
                 so_far += zip(group, tokens, strict=True)
