@@ -323,29 +323,39 @@ def _require_effect(
     }
     for name, others in NEEDED:
         if name in asked and not changed.keys() & set(others):
-            needed = " or ".join(dict.fromkeys(map(flag, others)))
-            remedy = "pass it, or leave this out"
-            if SETTING_OF.get(name, ("",))[0] in others:
-                needed = f"{needed} with a value, too"
-                remedy = "write it before a colon, or leave this out"
-            raise OptionError(name, asked[name], needed, remedy)
+            raise _lacks_needed(name, asked[name], others)
     if "method" not in values:
         return
     method = values["method"][0]
     trains_adapter = bool({"adapter", "lora_rank"} & changed.keys())
-    beside = "without --method" if method is None else f"with --method {method}"
     for name, value in asked.items():
         if not OPTIONS[name].effect.applies(method, trains_adapter=trains_adapter):
-            clips = method is None and name == "max_grad_norm"
-            remedy = (
-                "pass --method, or --clip projected=1, for zeroth-order steps"
-                if clips
-                else "leave one of the two out"
-            )
-            found = f"{value} {beside}{' and an adapter' if trains_adapter else ''}"
-            raise OptionError(
-                name, found, f"{OPTIONS[name].effect.needs}: it has no effect otherwise", remedy
-            )
+            raise _without_effect_on(name, value, method, trains_adapter=trains_adapter)
+
+
+def _lacks_needed(name: str, value: str, others: Collection[str]) -> OptionError:
+    """The error about an option without any of those that it needs."""
+    needed = " or ".join(dict.fromkeys(map(flag, others)))
+    if SETTING_OF.get(name, ("",))[0] in others:
+        remedy = "write it before a colon, or leave this out"
+        return OptionError(name, value, f"{needed} with a value, too", remedy)
+    return OptionError(name, value, needed, "pass it, or leave this out")
+
+
+def _without_effect_on(
+    name: str, value: str, method: str | None, *, trains_adapter: bool
+) -> OptionError:
+    """The error about an option that has no effect with a method."""
+    beside = "without --method" if method is None else f"with --method {method}"
+    remedy = "leave one of the two out"
+    if method is None and name == "max_grad_norm":
+        remedy = "pass --method, or --clip projected=1, for zeroth-order steps"
+    return OptionError(
+        name,
+        f"{value} {beside}{' and an adapter' if trains_adapter else ''}",
+        f"{OPTIONS[name].effect.needs}: it has no effect otherwise",
+        remedy,
+    )
 
 
 def flag(name: str) -> str:
@@ -396,9 +406,9 @@ def plain(value: object) -> Any:
     """
     if isinstance(value, tuple):
         return value[0] if len(value) == 1 else list(value)
-    return (
-        value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
-    )
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
 
 
 def _shown(value: object) -> str:
