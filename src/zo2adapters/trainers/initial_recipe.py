@@ -17,7 +17,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, is_differentiable, names_model_loss
 from zo2adapters.tasks.row_options import RowFormat, Survey, survey
-from zo2adapters.tasks.rows import RowReader
+from zo2adapters.tasks.rows import RowReader, Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
@@ -40,7 +40,10 @@ _BATCH = 16  # rows
 _MICRO_BATCHES = (None, 8, 4, 2, 1)
 _ACTIVATIONS = 0.25  # share of the memory that activations may take
 _ZEROTH_ORDER_STEPS = 1000
-_EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 3, 50, 2000  # of a first-order run
+# of a first-order run
+_EPOCHS = 3
+_FEWEST_STEPS = 50
+_MOST_STEPS = 2000
 _LONGEST_RUN = 4 * 3600.0  # seconds above which one epoch is enough to begin with
 _LONGEST_ROW = 4096  # tokens; longer rows are cut before lengths are measured
 _UNCUT = 256  # tokens of rows that are too short to be worth cutting
@@ -245,17 +248,7 @@ def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOpti
     rows, too.
     """
     most = min(_LONGEST_ROW, model.longest_row or _LONGEST_ROW)
-    reading = replace(
-        options.rows, too_long="drop" if options.rows.too_long == "auto" else options.rows.too_long
-    )
-    config = model.config if options.takes_labels else None
-    reader = RowReader(load_tokenizer(resolve_directory(options.model)), most, reading, config)
-    try:
-        data, _ = reader.read_files(options.data, None, options.eval_split)
-    except ZO2Error:  # every row is longer
-        data, _ = replace(reader, options=options.rows).read_files(
-            options.data, None, options.eval_split
-        )
+    data = _rows_of_lengths(options, model, most)
     tokens = sorted(length for row in data for length, _ in row.sequences)
     typical = tokens[math.ceil(len(tokens) * _TYPICAL) - 1]
     chosen = tokens[-1] if tokens[-1] <= max(_UNCUT, 1.25 * typical) else typical
@@ -273,6 +266,22 @@ def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOpti
         # else the run's model judges longer rows, too
         options = options.having(sequence_length=limit)
     return options.having(too_long=too_long), reason, len(data)
+
+
+def _rows_of_lengths(options: TrainOptions, model: HFBlockModel, most: int) -> Rows:
+    """Read the rows to train on, by default without those that are longer than ``most`` tokens,
+    unless all are.
+    """
+    too_long = options.rows.too_long
+    reading = replace(options.rows, too_long="drop" if too_long == "auto" else too_long)
+    config = model.config if options.takes_labels else None
+    reader = RowReader(load_tokenizer(resolve_directory(options.model)), most, reading, config)
+    try:
+        data, _ = reader.read_files(options.data, None, options.eval_split)
+    except ZO2Error:  # every row is longer
+        reader = replace(reader, options=options.rows)
+        data, _ = reader.read_files(options.data, None, options.eval_split)
+    return data
 
 
 def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
