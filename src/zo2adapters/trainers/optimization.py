@@ -238,7 +238,9 @@ class Optimization(StepSize):
 
     def loss_rows(self, rows: int) -> int:
         """Rows that share one loss, in a batch of so many rows."""
-        groups = (rows if self.queries == 1 else self.queries) if self.per_row else 1
+        if not self.per_row:
+            return rows
+        groups = rows if self.queries == 1 else self.queries
         return -(-rows // groups)
 
     @property

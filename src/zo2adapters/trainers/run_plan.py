@@ -457,15 +457,9 @@ class _Forecast(NamedTuple):
             written = method.written(model, host_plan.buckets)
         else:
             snapshot = method.snapshot_size(model)
-            limit = options.storage.write_limit_tb
             # the reads' where compute is not known
             seconds = max(self._read_seconds(read), forward + arithmetic)
-            written = (
-                snapshot
-                * seconds
-                / interval(snapshot / self.speeds.writing(disk) + snapshot / probes.hashing_speed())
-            )
-            written = written if limit is None else min(written, 1e9 * limit)
+            written = self._snapshots_a_step(snapshot, seconds)
         return RunPlan(
             host_plan=host_plan,
             scratch_bytes=scratch,
@@ -478,6 +472,13 @@ class _Forecast(NamedTuple):
             disk_seconds=self._read_seconds(read) + spill_seconds,
             evaluation_seconds=self._evaluation_seconds(decoding, self._read_seconds(evaluated)),
         )
+
+    def _snapshots_a_step(self, snapshot: int, seconds: float) -> float:
+        """Bytes of snapshots that a step of so many seconds writes on average."""
+        limit = self.options.storage.write_limit_tb
+        writing = snapshot / self.speeds.writing(self.options.output)
+        written = snapshot * seconds / interval(writing + snapshot / probes.hashing_speed())
+        return written if limit is None else min(written, 1e9 * limit)
 
     def on_device(self) -> RunPlan:
         """The plan of zeroth-order steps on a GPU."""
@@ -781,14 +782,9 @@ def first_line(options: RunOptions, plan: RunPlan, *, trial_steps: int = 0) -> s
 def method_words(options: RunOptions) -> str:
     """The method, what it trains, and its steps."""
     model, method = options.model_options, options.first_order.method
-    adapter = model.adapter_name
-    trained = (
-        "all parameters"
-        if adapter is None
-        else f"the adapter {adapter}"
-        if model.adapter
-        else adapter
-    )
+    trained = model.adapter_name or "all parameters"
+    if model.adapter:
+        trained = f"the adapter {trained}"
     steps = (
         f"Zeroth-order steps train {trained}"
         if method is None
