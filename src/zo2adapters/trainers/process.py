@@ -224,7 +224,9 @@ def device_kinds(device: str, workers: Workers | None) -> str:
     return kind if workers is None else "+".join(sorted({*workers.all_gather(kind)}))
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+# constants of malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _NEVER = -1  # glibc converts it to the largest size
 # bytes of the largest block that is kept; larger blocks are returned to the system
 LARGEST_KEPT = 1 << 30

@@ -240,7 +240,8 @@ def _ranked(
         )
         after_round([*trials, *finished])
         left = -(-len(trials) // 2)
-        trials, finished = trials[:left], [*trials[left:], *finished]
+        finished = [*trials[left:], *finished]
+        trials = trials[:left]
     return [*trials, *finished]
 
 
