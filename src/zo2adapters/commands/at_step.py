@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from zo2adapters.commands.journal import read_journal, require_journal
 from zo2adapters.commands.options import Command, Written
@@ -205,10 +205,10 @@ class AtStep(Command):
         function: Callable[[AtStep, HFBlockModel, SharedBase | None], T],
         *,
         may_share: bool = True,
-        **given: Any,
+        loss_chunk: int | Literal["auto"] | None = "auto",
     ) -> dict[str, T]:
-        """What a function returns for this step, by the name "", and for others, by theirs, opened
-        with what is given.
+        """What a function returns for this step, by the name "", and for others, by theirs, which
+        are opened with this ``loss_chunk``.
 
         Each pass over the blocks serves all if they only read the base; else one runs after the
         other.
@@ -217,7 +217,7 @@ class AtStep(Command):
 
         def runs(shared: SharedBase | None) -> dict[str, Callable[[], T]]:
             opened = {"": (self, model)} | {
-                name: (at, at.open_model(**given)) for name, at in others
+                name: (at, at.open_model(loss_chunk=loss_chunk)) for name, at in others
             }
             return {
                 name: partial(function, at, its_model, shared)
@@ -264,11 +264,17 @@ class AtStep(Command):
         assert self.model is not None, "resolved() was called"
         return resolve_directory(self.model)
 
-    def open_model(self, **given: Any) -> HFBlockModel:
-        """Open the base with the run's options; what else is given goes to ``open_checkpoint``."""
-        seed = 0 if self.saved is None else self.saved.seed
+    def open_model(
+        self, *, loss_chunk: int | Literal["auto"] | None = "auto", export_dtype: str = "auto"
+    ) -> HFBlockModel:
+        """Open the base with the run's options. See ``open_checkpoint``."""
         return self.model_options.opened(
-            self.base(), seed=seed, base=self.model, is_trained=False, **given
+            self.base(),
+            seed=0 if self.saved is None else self.saved.seed,
+            base=self.model,
+            is_trained=False,
+            loss_chunk=loss_chunk,
+            export_dtype=export_dtype,
         )
 
     def engine(

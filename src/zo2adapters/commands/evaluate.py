@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.commands.options import Command, Written, text_table
@@ -142,7 +142,7 @@ class Evaluate(AtStep):
         require_valid(self.batching)
         require_whole("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         at = self.resolved()
-        chunk = self.batching.loss_chunk or "auto"
+        chunk: int | Literal["auto"] = self.batching.loss_chunk or "auto"
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=chunk)
         rows = self._read(at, model, tokenizer)

@@ -228,15 +228,22 @@ class RunModelOptions(AdapterOptions, ModelOptions):
         seed: int,
         base: str | None = None,
         is_trained: bool = True,
-        **given: Any,
+        loss_chunk: int | Literal["auto"] | None = "auto",
+        export_dtype: str = "auto",
     ) -> HFBlockModel:
-        """Open a checkpoint; what else is given goes to ``open_checkpoint``."""
+        """Open a checkpoint. See ``open_checkpoint``."""
         from zo2adapters.models.checkpoint import open_checkpoint
 
-        own = ("head", "architecture", "dtype", "precision", "transfer_dtype")
-        adapter = self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained)
         return open_checkpoint(
-            directory, adapter=adapter, **{name: getattr(self, name) for name in own}, **given
+            directory,
+            dtype=self.dtype,
+            precision=self.precision,
+            transfer_dtype=self.transfer_dtype,
+            export_dtype=export_dtype,
+            architecture=self.architecture,
+            loss_chunk=loss_chunk,
+            head=self.head,
+            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
         )
 
 
@@ -630,7 +637,7 @@ class TrainOptions(RunOptions):
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
-        chunk = self.batching.loss_chunk or "auto"
+        chunk: int | Literal["auto"] = self.batching.loss_chunk or "auto"
         return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
