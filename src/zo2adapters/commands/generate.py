@@ -164,7 +164,9 @@ def _generated(
     at: AtStep,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    **given: Any,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None,
 ) -> Iterator[tuple[int | None, ...]]:
     """The next token of each prompt, again and again; a model that is not finite is refused by
     name.
@@ -177,7 +179,15 @@ def _generated(
     ends = end_token_ids(model, tokenizer)
     pad = pad_token_id(tokenizer)
     try:
-        yield from generate(engine, model, prompts, eos_token_ids=ends, pad_token_id=pad, **given)
+        yield from generate(
+            engine,
+            model,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_token_ids=ends,
+            pad_token_id=pad,
+        )
     except NonFiniteLossError:
         # also experts that were read outside the engine's segments
         require_finite_base(at.open_model())

@@ -292,15 +292,15 @@ class Generation:
         them.
         """
         require_lengths(self.model, prompts, self.max_new_tokens)
-        sizes = {
-            "evaluations": len(self.evaluations),
-            "rows": len(prompts),
-            "prompt_tokens": max(map(len, prompts)),
-        }
-        new, allowed = self.max_new_tokens, self.allowed
-        measured = None if self.model.pass_peaks is None else self.model.pass_peaks.forward
+        peaks = self.model.pass_peaks
         plan = plan_generation(
-            self.model.config, **sizes, new_tokens=new, allowed=allowed, measured=measured
+            self.model.config,
+            evaluations=len(self.evaluations),
+            rows=len(prompts),
+            prompt_tokens=max(map(len, prompts)),
+            new_tokens=self.max_new_tokens,
+            allowed=self.allowed,
+            measured=None if peaks is None else peaks.forward,
         )
         forward = NextToken(self.model, self.sampling)
         waiting = deque(range(len(prompts)))
