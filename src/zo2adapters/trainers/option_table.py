@@ -286,21 +286,29 @@ def require_valid(options: object, *, given: Collection[str] = ()) -> None:
     changed = {name: _shown(value) for name, (value, default) in values.items() if value != default}
     if names_model_loss(changed.get("objective", "loss")):
         changed.pop("objective", None)
+    _require_compatible(values, changed)
+    _require_effect(values, changed, given)
+    for name, (value, _) in values.items():
+        _require_in_range(name, value)
+
+
+def _require_compatible(values: Mapping[str, tuple[Any, Any]], changed: Mapping[str, str]) -> None:
+    """Refuse options that exclude each other. The arguments are those of ``_require_effect``."""
     for name, other, expected in EXCLUDED:
         if name in changed and other in changed:
             beside = flag(other) if values[other][0] is True else f"{flag(other)} {changed[other]}"
             found = f"{changed[name]} with {beside}"
             raise OptionError(name, found, expected, "leave one of the two out")
-    _require_effect(values, changed, given)
-    for name, (value, _) in values.items():
-        check = OPTIONS[name].check
-        unchecked = (
-            (None, "auto", "never")
-            if name not in ("activation_memory", "reward_memory")
-            else (None,)
-        )
-        if check is not None and value not in unchecked:
-            check(name, value)
+
+
+def _require_in_range(name: str, value: object) -> None:
+    """Refuse a value that is out of the option's range; names of choices are in no range."""
+    unchecked: tuple[object, ...] = (None, "auto", "never")
+    if name in ("activation_memory", "reward_memory"):
+        unchecked = (None,)
+    check = OPTIONS[name].check
+    if check is not None and value not in unchecked:
+        check(name, value)
 
 
 _OFF = (None, False, ())  # values by which an option is left out
