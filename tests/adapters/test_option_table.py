@@ -24,7 +24,7 @@ from zo2adapters.commands.options import (
     parse_options,
 )
 from zo2adapters.commands.train import Train, arguments_of_recipe
-from zo2adapters.trainers import option_table
+from zo2adapters.trainers import checked_json, option_table
 from zo2adapters.trainers.optimization import Noise
 from zo2adapters.trainers.option_table import (
     EXCLUDED,
@@ -72,7 +72,8 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
     )
     options = command.options.settled_as(command.options)
     Path("run").mkdir()
-    (Path("run") / "options.json").write_text(json.dumps({"options": options.to_json()}))
+    text = checked_json.to_text({"options": options.to_json()})
+    (Path("run") / "options.json").write_text(text)
     return options
 
 
@@ -301,7 +302,7 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
     del record["sha256"]
     record["options"]["rows"]["too_long"] = "drop"
     record["options"]["transfer_dtype"] = "float8"
-    path.write_text(json.dumps(record))
+    path.write_text(checked_json.to_text(record))
     assert "transfer of --precision: found stored; expected float8, as in the run" in refusal(
         *("evaluate", "--run", "run", "--precision", "auto:transfer=stored")
     )
