@@ -605,6 +605,8 @@ def test_matrices_are_rounded_to_the_type(kind: Any, tmp_path: Path) -> None:
     base = save_directory(tmp_path / "base", "llama")
     written = read_gguf(export(base, tmp_path / "out", kind=kind))
     assert {entry.dtype for entry in written.tensors.values() if len(entry.shape) == 2} == {kind}
+    version = written.metadata.get("general.quantization_version")
+    assert version == (2 if kind == "Q8_0" else None)
     original = weights(base)["model.layers.0.mlp.down_proj.weight"].numpy()
     expected = gguf.quantize(original, gguf.GGMLQuantizationType[kind]).tobytes()
     assert written.tensors["blk.0.ffn_down.weight"].read() == expected
