@@ -28,6 +28,7 @@ import zo2adapters.commands.train
 import zo2core.build
 from zo2adapters.cli import COMMANDS, SIGNALS, command_class, main
 from zo2adapters.commands.options import option_fields, parse_command
+from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.optimization import Decay, LearningRate
 from zo2core import Journal
 from zo2core.kernels.dispatch import Kernel
@@ -110,7 +111,7 @@ def test_options_of_a_run_are_kept_and_none_may_be_missing() -> None:
     assert {f"{name}={json.dumps(value)}" for name, value in saved.items()} == set(SAVED.split())
     del record["sha256"]
     del record["options"]["batching"]  # a format that is not this version's
-    Path("whole/options.json").write_text(json.dumps(record))
+    Path("whole/options.json").write_text(checked_json.to_text(record))
     assert "options.json: found no value for the key 'batch_size'" in refusal(
         "train", "--resume", "whole"
     )

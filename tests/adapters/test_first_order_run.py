@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
+from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.methods import LARGEST_SHARE, GradientRun, SnapshotPolicy
 from zo2core import FirstOrder, Journal, MemoryPolicy
 from zo2core.build import request_of
@@ -537,7 +538,7 @@ def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_th
     del saved["sha256"]
     for betas in ([0.8], [0.8, 0.9, 0.9], 0.8):
         saved["options"]["first_order"]["betas"] = betas
-        Path("run/options.json").write_text(json.dumps(saved))
+        Path("run/options.json").write_text(checked_json.to_text(saved))
         assert "options.json" in refusal("train", "--resume", "run")
 
 

@@ -33,6 +33,7 @@ from zo2adapters.models.export import export_adapter
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.task import user_function
 from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2core import (
     DensePerturbation,
@@ -622,7 +623,7 @@ def test_another_file_that_the_options_name_is_not_imported(place: Path, functio
     record = json.loads(Path("run/options.json").read_bytes())
     del record["sha256"]
     record["options"]["objective"] = f"{place / 'other.py'}:{function}"
-    Path("run/options.json").write_text(json.dumps(record))
+    Path("run/options.json").write_text(checked_json.to_text(record))
     assert f"other.py:{function} if you trust it" in refusal(*RESUME)
     assert "--objective: found" in refusal(*RESUME, "--objective", f"other.py:{function}")
     assert not (place / "mark").exists()

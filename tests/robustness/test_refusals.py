@@ -447,7 +447,7 @@ def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value
     for group in groups:
         place = place[group]
     place[name] = value
-    (run / "options.json").write_text(json.dumps(record))
+    (run / "options.json").write_text(checked_json.to_text(record))
     refusal("train", "--resume", run)
 
 
