@@ -196,6 +196,7 @@ EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     [
         ({EXPERT: None}, "do not fit together|of shape"),
         ({EXPERT: torch.zeros(3, 16)}, "do not fit together"),
+        ({EXPERT.replace("w1", "w2"): torch.zeros(16, 31)}, r"tensor\(s\), the first of shape"),
         ({EXPERT: torch.zeros(32, 16, dtype=torch.float64)}, "dtype F64"),
         (
             {EXPERT.replace("w1", "w9"): torch.zeros(32, 16)},
