@@ -26,7 +26,6 @@ from zo2adapters.models.footprint import (
     Masking,
     expected_held_bytes,
     forward_bytes,
-    least_activation_bytes,
 )
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Rows, TokenizedRow
@@ -47,6 +46,7 @@ from zo2core import HostPlan
 from zo2core.errors import MemoryBudgetError, OptionError, ZO2Warning
 from zo2core.planning.memory import MemoryPart
 from zo2core.ranges import LARGEST_WHOLE, EstimatorName, OptimizerName, parse_size
+from zo2core.sweep.activations import IN_TRANSIT
 from zo2core.types import shown_bytes
 
 NAMED: dict[str, Any] = {"model": "base", "data": Path("rows.jsonl"), "output": Path("run")}
@@ -581,8 +581,9 @@ def test_a_plan_reserves_what_the_run_reserves_and_at_least_counts_logits_in_chu
     wide = save_model(tmp_path, small_config("llama", vocab_size=1000))
     whole, chunked = open_checkpoint(wide), open_checkpoint(wide, loss_chunk=1)
     least = [reserved(model, Optimization()).least for model in (whole, chunked)]
+    in_transit = IN_TRANSIT * expected_held_bytes(whole.config, 4, 8)
     assert least == [
-        least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)
+        in_transit + forward_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)
     ]
     assert least[1] < least[0]
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
-from zo2adapters.cli import STREAMS
+from zo2adapters.commands.guarded_stream import STREAMS
 from zo2adapters.trainers.option_table import (
     DECIDING,
     SECTIONS,

@@ -11,7 +11,6 @@ import torch
 from transformers import PretrainedConfig
 
 from zo2adapters.models.batches import are_routers_asked_for
-from zo2core.sweep.activations import IN_TRANSIT
 from zo2core.sweep.gradient_visitor import GRAPH_FORWARDS
 
 POSITION_BYTES = 8  # bytes of a token's position, int64
@@ -179,42 +178,14 @@ def activation_bytes(
     *,
     streams: int = 2,
     micro_rows: int | None = None,
-    loss_chunk: int | None = None,
-    stacked: int = 1,
-    loss_rows: int | None = None,
     measured: PassBytes | None = None,
 ) -> int:
-    """Expected peak of activations and logits of one sweep."""
+    """Expected peak of activations and logits of one sweep, all of whose tokens have logits."""
     running = rows if micro_rows is None else min(rows, micro_rows)
     whole, rest = divmod(rows, running)
-    held = whole * expected_held_bytes(config, running * stacked, tokens)
-    held += expected_held_bytes(config, rest * stacked, tokens) if rest else 0
-    loss_rows = running if loss_rows is None else min(running, loss_rows)
-    running_bytes = forward_bytes(
-        config,
-        running * stacked,
-        tokens,
-        loss_chunk=loss_chunk,
-        loss_rows=loss_rows,
-        measured=measured,
-    )
-    return -(-streams // stacked) * held + running_bytes
-
-
-def least_activation_bytes(
-    config: PretrainedConfig,
-    rows: int,
-    tokens: int,
-    *,
-    loss_chunk: int | None = None,
-    measured: PassBytes | None = None,
-) -> int:
-    """Expected peak of one sweep's activations and logits on a device that offloads all others to
-    host memory.
-    """
-    return activation_bytes(
-        config, rows, tokens, streams=IN_TRANSIT, loss_chunk=loss_chunk, measured=measured
-    )
+    held = whole * expected_held_bytes(config, running, tokens)
+    held += expected_held_bytes(config, rest, tokens) if rest else 0
+    return streams * held + forward_bytes(config, running, tokens, measured=measured)
 
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
