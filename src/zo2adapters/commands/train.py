@@ -442,7 +442,7 @@ class Train(RunOptions, Command):
             tell(*(lines if first else ()))
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
-            elif options.first_order.method is None:
+            elif trainer.is_tight:
                 return_freed_memory_at_once()
             exported = _finished(trainer, exports=first)
             if exported is None:

@@ -713,6 +713,9 @@ class GradientRun(RunMethod):
             # uses the weights
             tied, _ = divide_tied(model.layouts)
             beside = len(micro_batches) * packed_bytes(tied)
+            if model.chunk is not None:
+                # the gradient of a chunk, before it is added to that of the others
+                beside += sum(spec.nbytes for spec in model.layouts[-1].used)
             if self.update is not None and self.update.turn is not None:
                 # in another segment's turn they have no gradient
                 most, first = (

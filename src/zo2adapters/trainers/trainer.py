@@ -127,6 +127,8 @@ class Trainer:
             # On a device, or where graphs take what memory is spare, freed memory is not kept.
             keeps = options.storage.device == "cpu" and not self._method.has_gradient
             self.host_plan: HostPlan = with_kept_memory(plan, self._activations) if keeps else plan
+            # whether memory has no room for the activations of a step once more
+            self.is_tight = options.storage.device == "cpu" and self._activations > plan.spare
             if resume:
                 require_resumable(options, journal)  # with what other workers have had
                 run.save(options)
