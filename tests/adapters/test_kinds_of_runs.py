@@ -104,6 +104,7 @@ SHORT = [
 SHORT += ["adapter of kind prefix"]
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # peft's own call
 @pytest.mark.parametrize("name", short_first(SHORT, [name for name in KINDS if name not in SHORT]))
 def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
     name: str, here: Path
