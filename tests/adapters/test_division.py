@@ -13,12 +13,12 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import cached_chunk
 from zo2adapters.models.footprint import Masking
-from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
+from zo2adapters.trainers.division import fitting_plan, read_inputs
 from zo2adapters.trainers.memory_probe import measured_bytes
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
-from zo2adapters.trainers.run_inputs import Division, RowlessInputs, RunInputs
+from zo2adapters.trainers.run_inputs import Division, RunInputs
 from zo2core import Journal, LowRankPerturbation, Workers
 from zo2core.errors import MemoryBudgetError
 from zo2core.estimators.factors import factor_bytes
@@ -134,27 +134,40 @@ def test_a_division_is_told_recorded_and_kept_by_a_resume(
 
 
 class Neighbours(Workers):
-    """Two workers, the other one of which has chosen micro-batches of so many rows."""
+    """Two workers, the other one of which has micro-batches of so many rows, chosen or recorded."""
 
     size = 2
     rank = 0
     neighbours = 1
 
-    def __init__(self, rows: int | None) -> None:
-        self._rows = rows
+    def __init__(self, rows: int | None, *, is_recorded: bool) -> None:
+        self._others = [rows, None, is_recorded]
 
     def all_gather(self, value: Any, purpose: str = "") -> list[Any]:
-        """Give what both have chosen."""
-        return [value, [self._rows, None]]
+        """Give what both have."""
+        assert purpose == "division", "a worker that resumes gathers it, too"
+        return [value, self._others]
 
 
-@pytest.mark.parametrize(("other", "agreed"), [(None, None), (4, 4)])
-def test_workers_divide_alike(other: int | None, agreed: int | None, folder: Path) -> None:
-    options = options_of(folder, 1 << 40)
-    inputs = RowlessInputs(options, open_checkpoint(folder / "base"))
-    chosen = divided(inputs, Neighbours(other))
-    assert chosen.options.batching.micro_batch_size == agreed
-    inputs.model.weights.close()
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("others_resume", [False, True])
+@pytest.mark.parametrize("others", [None, 4])
+def test_workers_divide_alike_and_as_was_recorded(
+    others: int | None,
+    *,
+    others_resume: bool,
+    resumes: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batching = Batching(batch_size=ROWS, micro_batch_size=2 if resumes else None)
+    options = options_of(folder, 1 << 40, batching=batching)
+    inputs = read(options)
+    monkeypatch.setattr(RunInputs, "read", lambda *_, **__: inputs)
+    workers = Neighbours(others, is_recorded=others_resume)
+    agreed = read_inputs(options, workers, resume=resumes)
+    expected = 2 if resumes else others
+    assert agreed.options.batching.micro_batch_size == expected
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])

@@ -133,11 +133,6 @@ def backward_bytes(
     return forward_bytes(config, rows, tokens, loss_chunk=loss_chunk, measured=measured.both)
 
 
-def kept_logit_bytes(config: PretrainedConfig, tokens: int) -> int:
-    """Bytes that the graphs of chunks keep of the logits of so many tokens: their log-softmax."""
-    return tokens * int(config.get_text_config().vocab_size) * _FLOAT_BYTES
-
-
 def _block_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
     """Expected peak of a block's forward, by a formula."""
     hidden = config.hidden_size

@@ -65,7 +65,6 @@ from zo2adapters.models.footprint import (
     PassPeaks,
     expected_held_bytes,
     forward_bytes,
-    kept_logit_bytes,
     loss_bytes,
     router_bytes,
     vision_bytes,
@@ -657,11 +656,8 @@ class HFBlockModel:
     def backward_bytes(self, batch: Batch) -> int:
         """Estimate the bytes of a forward and backward. See the contract."""
         if self.pass_peaks is None or self.pass_peaks.both is None:
-            nbytes = math.ceil(GRAPH_FORWARDS * self.forward_bytes(batch))
-        else:
-            nbytes = self.pass_bytes(batch, self.pass_peaks.both)
-        kept = kept_logit_bytes(self.config, batch["input_ids"].numel())
-        return nbytes + (kept if self.keeps_logits else 0)
+            return math.ceil(GRAPH_FORWARDS * self.forward_bytes(batch))
+        return self.pass_bytes(batch, self.pass_peaks.both)
 
     def pass_bytes(self, batch: Batch, measured: PassBytes | None) -> int:
         """Estimate the peak bytes of one segment's pass."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+from zo2adapters.models.batches import require_chunkable
 from zo2adapters.models.checkpoint import cached_chunk
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.registry import function_file
@@ -46,18 +47,24 @@ def read_inputs(
     ``RunInputs.read``.
     """
     inputs = RunInputs.read(options, workers, resume=resume, digests=digests)
-    if resume or inputs.options.storage.device != "cpu":
-        return inputs
-    return divided(inputs, workers)
+    divides = not resume and inputs.options.storage.device == "cpu"
+    if workers is None:
+        return divided(inputs) if divides else inputs
+    chosen = inputs
+    if divides:
+        with suppress(MemoryBudgetError):  # which the worker's own plan tells
+            chosen = divided(inputs, workers)
+    return _agreed(inputs, chosen, workers, is_recorded=resume)
 
 
 def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
-    """Choose micro-batches and chunks of a run with which its largest batch fits; the first worker
-    with the least memory decides for all.
+    """Choose micro-batches and chunks of a run with which its largest batch fits in this process.
+
+    Raises:
+        MemoryBudgetError: if it fits with none.
     """
     neighbours = 1 if workers is None else workers.neighbours
     shapes = inputs.shapes()  # the largest batch has the same rows, however it is divided
-    chosen = inputs
     refusal: MemoryBudgetError | None = None
     for division in _divisions(inputs):
         method = method_of(division.options, workers=workers)
@@ -66,21 +73,15 @@ def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
         except MemoryBudgetError as error:
             refusal = error
             continue
-        chosen = division
-        refusal = None
-        break
-    if workers is not None:
-        return _agreed(inputs, chosen, workers)
-    if refusal is not None:
-        raise refusal
-    return chosen
+        return division
+    assert refusal is not None, "the undivided batch was planned"
+    raise refusal
 
 
 def fitting_plan(
     method: RunMethod, model: HFBlockModel, shapes: RowShapes, *, neighbours: int = 1
 ) -> FittingPlan:
-    """Plan a run, with as much memory for logits that are kept, and for prompts that are continued
-    together, as has room.
+    """Plan a run, whose prompts are continued together if they have room, else one at a time.
 
     Raises:
         MemoryBudgetError: if the largest batch has no room.
@@ -88,39 +89,22 @@ def fitting_plan(
     storage = method.options.storage
     on_device = storage.device != "cpu"
     machine = Machine(in_place=not on_device, on_host=not on_device, neighbours=neighbours)
-    largest = shapes.largest
-    is_measured = model.pass_peaks is not None and model.pass_peaks.masking is largest.masking
+    masking = shapes.masking
+    is_measured = model.pass_peaks is not None and model.pass_peaks.masking is masking
     if not is_measured and not on_device:
         model.pass_peaks = measured_bytes(
-            model, largest.lengths[0], largest.masking, has_gradient=method.has_gradient
+            model, shapes.largest.lengths[0], masking, has_gradient=method.has_gradient
         )
     refusal: MemoryBudgetError | None = None
-    for keeps, together in _memories(method, model, shapes):
-        model.keeps_logits = keeps
+    for together in (True, False) if shapes.prompts else (True,):
         memory = method.reserved_bytes(model, shapes, together=together)
         request = method.request(model, memory, rows=len(shapes.largest.lengths))
         try:
-            spec = plan(request, machine, MeasuredSpeeds(model.weights))
+            return FittingPlan(memory, plan(request, machine, MeasuredSpeeds(model.weights)))
         except MemoryBudgetError as error:
             refusal = error
-            continue
-        if not keeps or spec.host_plan.buckets is None:
-            return FittingPlan(memory, spec)
-    assert refusal is not None, "a plan without kept logits fits, or is refused"
+    assert refusal is not None, "a plan was made"
     raise refusal
-
-
-def _memories(
-    method: RunMethod, model: HFBlockModel, shapes: RowShapes
-) -> Iterator[tuple[bool, bool]]:
-    """Whether the logits of chunks are kept until the backward pass, where all blocks stay in
-    memory, and whether all prompts are continued together.
-    """
-    if method.has_gradient and model.chunk is not None:
-        yield True, True
-    yield False, True
-    if shapes.prompts:
-        yield False, False
 
 
 def _divisions(inputs: Inputs) -> Iterator[Inputs]:
@@ -156,9 +140,10 @@ def _is_divisible(options: TrainOptions) -> bool:
 def _fewer_rows(inputs: RunInputs | RowlessInputs) -> list[int]:
     """Rows of ever smaller micro-batches, down to one row with all its sequences."""
     count = len(inputs.largest.lengths)
-    least = inputs.most_sequences
+    least = inputs.sequences_of_a_row
     halves = [count >> times for times in range(1, count.bit_length())]
-    return list(dict.fromkeys(max(rows, least) for rows in halves))
+    possible = dict.fromkeys(max(half, least) for half in halves)
+    return [rows for rows in possible if rows < count]
 
 
 def _divided_by(inputs: Inputs, rows: int | None, chunk: int | None) -> Inputs:
@@ -167,6 +152,7 @@ def _divided_by(inputs: Inputs, rows: int | None, chunk: int | None) -> Inputs:
     options.require_valid()
     batching = inputs.options.batching
     if chunk is not None and chunk != inputs.model.loss_chunk:
+        require_chunkable(inputs.model.skeleton)
         inputs.model.loss_chunk = chunk
         inputs.model.pass_peaks = None  # the head's are others
     division = Division(
@@ -177,14 +163,17 @@ def _divided_by(inputs: Inputs, rows: int | None, chunk: int | None) -> Inputs:
     return replace(inputs, options=options, division=division)
 
 
-def _agreed(inputs: Inputs, chosen: Inputs, workers: Workers) -> Inputs:
-    """The smallest of the workers' divisions, so that it fits for each; a worker for which none
-    fits is refused by its own plan.
+def _agreed(inputs: Inputs, chosen: Inputs, workers: Workers, *, is_recorded: bool) -> Inputs:
+    """The division of all workers: the recorded one, if some of them resume the run, else the
+    smallest, so that it fits for each. A worker for which none fits is refused by its own plan.
     """
     batching = chosen.options.batching
-    gathered = workers.all_gather([batching.micro_batch_size, batching.loss_chunk])
-    rows, chunks = ([value for value in values if value] for values in zip(*gathered, strict=True))
-    agreed = min(rows, default=None), min(chunks, default=None)
-    if agreed == (batching.micro_batch_size, batching.loss_chunk):
+    own: tuple[int | None, int | None] = batching.micro_batch_size, batching.loss_chunk
+    gathered = workers.all_gather([*own, is_recorded], "division")
+    recorded = [(rows, chunk) for rows, chunk, resumes in gathered if resumes]
+    smallest_rows = min((rows for rows, _, _ in gathered if rows), default=None)
+    smallest_chunk = min((chunk for _, chunk, _ in gathered if chunk), default=None)
+    agreed = recorded[0] if recorded else (smallest_rows, smallest_chunk)
+    if is_recorded or agreed == own:
         return chosen
     return _divided_by(inputs, *agreed)

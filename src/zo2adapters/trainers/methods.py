@@ -22,7 +22,6 @@ from zo2adapters.models.footprint import (
     backward_bytes,
     expected_held_bytes,
     forward_bytes,
-    kept_logit_bytes,
 )
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import PeftBlockModel
@@ -713,7 +712,7 @@ class GradientRun(RunMethod):
             # uses the weights
             tied, _ = divide_tied(model.layouts)
             beside = len(micro_batches) * packed_bytes(tied)
-            if model.chunk is not None:
+            if model.chunk:
                 # the gradient of a chunk, before it is added to that of the others
                 beside += sum(spec.nbytes for spec in model.layouts[-1].used)
             if self.update is not None and self.update.turn is not None:
@@ -731,8 +730,6 @@ class GradientRun(RunMethod):
         backward = backward_bytes(
             model.config, rows, tokens, loss_chunk=chunk, measured=model.pass_peaks
         )
-        if model.keeps_logits:
-            backward += kept_logit_bytes(model.config, rows * tokens)
         return StepMemory(
             gradient_bytes(held, backward, blocks) + beside,
             gradient_bytes(held, backward, 0) + beside,

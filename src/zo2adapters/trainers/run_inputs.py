@@ -103,6 +103,13 @@ class RowShapes(NamedTuple):
     largest_evaluated: LargestBatch | None = None  # the largest batch of an evaluation
     prompts: Sequence[Prompts] = ()  # what is generated beside steps
 
+    @property
+    def masking(self) -> Masking:
+        """What the largest batches mask, of steps or of evaluations."""
+        if self.largest.masking is Masking.NONE and self.largest_evaluated is not None:
+            return self.largest_evaluated.masking
+        return self.largest.masking
+
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
         """Shapes for rows that all have this number of tokens."""
@@ -161,7 +168,7 @@ class RowlessInputs:
     model: HFBlockModel
     division: Division | None = None  # None: batches are not divided because of memory
 
-    most_sequences: ClassVar[int] = 1
+    sequences_of_a_row: ClassVar[int] = 1
 
     @property
     def largest(self) -> LargestBatch:
@@ -268,6 +275,11 @@ class RunInputs:
     def most_sequences(self) -> int:
         """Most sequences of a row of all files."""
         return max(rows.most_sequences for rows in self.files)
+
+    @property
+    def sequences_of_a_row(self) -> int:
+        """Most sequences of a row that steps run."""
+        return max(len(self._learned(row)) for row in self.data)
 
     @property
     def largest(self) -> LargestBatch:

@@ -728,7 +728,7 @@ def plan_of_options(
                 require_branch(options, journal, from_step)
     inputs: RunInputs | RowlessInputs
     if has_rows:
-        inputs = _read_as_a_run(options, continues=continues)
+        inputs = _read_as_a_run(options, continues=continues, branches=from_step is not None)
     else:
         options.require_rows(None)
         directory = resolve_directory(options.model)
@@ -738,9 +738,12 @@ def plan_of_options(
     return replace(plan, division=inputs.division)
 
 
-def _read_as_a_run(options: TrainOptions, *, continues: bool) -> RunInputs:
-    """Read what a run reads, and refuse what it refuses."""
-    inputs = read_inputs(options, resume=continues, digests=continues)
+def _read_as_a_run(options: TrainOptions, *, continues: bool, branches: bool) -> RunInputs:
+    """Read what a run reads, and refuse what it refuses. A branch has its parent's division."""
+    if branches:
+        inputs = RunInputs.read(options)
+    else:
+        inputs = read_inputs(options, resume=continues, digests=continues)
     RunTasks.of(inputs).task.close()
     if continues:
         record_of(options.output, inputs)

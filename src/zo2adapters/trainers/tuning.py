@@ -475,11 +475,13 @@ def _cost(inputs: RunInputs, plan: RunPlan | None, schedule: Schedule) -> list[s
         if can_share(options)
         else ""
     )
+    division = [] if inputs.division is None else [inputs.division.notice()]
     if plan is None:
-        return [f"{trials}.{together}"]
+        return [*division, f"{trials}.{together}"]
     seconds = schedule.steps * plan.seconds
     total = f"about {duration(seconds + plan.run_seconds)} in all"
     return [
         told_line(options, inputs.model, plan),
+        *division,
         f"{trials}, about {duration(seconds)}; {total}.{together}",
     ]
