@@ -107,6 +107,8 @@ FORMS: dict[str, Callable[[Tensors], Tensors]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_of_any_form_that_peft_loads_is_read_to_its_loss(form: str, tmp_path: Path) -> None:
+    if form == "the adapter's name in its names" and peft.__version__ < "0.21":
+        pytest.skip("peft 0.20 loads no such file")
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=False))
     adapter, rows = saved(base, tmp_path / "adapter"), make_batch(40, [7, 5])
     rewritten(adapter, FORMS[form])

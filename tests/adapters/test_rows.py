@@ -22,6 +22,7 @@ from uuid import UUID
 
 import pytest
 import torch
+import transformers
 from command_lines import run_here, within, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -441,6 +442,8 @@ def test_order_follows_from_seed_and_epoch_alone_and_a_digest_from_rows_their_bo
 # As models of the hub have them, in all that they use of the language: the first is Llama 3's, the
 # second Qwen's with tools and namespaces, the third Mistral's with its checks, the fourth of a
 # model that is told the date.
+# fields of messages that are null: transformers 5.17 prints them
+LEAVES_NULLS_OUT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 REAL_TEMPLATES = [
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
     "'<|start_header_id|>' + "
@@ -484,8 +487,14 @@ def test_a_good_template_gives_the_text_that_the_tokenizer_gives(template: str) 
     conversations: list[list[dict[str, Any]]] = [[ASK], [ASK, ANSWER], [ASK, {**ANSWER, **extra}]]
     for messages in conversations:
         for reply_follows in (False, True):
+            # which transformers leaves out since 5.23
+            named = [
+                {key: value for key, value in m.items() if value is not None} for m in messages
+            ]
             expected = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=reply_follows
+                messages if LEAVES_NULLS_OUT else named,
+                tokenize=False,
+                add_generation_prompt=reply_follows,
             )
             assert render_chat(messages, tokenizer, reply_follows=reply_follows) == expected
 

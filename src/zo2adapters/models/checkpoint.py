@@ -103,6 +103,7 @@ _MAX_BYTES = 1 << 28  # the largest tokenizers take a tenth of it
 _MAX_CONFIG_BYTES = 1 << 24  # configs are parsed here
 _LIMITS = {
     "num_hidden_layers": 1 << 10,
+    "depth": 1 << 10,  # of vision towers
     "hidden_size": 1 << 20,
     "head_dim": 1 << 20,
     "num_labels": 1 << 20,
