@@ -241,14 +241,18 @@ CHOICES = choice_batch([[3, 4], [5]], [[[6, 9, 4], [7, 8]], [[9, 4, 6], [1, 2]]]
     [(make_batch(40, [9, 3]), None), (CHOICES, ChoiceLoss)],
     ids=["tokens", "candidates"],
 )
-def test_a_step_by_gradients_keeps_the_logits_of_no_chunk_unless_it_is_told_to(
-    batch: Any, objective: Any, base: Path
+def test_a_step_by_gradients_keeps_the_logits_of_no_chunk_and_has_the_bits_of_keeping_them(
+    batch: Any, objective: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept ones are all logits of the batch: a head that is most of a model broke its limit."""
     taken: dict[bool, Any] = {}
     for keeps in (False, True):
+        if keeps:
+            for place in ("models.batches", "tasks.objectives"):
+                monkeypatch.setattr(
+                    f"zo2adapters.{place}.recomputed", lambda call, *values, keeps: call(*values)
+                )
         model = open_checkpoint(base, loss_chunk=4)
-        model.keeps_logits = keeps
         seen: list[int] = []
 
         def see(module: object, inputs: object, out: torch.Tensor, seen: Any = seen) -> None:

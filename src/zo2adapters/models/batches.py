@@ -559,14 +559,11 @@ def chunked_losses(
     chunk: int,
     logits: Callable[[torch.Tensor], torch.Tensor],
     loss: Loss,
-    *,
-    keeps: bool = False,
 ) -> list[torch.Tensor]:
     """Compute each stream's mean loss over its labelled tokens; logits of unlabelled tokens are not
     computed.
 
-    Where gradients are taken, the logits of several chunks are computed again in the backward pass,
-    unless it ``keeps`` them.
+    Where gradients are taken, the logits of several chunks are computed again in the backward pass.
     """
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
@@ -585,7 +582,7 @@ def chunked_losses(
         sums = recomputed(
             partial(_sums_of_chunk, logits, loss, targets, counts),
             torch.cat(selected),
-            keeps=keeps or max(counts) <= chunk,
+            keeps=max(counts) <= chunk,
         )
         having = [kept for kept, own in zip(terms, targets, strict=True) if len(own)]
         for kept, of_stream in zip(having, sums, strict=True):

@@ -181,7 +181,6 @@ class HFBlockModel:
         self.companions = companions
         self.saved_form = saved_form or SavedForm()
         self.loss_chunk = loss_chunk
-        self.keeps_logits = False  # of all chunks, until the backward pass
         self.make_room: Callable[[int], object] = lambda nbytes: None  # set by an engine
         self.base_files = BaseFiles()  # set by who opens them
         self.pass_peaks: PassPeaks | None = None  # None: memory is estimated by formula
@@ -474,14 +473,8 @@ class HFBlockModel:
             self.skeleton.loss_function, vocab_size=self.config.get_text_config().vocab_size
         )
         if self.loss_chunk is not None:
-            return chunked_losses(
-                self.by_token(activations.hidden),
-                batches,
-                self.loss_chunk,
-                self.logits,
-                loss,
-                keeps=self.keeps_logits,
-            )
+            hidden = self.by_token(activations.hidden)
+            return chunked_losses(hidden, batches, self.loss_chunk, self.logits, loss)
         joined = stack_rows(batches)
         assert joined is not None, "stacked batches can be joined"
         inputs = {key: value for key, value in joined.items() if key not in self.kind.targets}

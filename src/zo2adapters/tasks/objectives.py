@@ -130,7 +130,7 @@ class LogLikelihood:
             sequences = numbers[rows, columns]
             count = int(numbers.max()) + 1
         sums = torch.zeros(count, dtype=torch.float64, device=targets.device)
-        keeps = self._model.keeps_logits or len(rows) <= chunk
+        keeps = len(rows) <= chunk
         for start in range(0, len(rows), chunk):
             index = rows[start : start + chunk], columns[start : start + chunk]
             of_tokens = recomputed(
