@@ -10,17 +10,16 @@ import statistics
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import peft
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO
+from zo2adapters.trainers.memory_probe import Allocations
 from zo2core import (
     DensePerturbation,
     DevicePlan,
@@ -317,51 +316,20 @@ def resident_step(
     return step
 
 
-class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors: of those that are registered and, while active, of results of
-    operations.
-    """
+class Usage(Allocations):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors, and their peak."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: dict[int, int] = {}  # address -> bytes that count
-
-    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        """Count a tensor's storage until it is freed, once, or (with counts=False) never."""
-        storage = tensor.untyped_storage()
-        # A storage of the meta device has no address, but is one object as long as it lives.
-        address, nbytes = storage.data_ptr() or storage._cdata, storage.nbytes() if counts else 0
-        if (nbytes == 0 and counts) or address in self._known:
-            return
-        self._known[address] = nbytes
-        weakref.finalize(storage, self._freed, address)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+    @property
+    def peak(self) -> int:
+        """The most bytes after an operation."""
+        return max(self.moments, default=self.now)
 
     def peak_of(self, work: Callable[[], object], held: Iterable[torch.Tensor] = ()) -> int:
         """The peak bytes while a function runs, with the tensors in ``held``."""
         for tensor in held:
             self.hold(tensor)
             del tensor
-        self.peak = self.now
+        self.moments = [self.now]
         with self:
             work()
         return self.peak
-
-    def _freed(self, address: int) -> None:
-        self.now -= self._known.pop(address)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results; inference mode passes composite operations
-        whole.
-        """
-        with self:
-            out = func.decompose(*args, **(kwargs or {}))
-        if out is not NotImplemented:
-            return out
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "meta"):
-                self.hold(tensor)
-        return out

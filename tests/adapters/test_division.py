@@ -20,7 +20,7 @@ from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
 from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.run_inputs import Division, RunInputs
 from zo2core import Journal, LowRankPerturbation, Workers
-from zo2core.errors import MemoryBudgetError
+from zo2core.errors import MemoryBudgetError, ZO2Warning
 from zo2core.estimators.factors import factor_bytes
 
 ROWS = 64
@@ -207,3 +207,27 @@ def test_a_run_has_memory_for_the_factors_of_all_its_steps_from_the_start(folder
     perturbation = LowRankPerturbation(rank=2, period=1)
     assert planned == [factor_bytes(perturbation, layouts, steps) for steps in (10, 50)]
     assert planned[1] > planned[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+def test_chunks_of_any_length_are_measured(chunk: int, folder: Path) -> None:
+    model = open_checkpoint(folder / "base", loss_chunk=chunk)
+    peaks = measured_bytes(model, 255, Masking.NONE, has_gradient=True)
+    model.weights.close()
+    assert peaks is not None
+    assert peaks.both is not None
+    assert peaks.both.of_head(1, 10) >= 10 * VOCABULARY * 4 / 2, "half of a logit, at least"
+
+
+def test_a_measurement_that_fails_is_told_and_the_plan_has_its_formula(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_checkpoint(folder / "base")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such row")
+
+    monkeypatch.setattr(model, "block", fails)
+    with pytest.warns(ZO2Warning, match="not all of the plan is known.*no such row"):
+        assert measured_bytes(model, 16, Masking.NONE, has_gradient=False) is None
+    model.weights.close()

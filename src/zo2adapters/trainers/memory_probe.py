@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters.models.footprint import Masking, PassBytes, PassPeaks
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.probes import bind, embed_row, release_probe
+from zo2adapters.trainers.probes import bind, embed_row, release_probe, unless_it_fails
 from zo2core.sweep.activations import flattened
 from zo2core.sweep.gradient_visitor import BlockGraph
 
@@ -27,22 +27,29 @@ _LEAST_TOKENS = 8
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the bytes that tensors have after each operation.
-
-    Args:
-        known: Tensors whose memory does not count.
+    """Counts the bytes of tensors in host memory: of those that are held and, while active, of
+    results of operations.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0  # bytes
         self.moments: list[int] = []  # bytes after each operation
-        self._nbytes = 0
-        self._sizes: dict[int, int] = {}  # by address
-        for tensor in known:
-            self._note(tensor, counts=False)
+        self._sizes: dict[int, int] = {}  # bytes that count, by address
+
+    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
+        """Count a tensor's storage until it is freed, once, or (with counts=False) never."""
+        storage = tensor.untyped_storage()
+        # A storage of the meta device has no address, but is one object as long as it lives.
+        address = storage.data_ptr() or storage._cdata
+        if storage.nbytes() == 0 or address in self._sizes:
+            return
+        self._sizes[address] = storage.nbytes() if counts else 0
+        self.now += self._sizes[address]
+        weakref.finalize(storage, self._forget, address)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note its results; inference mode passes composite operations
+        """Run an operation, and count its results; inference mode passes composite operations
         whole.
         """
         with self:
@@ -51,30 +58,22 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor, counts=True)
-        self.moments.append(self._nbytes)
+            if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "meta"):
+                self.hold(tensor)
+        self.moments.append(self.now)
         return out
 
-    def _note(self, tensor: torch.Tensor, *, counts: bool) -> None:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address in self._sizes or not address:
-            return
-        self._sizes[address] = storage.nbytes() if counts else 0
-        self._nbytes += self._sizes[address]
-        weakref.finalize(storage, self._forget, address)
-
     def _forget(self, address: int) -> None:
-        self._nbytes -= self._sizes.pop(address)
+        self.now -= self._sizes.pop(address)
 
 
+@unless_it_fails(None)
 def measured_bytes(
     model: HFBlockModel, longest: int, masking: Masking, *, has_gradient: bool
-) -> PassPeaks | None:
+) -> PassPeaks:
     """Measure the passes of a model, whose longest row has so many tokens.
 
-    None if a pass fails on rows of constants, which no step runs.
+    None if a pass fails on rows of constants, which no step runs: the plan then has its formula.
     """
     numel = max(sum(spec.numel for spec in layout.parameters) for layout in model.layouts[1:-1])
     tokens = max(min(longest, _MOST_TOKENS, _PRODUCTS // max(numel, 1)), _LEAST_TOKENS)
@@ -84,8 +83,6 @@ def measured_bytes(
         both = None
         if has_gradient:
             both = _of_passes([row._replace(has_gradient=True) for row in rows])
-    except Exception:  # whatever a stranger's forward raises: the plan then has its formula
-        return None
     finally:
         release_probe(model)
     return PassPeaks(forward, both, masking)
@@ -93,21 +90,32 @@ def measured_bytes(
 
 def _of_passes(rows: Sequence[_Row]) -> PassBytes:
     """Measure one block of each kind, and the head, on a shorter and a longer row."""
-    model = rows[0].model
+    _, longer = rows
+    model = longer.model
     padded_block = _of_blocks(rows)
     block = padded_block
-    if rows[0].masking is Masking.PADDING:
+    if longer.masking is Masking.PADDING:
         block = _of_blocks([row._replace(masking=Masking.NONE) for row in rows])
     if model.chunk == 0:  # a head without a vocabulary
         return PassBytes(block, padded_block, [])
+    return PassBytes(block, padded_block, _of_head(longer))
+
+
+def _of_head(row: _Row) -> list[tuple[float, float]]:
+    """Measure the head on a shorter and a longer row, whose logits are one chunk."""
+    model = row.model
     bind(model)
-    # the last token of a row predicts nothing; the others are one chunk
-    most = rows[-1].tokens if model.loss_chunk is None else max(model.loss_chunk + 1, 4)
-    short = [
-        row._replace(tokens=min(row.tokens, most * row.tokens // rows[-1].tokens)) for row in rows
-    ]
-    head = _rates([(row.tokens - 1, row.moments_of_head()) for row in short])
-    return PassBytes(block, padded_block, head)
+    tokens = row.tokens
+    chunk = model.loss_chunk
+    if chunk is not None:
+        tokens = min(tokens, max(chunk + 1, _LEAST_TOKENS))
+        model.loss_chunk = max(chunk, tokens)
+    rows = [row._replace(tokens=length) for length in (tokens // 2, tokens)]
+    try:
+        # the last token of a row predicts nothing
+        return _rates([(row.tokens - 1, row.moments_of_head()) for row in rows])
+    finally:
+        model.loss_chunk = chunk
 
 
 def _of_blocks(rows: Sequence[_Row]) -> list[tuple[float, float]]:
@@ -193,7 +201,9 @@ class _Row(NamedTuple):
         model = self.model
         leaves = model.leaves(range(len(model.layouts))[index])
         buffers = [buffer for buffer in model.skeleton.buffers() if not buffer.is_meta]
-        allocations = Allocations([*leaves.values(), *buffers, *known])
+        allocations = Allocations()
+        for tensor in (*leaves.values(), *buffers, *known):
+            allocations.hold(tensor, counts=False)
         if not self.has_gradient:
             with torch.inference_mode(), allocations:
                 forward()

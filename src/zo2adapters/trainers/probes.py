@@ -53,9 +53,10 @@ _HASHED = 1 << 25  # bytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
+U = TypeVar("U")
 
 
-def unless_it_fails(unknown: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def unless_it_fails(unknown: U) -> Callable[[Callable[P, R]], Callable[P, R | U]]:
     """A decorator of probes: where one fails, a plan lacks its number, and says so.
 
     A run is not refused for that. Its steps are computed otherwise than a probe is.
@@ -64,9 +65,9 @@ def unless_it_fails(unknown: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
         unknown: What stands for the number.
     """
 
-    def decorate(probe: Callable[P, R]) -> Callable[P, R]:
+    def decorate(probe: Callable[P, R]) -> Callable[P, R | U]:
         @wraps(probe)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | U:
             try:
                 return probe(*args, **kwargs)
             except ZO2Error:
