@@ -79,8 +79,12 @@ def test_the_less_memory_there_is_the_more_a_batch_is_divided(
     assert few is not None
     assert fewer is not None
     assert ROWS > few > fewer >= 1
+    too_little = options_of(folder, process_memory + (20 << 20), first_order=first_order)
+    undivided = RunInputs.read(too_little)
     with pytest.raises(MemoryBudgetError):
-        read_inputs(options_of(folder, process_memory + (20 << 20), first_order=first_order))
+        divided(undivided)
+    assert undivided.model.loss_chunk is None
+    undivided.model.weights.close()
 
 
 def test_what_the_user_has_given_is_not_changed(folder: Path, process_memory: int) -> None:

@@ -65,6 +65,7 @@ def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
     """
     neighbours = 1 if workers is None else workers.neighbours
     shapes = inputs.shapes()  # the largest batch has the same rows, however it is divided
+    undivided = inputs.model.loss_chunk
     refusal: MemoryBudgetError | None = None
     for division in _divisions(inputs):
         method = method_of(division.options, workers=workers)
@@ -74,6 +75,8 @@ def divided(inputs: Inputs, workers: Workers | None = None) -> Inputs:
             refusal = error
             continue
         return division
+    inputs.model.loss_chunk = undivided
+    inputs.model.pass_peaks = None
     assert refusal is not None, "the undivided batch was planned"
     raise refusal
 
