@@ -13,7 +13,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import cached_chunk
 from zo2adapters.models.footprint import Masking
-from zo2adapters.trainers.division import fitting_plan, read_inputs
+from zo2adapters.trainers.division import divided, fitting_plan, read_inputs
 from zo2adapters.trainers.memory_probe import measured_bytes
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import FirstOrderOptions, Optimization
@@ -141,7 +141,7 @@ class Neighbours(Workers):
     """Two workers, the other one of which has micro-batches of so many rows, chosen or recorded."""
 
     size = 2
-    rank = 0
+    rank = 1
     neighbours = 1
 
     def __init__(self, rows: int | None, *, is_recorded: bool) -> None:
@@ -150,28 +150,38 @@ class Neighbours(Workers):
     def all_gather(self, value: Any, purpose: str = "") -> list[Any]:
         """Give what both have."""
         assert purpose == "division", "a worker that resumes gathers it, too"
-        return [value, self._others]
+        return [self._others, value]
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("others_resume", [False, True])
-@pytest.mark.parametrize("others", [None, 4])
+# rows of micro-batches of this worker and of the other, which resume, and those that it then has
+AGREED: list[tuple[int | None, bool, int | None, bool, int | None]] = [
+    (None, False, None, False, None),
+    (None, False, 4, False, 4),
+    (2, False, 4, False, 2),
+    (8, False, 4, True, 4),
+    (2, False, 4, True, 4),
+    (None, True, 4, False, None),
+    (2, True, 4, True, 2),
+]
+
+
+@pytest.mark.parametrize(("own", "resumes", "others", "others_resume", "agreed"), AGREED)
 def test_workers_divide_alike_and_as_was_recorded(
-    others: int | None,
-    *,
-    others_resume: bool,
+    own: int | None,
     resumes: bool,
+    others: int | None,
+    others_resume: bool,
+    agreed: int | None,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batching = Batching(batch_size=ROWS, micro_batch_size=2 if resumes else None)
+    batching = Batching(batch_size=ROWS, micro_batch_size=own)
     options = options_of(folder, 1 << 40, batching=batching)
     inputs = read(options)
     monkeypatch.setattr(RunInputs, "read", lambda *_, **__: inputs)
     workers = Neighbours(others, is_recorded=others_resume)
-    agreed = read_inputs(options, workers, resume=resumes)
-    expected = 2 if resumes else others
-    assert agreed.options.batching.micro_batch_size == expected
+    chosen = read_inputs(options, workers, resume=resumes)
+    assert chosen.options.batching.micro_batch_size == agreed
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])
