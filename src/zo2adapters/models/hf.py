@@ -633,6 +633,11 @@ class HFBlockModel:
         return torch.autocast(self._device.type, dtype=self.autocast, cache_enabled=False)
 
     @property
+    def forward_peaks(self) -> PassBytes | None:
+        """The measured peaks of forwards; None: not measured."""
+        return None if self.pass_peaks is None else self.pass_peaks.forward
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether the model's loss is a sum over tokens, whose logits may be computed in chunks."""
         return not (self.routers.are_asked_for or self.is_loss_replaced)
@@ -644,7 +649,7 @@ class HFBlockModel:
 
     def forward_bytes(self, batch: Batch) -> int:
         """Estimate the bytes, those of the vision tower included. See the contract."""
-        return self.pass_bytes(batch, None if self.pass_peaks is None else self.pass_peaks.forward)
+        return self.pass_bytes(batch, self.forward_peaks)
 
     def backward_bytes(self, batch: Batch) -> int:
         """Estimate the bytes of a forward and backward. See the contract."""

@@ -292,7 +292,6 @@ class Generation:
         them.
         """
         require_lengths(self.model, prompts, self.max_new_tokens)
-        peaks = self.model.pass_peaks
         plan = plan_generation(
             self.model.config,
             evaluations=len(self.evaluations),
@@ -300,7 +299,7 @@ class Generation:
             prompt_tokens=max(map(len, prompts)),
             new_tokens=self.max_new_tokens,
             allowed=self.allowed,
-            measured=None if peaks is None else peaks.forward,
+            measured=self.model.forward_peaks,
         )
         forward = NextToken(self.model, self.sampling)
         waiting = deque(range(len(prompts)))

@@ -146,8 +146,7 @@ class LogLikelihood:
 
     def forward_bytes(self, batch: Batch) -> int:
         """The bytes of a forward, with logits of the labelled tokens only. See the contract."""
-        measured = self._model.pass_peaks
-        return self._pass_bytes(batch, None if measured is None else measured.forward)
+        return self._pass_bytes(batch, self._model.forward_peaks)
 
     def backward_bytes(self, batch: Batch) -> int:
         """The bytes of a forward and backward. See the contract."""

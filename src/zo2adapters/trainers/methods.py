@@ -168,7 +168,7 @@ class RunMethod(ABC):
                 prompt_tokens=prompts.tokens,
                 new_tokens=prompts.new_tokens,
                 allowed=None if together else 0,
-                measured=None if model.pass_peaks is None else model.pass_peaks.forward,
+                measured=model.forward_peaks,
             ).nbytes
             for prompts in shapes.prompts
         ]
@@ -197,7 +197,7 @@ class RunMethod(ABC):
             rows,
             tokens,
             loss_chunk=self.logits(model, rows, largest),
-            measured=None if model.pass_peaks is None else model.pass_peaks.forward,
+            measured=model.forward_peaks,
         )
         return expected_held_bytes(model.config, rows, tokens) + running
 
@@ -421,7 +421,7 @@ class ZerothOrderRun(RunMethod):
         tokens = micro_batches[0][1]
         running = micro_batches[0][0]
         loss_rows = optimization.loss_rows(rows)
-        measured = None if model.pass_peaks is None else model.pass_peaks.forward
+        measured = model.forward_peaks
         passes = -(-streams // stacked)
         adapter = 0
         if isinstance(model, PeftBlockModel):

@@ -656,7 +656,7 @@ class _Forecast(NamedTuple):
             running,
             tokens,
             loss_chunk=model.loss_chunk,
-            measured=None if model.pass_peaks is None else model.pass_peaks.forward,
+            measured=model.forward_peaks,
         )
         sweeps = -(-batches // max(1, left // held))
         forward = probes.measured_forward_seconds(
