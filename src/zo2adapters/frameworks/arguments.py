@@ -473,9 +473,9 @@ def _dtype_of_weights(args: TrainingArguments, kind: type, *, is_exact: bool) ->
 
     Mixed precision stores float32.
     """
-    given = dict(getattr(args, "model_init_kwargs", None) or {})
-    dtype = given.pop("dtype", "float32")
-    for name, value in given.items():
+    init_kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
+    dtype = init_kwargs.pop("dtype", "float32")
+    for name, value in init_kwargs.items():
         if value not in _WITHOUT_EFFECT.get(name, ()):
             found = repr(value)[:80]
             remedy = "pass a model from open_checkpoint, with its options"
@@ -497,8 +497,8 @@ def require_router_loss(model: HFBlockModel, args: TrainingArguments) -> None:
     config = model.config.get_text_config()
     name = "router_aux_loss_coef"
     if hasattr(config, ROUTERS) and hasattr(args, name):
-        given = getattr(args, name)
-        coefficient = getattr(config, name, 0.0) if given is None else given
+        argument = getattr(args, name)
+        coefficient = getattr(config, name, 0.0) if argument is None else argument
         if coefficient != 0.0:
             model.routers.require_recorded(name, str(coefficient), f"pass {name}=0.0")
 

@@ -400,12 +400,12 @@ class BackpropLightningModule(StreamedLightningModule):
         loss = self.engine.gradients(batch, self._forward)
         gradients = [parameter.grad for parameter in parameters]
         self.log("train_loss", loss, prog_bar=True)
-        taken: Any = _Taken  # its apply is untyped
-        differentiable: torch.Tensor = taken.apply(loss, gradients, *parameters)
+        differentiable_step: Any = _StepWithGradients  # its apply is untyped
+        differentiable: torch.Tensor = differentiable_step.apply(loss, gradients, *parameters)
         return differentiable
 
 
-class _Taken(torch.autograd.Function):
+class _StepWithGradients(torch.autograd.Function):
     """A loss whose gradients are known."""
 
     @staticmethod
@@ -418,8 +418,8 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
         [scale] = outer
-        taken = [
+        scaled = [
             None if gradient is None else gradient * scale.to(gradient)
             for gradient in ctx.gradients
         ]
-        return None, None, *taken
+        return None, None, *scaled

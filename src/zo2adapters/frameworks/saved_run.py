@@ -127,9 +127,9 @@ def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
             continue
         values = json.loads(path.read_bytes())
         ids = {key: getattr(config, key, None) for key in _SET_BY_TRAINERS}
-        changed = values | {key: value for key, value in ids.items() if value is not None}
-        if changed != values:
-            path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+        completed = values | {key: value for key, value in ids.items() if value is not None}
+        if completed != values:
+            path.write_text(json.dumps(completed, indent=2) + "\n", encoding="utf-8")
 
 
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:

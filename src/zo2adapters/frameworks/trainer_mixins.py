@@ -875,7 +875,7 @@ class TrainerLoss(CalledForward):
         self._adds_up = adds_up
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Leave the batch whole. See the contract."""
+        """Leave the batch whole."""
         if rows is not None:
             found = f"{rows}, with a loss that the trainer computes"
             remedy = "lower per_device_train_batch_size and raise gradient_accumulation_steps"
@@ -883,10 +883,7 @@ class TrainerLoss(CalledForward):
         return [batch]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Join the losses of a step's batches, in float64 if there are several.
-
-        See the contract.
-        """
+        """Join the losses of a step's batches, in float64 if there are several."""
         if len(outputs) == 1:
             return outputs[0]
         summed = torch.stack([loss.double() for loss in outputs]).sum()

@@ -90,8 +90,10 @@ def read_adapter(
         entries = _by_name(path, parse_header(file))
         of_base = parameter_names(skeleton)
         aliases = {alias: name for name, all_names in of_base.items() for alias in all_names}
-        own = {name: entries.pop(name) for name in [*entries] if name in aliases}
-        beside = _tied_once(path, {name: (aliases[name], entry) for name, entry in own.items()})
+        of_the_base = {name: entries.pop(name) for name in [*entries] if name in aliases}
+        beside = _tied_once(
+            path, {name: (aliases[name], entry) for name, entry in of_the_base.items()}
+        )
         for name, entry in beside.items():
             _require_fitting(path, name, entry, skeleton.get_parameter(name))
         if beside and file != path:
@@ -153,8 +155,8 @@ def read_values(
         name: entries[key]._replace(name=name) for name, key in names.items() if key in entries
     }
     with closing(SafetensorsReader({})) as reader:
-        found = {name: _read(reader, entry) for name, entry in by_parameter.items()}
-    return _fitted(path, found, tensors, names)
+        values = {name: _read(reader, entry) for name, entry in by_parameter.items()}
+    return _fitted(path, values, tensors, names)
 
 
 @contextmanager

@@ -533,12 +533,12 @@ class KeptLosses:
 
 def whole_losses(logits: torch.Tensor, batches: Sequence[Batch], loss: Loss) -> list[torch.Tensor]:
     """Compute each stream's loss from all logits at once."""
-    kept = KeptLosses(len(batches))
+    losses = KeptLosses(len(batches))
     for logits_of_stream, batch in zip(
         torch.split(logits, len(batches[0]["labels"])), batches, strict=True
     ):
-        kept.keep(loss(logits_of_stream, batch["labels"]))
-    return list(kept.losses.unbind())
+        losses.keep(loss(logits_of_stream, batch["labels"]))
+    return list(losses.losses.unbind())
 
 
 def recomputed(
@@ -575,18 +575,20 @@ def chunked_losses(
         selected = []
         targets = []
         for state, batch, (rows, columns) in zip(states, batches, predicted, strict=True):
-            at = torch.arange(start, start + length, device=rows.device).clamp(max=len(rows) - 1)
-            selected.append(state[rows[at], columns[at]])
-            own = slice(start, start + length)
-            targets.append(batch["labels"][:, 1:][rows[own], columns[own]])
+            indices = torch.arange(start, start + length, device=rows.device).clamp(
+                max=len(rows) - 1
+            )
+            selected.append(state[rows[indices], columns[indices]])
+            chunk_rows = slice(start, start + length)
+            targets.append(batch["labels"][:, 1:][rows[chunk_rows], columns[chunk_rows]])
         sums = recomputed(
             partial(_sums_of_chunk, logits, loss, targets, counts),
             torch.cat(selected),
             keeps=max(counts) <= chunk,
         )
-        having = [kept for kept, own in zip(terms, targets, strict=True) if len(own)]
-        for kept, of_stream in zip(having, sums, strict=True):
-            kept.keep(of_stream)
+        labelled = [stream for stream, labels in zip(terms, targets, strict=True) if len(labels)]
+        for stream, summed in zip(labelled, sums, strict=True):
+            stream.keep(summed)
     return [losses.losses.sum() for losses in terms]
 
 
@@ -600,11 +602,13 @@ def _sums_of_chunk(
     """Sum the losses of a chunk's tokens, for each stream that has any, and divide by its labelled
     tokens of all chunks.
     """
-    sums = KeptLosses(sum(len(own) > 0 for own in targets))
+    sums = KeptLosses(sum(len(labels) > 0 for labels in targets))
     of_streams = torch.split(logits(hidden), len(hidden) // len(targets))
-    for own, of_stream, count in zip(targets, of_streams, counts, strict=True):
-        if len(own):
-            sums.keep(loss(of_stream[: len(own)], None, shift_labels=own, num_items_in_batch=count))
+    for labels, of_stream, count in zip(targets, of_streams, counts, strict=True):
+        if len(labels):
+            sums.keep(
+                loss(of_stream[: len(labels)], None, shift_labels=labels, num_items_in_batch=count)
+            )
     return sums.losses
 
 
@@ -678,8 +682,8 @@ class RouterLogits:
 
     def wanted_by(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call of the model with these arguments computes the routers' loss."""
-        given = arguments.get(ROUTERS)
-        return self.are_asked_for if given is None else bool(given)
+        argument = arguments.get(ROUTERS)
+        return self.are_asked_for if argument is None else bool(argument)
 
     def require_recorded(self, where: str, found: str, remedy: str) -> None:
         """Refuse to compute a loss of routers that transformers does not record."""

@@ -285,7 +285,9 @@ def _with_adapter(
         frozen_dtypes = {name: check_float(first.entry) for name, (first, *_) in pieces.items()}
     formats = ParameterFormats(
         precision=precision,
-        encodings={name: one for name, one in encodings.items() if name not in adapter.beside},
+        encodings={
+            name: encoding for name, encoding in encodings.items() if name not in adapter.beside
+        },
         trained=adapter.trained,
         resident=adapter.tensors.keys(),
         frozen_dtypes=frozen_dtypes,
@@ -499,9 +501,9 @@ class ModelDirectory:
 
     def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
         """Files to write beside exported weights of this dtype."""
-        files, changed = portable_companions(self._directory)
-        if changed:
-            warnings.warn(remote_code_note(changed), ZO2Warning, stacklevel=3)
+        files, rewritten = portable_companions(self._directory)
+        if rewritten:
+            warnings.warn(remote_code_note(rewritten), ZO2Warning, stacklevel=3)
         config = without_remote_code(json_object(self.described_in))
         config.pop("torch_dtype", None)
         config.pop("transformers_weights", None)
@@ -532,10 +534,12 @@ def _require_weights(directory: Path, config: PretrainedConfig) -> None:
 def require_no_adapter(directory: Path, adapter: Adapter | None) -> None:
     """Refuse a model with an adapter in its directory, which transformers would load with it."""
     embedded = directory / CONFIG_FILE
-    given = (
+    adapter_path = (
         None if adapter is None or not isinstance(adapter.config, str | Path) else adapter.config
     )
-    if embedded.exists() and (given is None or Path(given).resolve() != directory.resolve()):
+    if embedded.exists() and (
+        adapter_path is None or Path(adapter_path).resolve() != directory.resolve()
+    ):
         remedy = "pass the directory as --adapter, too, or move the adapter's files away"
         expected = "a model alone: transformers would load the two together"
         raise UnsupportedModelError(embedded, "an adapter beside a model", expected, remedy)
@@ -591,18 +595,20 @@ def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[
     code.
     """
     companions: dict[str, Path | bytes] = {}
-    changed = []
+    rewritten = []
     for name, path in companion_files(directory).items():
         if name == CONFIG_FILE:  # of an adapter, which is not written
             continue
         companions[name] = path
         if name.endswith("config.json") and _REMOTE_CODE.encode() in _read(path):
             config = json_object(path)
-            kept = without_remote_code(config)
-            if kept != config:
-                companions[name] = json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n"
-                changed.append(name)
-    return companions, changed
+            portable = without_remote_code(config)
+            if portable != config:
+                companions[name] = (
+                    json.dumps(portable, indent=2, ensure_ascii=False).encode() + b"\n"
+                )
+                rewritten.append(name)
+    return companions, rewritten
 
 
 def without_remote_code(value: Any) -> Any:

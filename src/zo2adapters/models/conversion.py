@@ -63,15 +63,15 @@ def convert(
     require_unused(destination)
     require_no_adapter(source, None)
     expected = _find_shards(source)
-    companions, changed = portable_companions(source)
+    companions, rewritten = portable_companions(source)
     names = shard_names(len(expected))
     weight_map: dict[str, str] = {}
     total_size = 0
     reading = new_reader() if reader is None else contextlib.nullcontext(reader)
     with new_directory(destination) as partial, reading as child:
         write_companions(partial, companions)
-        if changed:
-            report(remote_code_note(changed))
+        if rewritten:
+            report(remote_code_note(rewritten))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
             report(f"{shard} ({number} of {len(expected)})")
             sizes = write_as_safetensors(child, source / shard, partial / target)
@@ -179,8 +179,8 @@ def _described_companions(model: HFBlockModel, encoding: MatrixEncoding) -> File
 
 def _form_without(form: SavedForm, encoded: Collection[str]) -> SavedForm:
     """How a checkpoint stores the parameters that are not encoded."""
-    kept = {name: parts for name, parts in form.parts.items() if name not in encoded}
-    return replace(form, parts=kept)
+    unencoded = {name: parts for name, parts in form.parts.items() if name not in encoded}
+    return replace(form, parts=unencoded)
 
 
 def _unencoded_matrices(model: HFBlockModel, encoded: Collection[str]) -> list[ParameterSpec]:

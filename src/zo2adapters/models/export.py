@@ -169,7 +169,11 @@ def _origin_in_base(model: PeftBlockModel, name: str) -> str:
     """The file of a parameter of the base, by its name there."""
     specs = (spec for layout in model.layouts for spec in layout.parameters)
     of_base = (spec.name for spec in specs if spec.name not in model.exported_parameters)
-    return next(model.weights.origin(own) for own in of_base if peft_adapter.base_form(own) == name)
+    return next(
+        model.weights.origin(name_in_base)
+        for name_in_base in of_base
+        if peft_adapter.base_form(name_in_base) == name
+    )
 
 
 def _whole_model(
@@ -225,8 +229,8 @@ def require_mergeable(model: PeftBlockModel) -> None:
         raise UnsupportedModelError("adapter", found, expected, remedy)
     for spec in (spec for layout in model.layouts for spec in layout.parameters):
         paths = [f"{path}.{leaf}" for path, _, leaf in model.places_of(spec.name)]
-        changed = [path for path in paths if peft_adapter.base_form(path) != path]
-        if changed and len(paths) > 1:
+        adapted = [path for path in paths if peft_adapter.base_form(path) != path]
+        if adapted and len(paths) > 1:
             shared = [peft_adapter.base_form(path) for path in paths]
             found = f"a change of its own of {' and of '.join(shared)}, which are one weight"
             expected = "an adapter of weights that no two layers share"
@@ -274,9 +278,9 @@ def merged_parameter(
     # which are replaced below, not copied
     shared = {id(parameter): parameter for parameter in original.parameters()}
     layer: Any = deepcopy(original, shared)
-    for own, _ in original.named_parameters():
-        if f"{path}.{own}" in values:
-            peft_adapter.put_value(layer, own, values[f"{path}.{own}"])
+    for parameter_name, _ in original.named_parameters():
+        if f"{path}.{parameter_name}" in values:
+            peft_adapter.put_value(layer, parameter_name, values[f"{path}.{parameter_name}"])
     base = layer.get_base_layer()
     for other, parameter in list(base.named_parameters()):
         peft_adapter.put_value(
@@ -461,7 +465,7 @@ def _metadata(
             base, found, "plain rotary tables or Llama 3.1's, no sliding windows, and silu"
         )
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    own = {
+    fields = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -478,7 +482,7 @@ def _metadata(
     named = {
         "general.type": "model",
         "general.name": base.name,
-        **{f"{architecture}.{key}": own[key] for key in own},
+        **{f"{architecture}.{key}": fields[key] for key in fields},
     }
     return {
         **named,

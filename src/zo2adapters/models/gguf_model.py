@@ -103,9 +103,9 @@ class LlamaCppLayout:
         names = dict[str, str]()
         for name in parameters:
             path, _, leaf = name.rpartition(".")
-            found = known.get_name(path)
-            if found is not None:
-                names[f"{found}.{leaf}"] = name
+            gguf_name = known.get_name(path)
+            if gguf_name is not None:
+                names[f"{gguf_name}.{leaf}"] = name
         return names
 
     def heads(self, name: str, shape: tuple[int, ...]) -> int:
@@ -205,18 +205,19 @@ class GGUFModel:
         """Whether there are tensors in blocks of codes, or of rows in another order."""
         tensors = self.entries.items()
         return any(
-            one.dtype not in _FLOATS or self.layout.heads(name, one.shape) for name, one in tensors
+            entry.dtype not in _FLOATS or self.layout.heads(name, entry.shape)
+            for name, entry in tensors
         )
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices; float32, in which codes are decoded, if they are encoded."""
-        found = {
+        dtypes = {
             entry.dtype
             for entry in self.entries.values()
             if len(entry.shape) > 1 and _ROUTER not in entry.name
         }
-        return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
+        return _FLOATS.get(dtypes.pop(), torch.float32) if len(dtypes) == 1 else torch.float32
 
     def tensors(
         self, skeleton: PreTrainedModel
@@ -266,7 +267,9 @@ class GGUFModel:
         base = SafetensorsReader(pieces)
         names = {name: piece.entry.name for name, (piece, *_) in pieces.items()}
         vectors = {
-            name: self._processed[own] for name, own in names.items() if own in self._processed
+            name: self._processed[tensor]
+            for name, tensor in names.items()
+            if tensor in self._processed
         }
 
         def values() -> dict[str, torch.Tensor]:
@@ -768,10 +771,10 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, where: Path) -> di
 
 def _split_name(backend: dict[str, Any], where: Path) -> str:
     """llama.cpp's name of the way in which a tokenizer splits and merges text."""
-    found = _splits(backend)
+    splits = _splits(backend)
     is_whole = bool(backend["model"].get("ignore_merges"))
     for name in _WRITTEN:
-        if _SPLITS[name] == found and (name in _WHOLE) == is_whole:
+        if _SPLITS[name] == splits and (name in _WHOLE) == is_whole:
             return name
     steps = " and ".join(step["type"] for step in _steps(backend)) or "whole text"
     kind = f"{backend['model']['type']} over {steps}{', whole tokens first' if is_whole else ''}"

@@ -245,7 +245,7 @@ class HFBlockModel:
         return {**decisive, "attention": self.config._attn_implementation, **named, **buffers}
 
     def require_unchanged(self) -> None:
-        """Refuse files of the base that have changed since they were opened. See the contract."""
+        """Refuse files of the base that have changed since they were opened."""
         self.base_files.require_unchanged()
 
     @property
@@ -255,7 +255,7 @@ class HFBlockModel:
 
     @property
     def measured(self) -> Forward:
-        """The forward by which the model is evaluated. See the contract."""
+        """The forward by which the model is evaluated."""
         return PredictionLoss(self)
 
     @property
@@ -279,10 +279,7 @@ class HFBlockModel:
         return [(path, self.modules[path], leaf) for path, _, leaf in dict.fromkeys(places)]
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Set these views as a segment's parameters, under all their names in it.
-
-        See the contract.
-        """
+        """Set these views as a segment's parameters, under all their names in it."""
         for name, view in parameters.items():
             # Kernels are chosen by requires_grad, which is set as in MeZO's loop although no
             # gradient is computed: not for frozen parameters, nor for those that autocast would
@@ -312,16 +309,16 @@ class HFBlockModel:
             tokens are expected to be routed to more than half of them, which is faster if all are
             read ahead.
         """
-        found = self._routed_parameters()
+        routed = self._routed_parameters()
         # as ``wraps_parameter``
         is_wrapped = any(hasattr(module, "parameter_name") for module in self.modules.values())
         per_token = getattr(self.config.get_text_config(), "num_experts_per_tok", None)
-        if not found or is_wrapped or per_token is None:
+        if not routed or is_wrapped or per_token is None:
             return None
-        if max(expected_share(spec.shape[0], per_token, tokens) for spec, _, _ in found) > MOST:
+        if max(expected_share(spec.shape[0], per_token, tokens) for spec, _, _ in routed) > MOST:
             return None
-        self._leave_out({spec.name for spec, _, _ in found})
-        self.experts = RoutedExperts(self.weights, found)
+        self._leave_out({spec.name for spec, _, _ in routed})
+        self.experts = RoutedExperts(self.weights, routed)
         return self.experts
 
     def _routed_parameters(self) -> list[tuple[ParameterSpec, nn.Module, str]]:
@@ -349,11 +346,11 @@ class HFBlockModel:
 
     @property
     def forwards_only(self) -> bool:
-        """Whether some parameters are in no segment. See the contract."""
+        """Whether some parameters are in no segment."""
         return self.experts is not None
 
     def leaves(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Return the parameters of a segment's modules, tied ones once. See the contract."""
+        """Return the parameters of a segment's modules, tied ones once."""
         leaves: dict[str, torch.Tensor] = {}
         for name, aliases in self._aliases.items():
             if index in aliases:
@@ -364,10 +361,7 @@ class HFBlockModel:
         return leaves
 
     def prepared(self, batch: Batch) -> Batch:
-        """Check a batch, and record the tensor values that HF's forward branches on.
-
-        See the contract.
-        """
+        """Check a batch, and record the tensor values that HF's forward branches on."""
         self.kind.check(batch, self.config, self.longest_row)
         return self._prepared(batch)
 
@@ -425,7 +419,7 @@ class HFBlockModel:
             self._present_layers[index] = layer
 
     def require_stackable(self) -> None:
-        """Patch the modules for low-rank perturbations. See the contract."""
+        """Patch the modules for low-rank perturbations."""
         self._require_no_router_loss("perturbation", "directions of low rank")
         if self._low_rank is None:
             self._require_called_for_weights()
@@ -451,14 +445,14 @@ class HFBlockModel:
                 )
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Join batches of equal shapes, where the loss follows from logits. See the contract."""
+        """Join batches of equal shapes, where the loss follows from logits."""
         joined = stack_rows(batches) if self.takes_chunks else None
         return None if joined is None else self._prepared(joined)
 
     def perturb(
         self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int
     ) -> None:
-        """Set the perturbations of a segment's modules. See the contract."""
+        """Set the perturbations of a segment's modules."""
         assert self._low_rank is not None, "require_stackable was not called"
         aliases = {
             alias: value
@@ -468,7 +462,7 @@ class HFBlockModel:
         self._low_rank.perturb(aliases, streams)
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
-        """Run HF's norm and head on all streams, and its loss on each. See the contract."""
+        """Run HF's norm and head on all streams, and its loss on each."""
         loss = partial(
             self.skeleton.loss_function, vocab_size=self.config.get_text_config().vocab_size
         )
@@ -481,7 +475,7 @@ class HFBlockModel:
         return whole_losses(self._epilogue(activations, "logits", **inputs), batches, loss)
 
     def embed(self, batch: Batch) -> Activations:
-        """Run HF's forward up to the first layer. See the contract."""
+        """Run HF's forward up to the first layer."""
         inputs = {key: value for key, value in batch.items() if key not in self.kind.targets}
         try:
             with branches_of(batch):
@@ -609,11 +603,11 @@ class HFBlockModel:
         arguments asks for their loss; the argument that does is removed.
         """
         are_wanted = self.routers.wanted_by(arguments)
-        given = arguments.pop(ROUTERS, None)
+        argument = arguments.pop(ROUTERS, None)
         if are_wanted and final.routed is None:
             raise UnsupportedModelError(
                 f"the model's argument {ROUTERS}",
-                f"{given} in a second call of the model within one loss",
+                f"{argument} in a second call of the model within one loss",
                 "the value of the first call",
                 "pass it in each call",
             )
@@ -648,11 +642,11 @@ class HFBlockModel:
         return self.loss_chunk if self.takes_chunks else None
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes, those of the vision tower included. See the contract."""
+        """Estimate the bytes, those of the vision tower included."""
         return self.pass_bytes(batch, self.forward_peaks)
 
     def backward_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes of a forward and backward. See the contract."""
+        """Estimate the bytes of a forward and backward."""
         if self.pass_peaks is None or self.pass_peaks.both is None:
             return math.ceil(GRAPH_FORWARDS * self.forward_bytes(batch))
         return self.pass_bytes(batch, self.pass_peaks.both)
@@ -666,7 +660,7 @@ class HFBlockModel:
         return max(nbytes, tower)
 
     def held_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula; images need masks and positions. See the contract."""
+        """Estimate the bytes by formula; images need masks and positions."""
         (rows, tokens) = batch["input_ids"].shape
         mask = batch.get("attention_mask")
         positions = batch.get("position_ids")
@@ -701,7 +695,7 @@ class PredictionLoss:
         self.held_bytes = model.held_bytes
 
     def embed(self, batch: Batch) -> Activations:
-        """Run the embedding. No logits of routers are kept. See the contract."""
+        """Run the embedding. No logits of routers are kept."""
         return self._model.embed(batch)._replace(routed=None)
 
 
@@ -713,10 +707,7 @@ class HFHeadModel(HFBlockModel):
     takes_single_tokens: ClassVar[bool] = False  # these heads take all hidden states
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Return None: losses of these heads are computed one stream at a time.
-
-        See the contract.
-        """
+        """Return None: losses of these heads are computed one stream at a time."""
         return None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -751,10 +742,7 @@ class HFHeadModel(HFBlockModel):
         return [micro_batch for micro_batch in micro_batches if self.kind.count(micro_batch)]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the mean over all labels, computed in float64 unless there is one micro-batch.
-
-        See the contract.
-        """
+        """Return the mean over all labels, computed in float64 unless there is one micro-batch."""
         return combined_loss(
             outputs, [self.kind.count(micro_batch) for micro_batch in micro_batches]
         )
@@ -852,7 +840,7 @@ class CalledForward:
         self.block = model.block
 
     def prepared(self, batch: Batch) -> Batch:
-        """Record and check what the function passes to the model. See the contract.
+        """Record and check what the function passes to the model.
 
         Raises:
             BatchError: if the model cannot take it.
@@ -910,7 +898,7 @@ class CalledForward:
         return {**arguments, ROUTERS: False} if is_left_out else arguments
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Return the expected bytes, with all logits. See the contract."""
+        """Return the expected bytes, with all logits."""
         return self._with_all_logits(batch, self._model.forward_bytes(_called(batch).inputs), 1)
 
     def backward_bytes(self, batch: Batch) -> int:
@@ -932,14 +920,14 @@ class CalledForward:
         return nbytes
 
     def held_bytes(self, batch: Batch) -> int:
-        """Return the expected bytes, with the logits that are kept. See the contract."""
+        """Return the expected bytes, with the logits that are kept."""
         inputs = _called(batch).inputs
-        kept = (
+        logit_bytes = (
             inputs["input_ids"].numel() * self._model.config.get_text_config().vocab_size * 4
             if self._keeps_logits
             else 0
         )
-        return self._model.held_bytes(inputs) + kept
+        return self._model.held_bytes(inputs) + logit_bytes
 
 
 def _called(batch: Batch) -> CalledBatch:

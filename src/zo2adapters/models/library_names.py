@@ -104,14 +104,14 @@ def cache_argument(model: nn.Module) -> str | None:
     It is known by its type. Where the forward itself does not say so, a module in it does.
     """
     kinds: list[Any] = list(dict.fromkeys(map(type, model.modules())))
-    own, *inner = (inspect.signature(kind.forward).parameters for kind in kinds)
+    of_model, *inner = (inspect.signature(kind.forward).parameters for kind in kinds)
     declared = {
         name
-        for parameters in (own, *inner)
+        for parameters in (of_model, *inner)
         for name, parameter in parameters.items()
         if any(map(_is_cache, (parameter.annotation, *get_args(parameter.annotation))))
     }
-    return next((name for name in own if name in declared), None)
+    return next((name for name in of_model if name in declared), None)
 
 
 def _is_cache(annotation: object) -> bool:

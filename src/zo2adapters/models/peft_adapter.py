@@ -650,17 +650,17 @@ class PrefixKind(AdapterKind):
         # so that rows fit in the model's positions
         most = (longest_row(skeleton) or LARGEST_WHOLE) - _SHORTEST_ROW
         require_whole("adapter.num_virtual_tokens", config.num_virtual_tokens, 1, most)
-        wrapper, own = _wrapped(skeleton, config)
+        wrapper, sized = _wrapped(skeleton, config)
         for option in _BASE_SIZES:
-            given = getattr(config, option)
-            expected = getattr(own, option)
-            if given not in (None, expected):
+            size = getattr(config, option)
+            expected = getattr(sized, option)
+            if size not in (None, expected):
                 remedy = "leave it out, or use the base that the adapter was made for"
                 raise OptionError(
-                    f"adapter.{option}", repr(given)[:80], f"{expected}, as in the base", remedy
+                    f"adapter.{option}", repr(size)[:80], f"{expected}, as in the base", remedy
                 )
             setattr(config, option, expected)
-        config.task_type, config.encoder_hidden_size = own.task_type, own.encoder_hidden_size
+        config.task_type, config.encoder_hidden_size = sized.task_type, sized.encoder_hidden_size
         skeleton.add_module(_ENCODER, wrapper.get_submodule(_ENCODER))
         return wrapper
 
@@ -682,13 +682,13 @@ def _wrapped(skeleton: PreTrainedModel, config: Any) -> tuple[Any, Any]:
     """Peft's model around a skeleton, and a config with the base's sizes."""
     import peft
 
-    own = deepcopy(config)
-    own.task_type = _TASK
+    without_sizes = deepcopy(config)
+    without_sizes.task_type = _TASK
     for option in (*_BASE_SIZES, "encoder_hidden_size"):
-        setattr(own, option, None)
+        setattr(without_sizes, option, None)
     with _insertion("a config of a prefix for this model", "pass num_virtual_tokens alone"):
-        wrapper = peft.PeftModelForCausalLM(skeleton, own, ADAPTER_NAME)
-    return wrapper.eval(), own
+        wrapper = peft.PeftModelForCausalLM(skeleton, without_sizes, ADAPTER_NAME)
+    return wrapper.eval(), without_sizes
 
 
 def _real_keys_and_values(
@@ -717,7 +717,10 @@ def _real_keys_and_values(
     states = [
         states for layer in layers for states in (layer.keys, layer.values) if states is not None
     ]
-    shapes = {(1, heads, tokens, config.token_dim // heads), *(tuple(one.shape) for one in states)}
+    shapes = {
+        (1, heads, tokens, config.token_dim // heads),
+        *(tuple(state.shape) for state in states),
+    }
     if len(shapes) > 1 or len(states) * config.token_dim != shape[1]:
         raise UnsupportedModelError(
             f"model type {base.config.model_type}",
@@ -726,7 +729,9 @@ def _real_keys_and_values(
             f"those of every layer, {shape[1]} numbers a token, as in peft's table",
             'write "init_weights": "zero" in its config, or train LoRA',
         )
-    return torch.cat([one[0].transpose(0, 1).reshape(tokens, -1).float() for one in states], dim=1)
+    return torch.cat(
+        [state[0].transpose(0, 1).reshape(tokens, -1).float() for state in states], dim=1
+    )
 
 
 _FACTORS = _LAYERS | {"r", "alpha", "rank_pattern", "alpha_pattern"}

@@ -92,7 +92,7 @@ class PeftBlockModel(HFBlockModel):
         )
 
     def require_stackable(self) -> None:
-        """Patch the modules for low-rank perturbations. See the contract."""
+        """Patch the modules for low-rank perturbations."""
         config = self.adapter.config
         title = self.adapter.kind.not_stacked(config) or (
             "modules_to_save" if config.modules_to_save else None
@@ -162,10 +162,7 @@ class PrefixBlockModel(PeftBlockModel):
         return super()._prepared(batch)
 
     def embed(self, batch: Batch) -> Activations:
-        """Run HF's forward up to the first layer, and keep each layer's prefix.
-
-        See the contract.
-        """
+        """Run HF's forward up to the first layer, and keep each layer's prefix."""
         activations = super().embed(batch)
         calls = (
             _with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer())
@@ -215,7 +212,7 @@ class PrefixBlockModel(PeftBlockModel):
         return max(super().pass_bytes(batch, measured), _COPIES * making)
 
     def held_bytes(self, batch: Batch) -> int:
-        """Estimate the bytes by formula. See the contract."""
+        """Estimate the bytes by formula."""
         prefix = cache_bytes(self.config, 1, self.virtual_tokens)
         rows = len(batch["input_ids"])
         # The positions of the prefix are removed by a view, which keeps their memory.
@@ -244,8 +241,8 @@ def _with_prefix(call: LayerCall, index: int) -> LayerCall:
         raise _unfit(f"layer {index}", found, "layers that are called with a cache, for a prefix")
 
     def of_layer(cache: Any) -> LayerPrefix:
-        own = cache.layers[index]
-        return LayerPrefix(own.keys[:1].clone(), own.values[:1].clone())
+        layer = cache.layers[index]
+        return LayerPrefix(layer.keys[:1].clone(), layer.values[:1].clone())
 
     return _replaced(Cache, of_layer, call)
 
@@ -255,11 +252,11 @@ def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
 
     def of_layer(prefix: LayerPrefix) -> DynamicCache:
         layer: Any = DynamicLayer  # its constructor is untyped
-        own = layer()
+        layer_cache = layer()
         cache = DynamicCache()
-        own.update(*(tensor.expand(rows, -1, -1, -1) for tensor in prefix))
+        layer_cache.update(*(tensor.expand(rows, -1, -1, -1) for tensor in prefix))
         others: list[Any] = [_OtherLayer() for _ in range(index)]
-        cache.layers = [*others, own]
+        cache.layers = [*others, layer_cache]
         return cache
 
     return _replaced(LayerPrefix, of_layer, call)
@@ -268,7 +265,9 @@ def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
 def _replaced(kind: type, change: Callable[[Any], Any], call: LayerCall) -> LayerCall:
     """A layer's arguments, with those of one type changed."""
     args, kwargs = call
-    changed = {
+    changed_kwargs = {
         key: change(value) if isinstance(value, kind) else value for key, value in kwargs.items()
     }
-    return tuple(change(value) if isinstance(value, kind) else value for value in args), changed
+    return tuple(
+        change(value) if isinstance(value, kind) else value for value in args
+    ), changed_kwargs

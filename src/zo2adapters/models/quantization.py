@@ -198,7 +198,7 @@ class Quantization:
         names.
         """
         mark = _MARKS[self.method]
-        own = "" if self.method == "mxfp4" else ".weight"
+        leaf = "" if self.method == "mxfp4" else ".weight"
         layers = sorted(name.removesuffix(mark) for name in entries if name.endswith(mark))
         if self.method == "nf4":
             _refuse_fp4(entries)
@@ -215,7 +215,7 @@ class Quantization:
         with contextlib.closing(SafetensorsReader({})) as reader:
             for layer in layers:
                 self._require_zeros(entries, layer, reader)
-        encoded = _with_stacks({f"{layer}{own}": self._tensor(entries, layer) for layer in layers})
+        encoded = _with_stacks({f"{layer}{leaf}": self._tensor(entries, layer) for layer in layers})
         for name, (_, shape, (codes, *_)) in encoded.items():
             plain[name] = codes._replace(name=name, dtype=DTYPE_NAMES[dtype], shape=shape)
         return plain, encoded
@@ -237,13 +237,13 @@ class Quantization:
             if any(samples):
                 raise self._contradicted(zeros, "symmetric", "true", "zeros that are not 0")
             return
-        own = _SYMMETRIC[self.method]
+        symmetric_zeros = _SYMMETRIC[self.method]
         [(name, other)] = [pair for pair in _SYMMETRIC.items() if pair[0] != self.method]
         if samples and not samples.strip(other):
             found = f"zeros stored as {other[0] & 15} throughout, which are those of {name}"
             raise self._contradicted(zeros, "checkpoint_format", self.method, found)
-        if self.is_symmetric and samples.strip(own):
-            found = f"zeros that are not stored as {own[0] & 15}"
+        if self.is_symmetric and samples.strip(symmetric_zeros):
+            found = f"zeros that are not stored as {symmetric_zeros[0] & 15}"
             raise self._contradicted(zeros, "sym", "true", found)
 
     def _contradicted(
@@ -485,14 +485,14 @@ def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTenso
     """Unite the matrices that this package wrote for a tensor of three axes; the others stay as
     they are.
     """
-    found: dict[str, EncodedTensor] = {}
+    united: dict[str, EncodedTensor] = {}
     stacks: dict[str, dict[int, EncodedTensor]] = {}
     for name, matrix in encoded.items():
         stack, _, number = name.removesuffix(".weight").partition(MATRIX)
         if number.isdecimal():
             stacks.setdefault(stack, {})[int(number)] = matrix
         else:
-            found[name] = matrix
+            united[name] = matrix
     for name, by_number in stacks.items():
         matrices = [by_number[number] for number in sorted(by_number)]
         entry = matrices[0].parts[0]
@@ -505,8 +505,8 @@ def _with_stacks(encoded: Mapping[str, EncodedTensor]) -> dict[str, EncodedTenso
             )
         stack_of = MatrixStack(tuple((matrix.encoding, matrix.shape[0]) for matrix in matrices))  # type: ignore[misc]
         parts = tuple(part for matrix in matrices for part in matrix.parts)
-        found[name] = EncodedTensor(stack_of, (len(matrices), *shapes[0]), parts)
-    return found
+        united[name] = EncodedTensor(stack_of, (len(matrices), *shapes[0]), parts)
+    return united
 
 
 def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:

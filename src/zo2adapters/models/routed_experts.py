@@ -122,8 +122,8 @@ class RoutedExperts:
             self._pool.submit(self._fill, spec, expert) for spec in specs for expert in chosen
         ]
         wait(filled)  # also after a failure, so that none reads or writes later
-        for one in filled:
-            one.result()
+        for reading in filled:
+            reading.result()
 
     @torch.inference_mode()
     def _fill(self, spec: ParameterSpec, expert: int) -> None:
@@ -140,10 +140,10 @@ class RoutedExperts:
         longer ago.
         """
         with self._lock:
-            found = self._kept.get((spec.name, expert))
-            if found is not None:
+            stored = self._kept.get((spec.name, expert))
+            if stored is not None:
                 self._kept.move_to_end((spec.name, expert))
-                return found
+                return stored
         read = torch.empty(
             sum(stop - start for start, stop in of_expert.ranges), dtype=spec.stored_dtype
         )
@@ -167,10 +167,13 @@ def _ranges_of(spec: ParameterSpec) -> Iterator[_Ranges]:
     if isinstance(spec.encoding, MatrixStack):
         matrices = spec.encoding.matrices
         each = len(matrices) // count
-        ends = [0, *accumulate(encoded_bytes(one, (rows, shape[-1])) for one, rows in matrices)]
+        ends = [
+            0,
+            *accumulate(encoded_bytes(encoding, (rows, shape[-1])) for encoding, rows in matrices),
+        ]
         for first in range(0, len(matrices), each):
-            own = MatrixStack(matrices[first : first + each])
-            yield _Ranges(replace(alone, encoding=own), ((ends[first], ends[first + each]),))
+            encoding = MatrixStack(matrices[first : first + each])
+            yield _Ranges(replace(alone, encoding=encoding), ((ends[first], ends[first + each]),))
         return
     assert spec.encoding is None or isinstance(spec.encoding, MXFP4Stack), (
         "other encodings are of matrices"

@@ -225,10 +225,10 @@ def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
     plan = model._get_dtype_plan(dtype)
     if plan:
         pattern, by_group, _ = build_glob_alternation(list(plan))
-        kept = model.state_dict().keys()
+        saved_names = model.state_dict().keys()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             match = pattern.search(name)
-            if match is not None and match.lastgroup is not None and name in kept:
+            if match is not None and match.lastgroup is not None and name in saved_names:
                 tensor.data = tensor.data.to(plan[by_group[match.lastgroup]])
 
 

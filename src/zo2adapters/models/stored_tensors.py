@@ -69,16 +69,18 @@ def encodings_of(
 ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, Encoding]]:
     """The pieces to read for all parameters, and the encodings of encoded ones."""
     pieces = {name: tuple(of_parameter) for name, of_parameter in parameters.items()}
-    found = dict[str, Encoding]()
+    encodings = dict[str, Encoding]()
     for name, of_parameter in parameters.items():
         matrices = [
             encoded[piece.entry.name] for piece in of_parameter if piece.entry.name in encoded
         ]
         if not matrices:
             continue
-        found[name] = _joined_encoding(name, of_parameter, matrices)
-        pieces[name] = tuple(Piece.whole(part.as_bytes()) for one in matrices for part in one.parts)
-    return pieces, found
+        encodings[name] = _joined_encoding(name, of_parameter, matrices)
+        pieces[name] = tuple(
+            Piece.whole(part.as_bytes()) for matrix in matrices for part in matrix.parts
+        )
+    return pieces, encodings
 
 
 def _joined_encoding(
@@ -278,7 +280,7 @@ def _pieces_of(
         entry = entries[name]
         target, pattern = rules.target(name, state)
         names = (name, target)
-        if target not in state and any(_is_ignored(one, model, architecture) for one in names):
+        if target not in state and any(_is_ignored(alias, model, architecture) for alias in names):
             ignored.append(entry)
         elif pattern is not None and target in state:
             joined.setdefault(target, []).append((pattern, entry))
@@ -497,7 +499,7 @@ class OverlaidReader:
         ).hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """None for values in memory. See the contract."""
+        """None for values in memory."""
         return None if spec.name in self.dtypes else self.base.page_offset(spec)
 
     def itemsize(self, parameter: str) -> int:
@@ -515,7 +517,7 @@ class OverlaidReader:
         )
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
-        """Fill memory with a range of one parameter. See the contract."""
+        """Fill memory with a range of one parameter."""
         if parameter in self.dtypes:
             out.copy_(self._flat_values()[parameter][start : start + out.numel()])
         else:

@@ -178,10 +178,10 @@ def _winogrande(row: Row) -> Rows:
 
     The candidates are the noun and the rest of the sentence.
     """
-    before, _, after = row["sentence"].partition("_")
+    beginning, _, after = row["sentence"].partition("_")
     answer = {"1": 0, "2": 1}[str(row["answer"])]
     return _question(
-        before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer
+        beginning.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer
     )
 
 

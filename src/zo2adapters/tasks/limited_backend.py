@@ -98,7 +98,7 @@ class LimitedBackend:
         found = f"{counted(len(ids), 'token')} that the tokenizer does not decode"
         return str(self._ask(request, len(ids), found))
 
-    def _ask(self, request: dict[str, Any], nbytes: int, found: str) -> Any:
+    def _ask(self, request: dict[str, Any], nbytes: int, text_summary: str) -> Any:
         try:
             answer = None if self._name is None else _ask({"name": self._name, **request}, nbytes)
             if answer is None:  # the process is a new one, or has another tokenizer
@@ -108,7 +108,7 @@ class LimitedBackend:
             seconds = SECONDS + nbytes * SECONDS_PER_BYTE
             expected = f"one that takes at most {MEMORY >> 20} MiB and {seconds:.0f} s"
             remedy = "shorten the text or split it into several rows, or use another tokenizer"
-            raise DataError("text", f"{found} ({error})", expected, remedy) from error
+            raise DataError("text", f"{text_summary} ({error})", expected, remedy) from error
         return answer
 
     def __getattr__(self, name: str) -> Any:

@@ -114,7 +114,7 @@ class LogLikelihood:
         self.held_bytes = model.held_bytes
 
     def prepared(self, batch: Batch) -> Batch:
-        """Check a batch. See the contract."""
+        """Check a batch."""
         return self._model.prepared(batch)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
@@ -145,11 +145,11 @@ class LogLikelihood:
         return logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
 
     def forward_bytes(self, batch: Batch) -> int:
-        """The bytes of a forward, with logits of the labelled tokens only. See the contract."""
+        """The bytes of a forward, with logits of the labelled tokens only."""
         return self._pass_bytes(batch, self._model.forward_peaks)
 
     def backward_bytes(self, batch: Batch) -> int:
-        """The bytes of a forward and backward. See the contract."""
+        """The bytes of a forward and backward."""
         measured = self._model.pass_peaks
         if measured is None or measured.both is None:
             return math.ceil(GRAPH_FORWARDS * self.forward_bytes(batch))
@@ -239,16 +239,18 @@ class ChoiceObjective(LogLikelihood, ABC):
         """The value to minimise over all prompts, 0-d, float64."""
 
     def prepared(self, batch: Batch) -> Batch:
-        """Check the entries of a batch that the model's forward takes. See the contract."""
-        own = (PROMPT, ANSWER, REFERENCE)
-        return self._model.prepared({key: value for key, value in batch.items() if key not in own})
+        """Check the entries of a batch that the model's forward takes."""
+        task_keys = (PROMPT, ANSWER, REFERENCE)
+        return self._model.prepared(
+            {key: value for key, value in batch.items() if key not in task_keys}
+        )
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Mean log-probability of each row's candidate: (rows,), float64."""
         return super().head(batch, activations) / predicted(batch["labels"]).sum(dim=1)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Split a batch between prompts into micro-batches. See the contract."""
+        """Split a batch between prompts into micro-batches."""
         if not {PROMPT, ANSWER, "labels"} <= batch.keys():
             raise _refusal(f"the keys {', '.join(batch)}", f"also {PROMPT} and {ANSWER}")
         if {len(value) for value in batch.values()} != {len(batch[PROMPT])}:
@@ -272,7 +274,7 @@ class ChoiceObjective(LogLikelihood, ABC):
         ]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Compute the loss from the scores of all micro-batches. See the contract."""
+        """Compute the loss from the scores of all micro-batches."""
         rated: list[CandidateScores] = []
         for scores, micro_batch in zip(outputs, micro_batches, strict=True):
             sizes = _sizes(micro_batch)
@@ -363,10 +365,7 @@ class PreferenceLoss(ChoiceObjective):
         return super().split(batch, rows)
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Compute the loss from the scores of all micro-batches, relative to the reference model's.
-
-        See the contract.
-        """
+        """Compute the loss from all micro-batches' scores, relative to the reference model's."""
         pairs = zip(outputs, micro_batches, strict=True)
         return super().loss(
             [scores.cpu() - micro_batch[REFERENCE].cpu() for scores, micro_batch in pairs],

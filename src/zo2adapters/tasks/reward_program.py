@@ -39,10 +39,10 @@ def arithmetic(prompt: object, completion: str, row: Mapping[str, Any]) -> float
     else 0.
     """
     right = _NUMBER.findall(str(_answers(row, "arithmetic")[0]))
-    found = _NUMBER.findall(completion)
+    numbers = _NUMBER.findall(completion)
     if not right:
         raise ValueError("the row's answer has no number")
-    return float(bool(found) and _value(found[-1]) == _value(right[-1]))
+    return float(bool(numbers) and _value(numbers[-1]) == _value(right[-1]))
 
 
 def regular_expression(prompt: object, completion: str, row: Mapping[str, Any]) -> float:
@@ -169,13 +169,13 @@ def _at_most(seconds: float) -> Iterator[None]:
         is_told = True
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    previous_handler = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds, _UNWINDING_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _answers(row: Mapping[str, Any], reward: str) -> list[Any]:

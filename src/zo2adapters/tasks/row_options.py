@@ -200,8 +200,8 @@ class RowOptions:
     @property
     def _columns(self) -> dict[str, str]:
         """Named columns by the key that a row needs."""
-        given = ((key, getattr(self, f"{key}_column")) for key in _NAMED)
-        return {key: column for key, column in given if column is not None}
+        named = ((key, getattr(self, f"{key}_column")) for key in _NAMED)
+        return {key: column for key, column in named if column is not None}
 
     def converted(self, row: Mapping[str, Any], *, takes_labels: bool = False) -> Row:
         """Convert a row of a data file to the keys of a row format."""
@@ -246,12 +246,12 @@ class RowOptions:
 
     def _add_kept(self, formed: dict[str, Any], row: Row, *, takes_labels: bool) -> None:
         """Add the values that go with the named ones, under the keys that they have in the row."""
-        kept: tuple[str, ...] = ("label", "text_pair")
+        companions: tuple[str, ...] = ("label", "text_pair")
         if not takes_labels:
-            kept = _KEPT if "prompt" in formed else ()
+            companions = _KEPT if "prompt" in formed else ()
         # a column that is named for another key, such as labels called completion
         named = self._columns.values()
-        for key in kept:
+        for key in companions:
             is_learned = key == "label" and "completion" in formed
             if key in row and key not in formed and key not in named and not is_learned:
                 formed[key] = row[key]

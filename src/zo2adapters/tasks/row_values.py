@@ -89,8 +89,8 @@ class Row(dict[str, Any]):
         """The row of these values, some of which may be null or NaN."""
         empty = {column: "null" for column, value in values.items() if value is None}
         empty |= {column: "NaN" for column, value in values.items() if _is_nan(value)}
-        kept = {column: value for column, value in values.items() if column not in empty}
-        return cls(kept, empty=empty, columns=list(values))
+        present = {column: value for column, value in values.items() if column not in empty}
+        return cls(present, empty=empty, columns=list(values))
 
     @property
     def contents(self) -> str:

@@ -561,13 +561,13 @@ class RowReader:
         return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
 
     def _text(self, row: Row, source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
-        kept = json.dumps({**source, **row}) if self.keeps_sources else ""
+        source_text = json.dumps({**source, **row}) if self.keeps_sources else ""
         most = self.sequence_length
         if self.keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
             row["completion"] = self.tokenizer.eos_token or " "
         ids, prompt, later = self._sequence(row)
         later = tuple((start, min(end, most)) for start, end in later if start < most)
-        return TokenizedRow(array("i", ids[:most]), prompt, line, later, kept), len(ids)
+        return TokenizedRow(array("i", ids[:most]), prompt, line, later, source_text), len(ids)
 
     def _labelled(self, row: Row) -> tuple[LabelledRow, int]:
         assert self.labelled_for is not None
@@ -582,11 +582,11 @@ class RowReader:
             "at least 1 token",
             "lengthen the text, or remove the row",
         )
-        kept = self.tokenizer(
+        encoded = self.tokenizer(
             *texts, verbose=False, truncation=True, max_length=self.sequence_length
         )
-        types = array("i", kept.get("token_type_ids", []))
-        return LabelledRow(array("i", kept["input_ids"]), types, label), len(whole)
+        types = array("i", encoded.get("token_type_ids", []))
+        return LabelledRow(array("i", encoded["input_ids"]), types, label), len(whole)
 
     def _choice(self, row: Row) -> tuple[Choice, int]:
         expected = "a text 'prompt', and two or more texts 'candidates' or a label"
@@ -658,9 +658,9 @@ class RowReader:
                 remedy = "keep the keys of one of these formats"
                 if not present and row:
                     remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
-                kept = {key: row[key] for key in present or row}
+                contents = {key: row[key] for key in present or row}
                 raise row_error(
-                    Row(kept, empty=row.empty).contents,
+                    Row(contents, empty=row.empty).contents,
                     "'text', or 'prompt' and 'completion', or 'messages'",
                     remedy,
                 )
@@ -712,8 +712,10 @@ class RowReader:
         )
         remedy = "use a chat model's tokenizer, or write rows of strings"
         _require(bool(self.tokenizer.chat_template), found, expected, remedy)
-        at = self.options.rendered_at
-        text = render_chat(messages, self.tokenizer, reply_follows=reply_follows, rendered_at=at)
+        rendered_at = self.options.rendered_at
+        text = render_chat(
+            messages, self.tokenizer, reply_follows=reply_follows, rendered_at=rendered_at
+        )
         # The template writes the special tokens; the tokenizer would add them a second time.
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

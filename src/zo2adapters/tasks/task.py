@@ -311,7 +311,7 @@ def _answers(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptio
     end of the line.
     """
     tokenizer = options.tokenizer
-    own = list[list[float]]()
+    scores = list[list[float]]()
     ends = {
         *end_token_ids(model, tokenizer),
         *tokenizer("\n", add_special_tokens=False)["input_ids"][-1:],
@@ -333,9 +333,9 @@ def _answers(engine: Engine, model: HFBlockModel, rows: Rows, options: TaskOptio
             judged = [
                 _judged(row, answer, tokenizer) for row, answer in zip(group, answers, strict=True)
             ]
-            own.append([value for values in judged for value in values])
+            scores.append([value for values in judged for value in values])
         options.progress(len(group))
-    values = [value for group in in_order(engine, own, rows.rows) for value in group]
+    values = [value for group in in_order(engine, scores, rows.rows) for value in group]
     return Evaluated(
         [_mean("F1", values[::2]), _mean("exact match", values[1::2])],
         counted(len(rows), "row"),
@@ -572,8 +572,8 @@ class GeneratedTask(Task):
 
     def _evaluated(self, engine: Engine, rows: Rows) -> list[Continued]:
         """Continue this worker's part of the rows with the present weights."""
-        own = [row for number, row in enumerate(rows) if is_own_shard(engine, number)]
-        return self._continued(engine, own, [None], None)[0]
+        shard = [row for number, row in enumerate(rows) if is_own_shard(engine, number)]
+        return self._continued(engine, shard, [None], None)[0]
 
     def _continued(
         self,
@@ -703,17 +703,17 @@ class RewardTask(GeneratedTask):
 
     def prepare(self, open_base: OpenBase, rows_to_come: Callable[[], Sequence[Any]]) -> None:
         """Let the base continue a few prompts, whose likelihood says later how far the model has
-        moved. See the contract.
+        moved.
         """
         self._rewards.start()
         with open_base() as base:
             continued = self._continued(base, self._rows[:_KEPT_ROWS], [None], None)[0]
-            kept = [
+            samples = [
                 with_completion(row.input_ids[: row.prompt_length], tokens, row.line)
                 for row, tokens in continued
             ]
-            tokens = sum(len(row.input_ids) - row.prompt_length for row in kept)
-            self._kept = _Kept(kept, self._log_likelihood(base, kept), tokens)
+            tokens = sum(len(row.input_ids) - row.prompt_length for row in samples)
+            self._kept = _Kept(samples, self._log_likelihood(base, samples), tokens)
 
     def drift(self, engine: Engine) -> float:
         """By how many nats a token the base's continuations have become less likely."""
@@ -750,7 +750,7 @@ class RewardTask(GeneratedTask):
         return super().step(engine, rows, batch)
 
     def close(self) -> None:
-        """End the process of the rewards. See the contract."""
+        """End the process of the rewards."""
         self._rewards.close()
 
     def evaluate(self, engine: Engine, rows: Rows) -> dict[str, float]:

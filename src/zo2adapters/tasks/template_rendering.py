@@ -15,14 +15,14 @@ def answer(request: dict[str, Any]) -> str:
         {key: value for key, value in message.items() if value is not None}
         for message in json.loads(request["messages"])
     ]
-    told = request["rendered_at"]
+    rendered_at = request["rendered_at"]
 
-    class ToldTime(datetime):
+    class RecordedTime(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Self:
-            return super().now(tz) if told is None else cls.fromisoformat(told)
+            return super().now(tz) if rendered_at is None else cls.fromisoformat(rendered_at)
 
-    chat_template_utils.datetime = ToldTime  # type: ignore[attr-defined]
+    chat_template_utils.datetime = RecordedTime  # type: ignore[attr-defined]
     rendered: Any = chat_template_utils.render_jinja_template(
         conversations=[messages],
         chat_template=request["template"],

@@ -58,8 +58,8 @@ def _require_parts(path: Path) -> None:
     values = content.count(b",") + content.count(b"[") + content.count(b"{")
     parts = max(values, content.count(b"\n"))
     if parts > _MOST_PARTS:
-        told = f"{path.name} of {parts} parts, where {_MOST_PARTS} are allowed"
-        raise unusable_tokenizer(path.parent, told)
+        size = f"{path.name} of {parts} parts, where {_MOST_PARTS} are allowed"
+        raise unusable_tokenizer(path.parent, size)
 
 
 def _names(value: Any) -> Iterator[str]:

@@ -115,7 +115,7 @@ def _growth(step: _Step | None, known: Mapping[str, Callable[[_Step], float]]) -
         [steps] = (value for name, value in step.items() if name != "type")
         if len(steps) > _MOST_STEPS:
             raise _UnknownError
-        return math.prod(known.get(one["type"], _refuse)(one) for one in steps)
+        return math.prod(known.get(step["type"], _refuse)(step) for step in steps)
     return known.get(step["type"], _refuse)(step)
 
 

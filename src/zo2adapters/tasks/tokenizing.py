@@ -47,7 +47,10 @@ def _answer(request: dict[str, Any]) -> Any:
         add_special_tokens=request["add_special_tokens"],
     )
     parts = [(encoding.ids, encoding.type_ids, encoding.attention_mask) for encoding in encodings]
-    return [[base64.b64encode(array("I", part)).decode() for part in one] for one in parts]
+    return [
+        [base64.b64encode(array("I", part)).decode() for part in parts_of_text]
+        for parts_of_text in parts
+    ]
 
 
 def _set_lengths(

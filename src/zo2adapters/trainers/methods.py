@@ -401,7 +401,7 @@ class ZerothOrderRun(RunMethod):
         self._warned_of_rounding = False
 
     def steps(self) -> ZerothOrder:
-        """See the contract."""
+        """By the estimator, with the perturbations of the options."""
         optimization = self.options.optimization
         noise = optimization.generator()
         perturbation = optimization.perturbation
@@ -410,10 +410,7 @@ class ZerothOrderRun(RunMethod):
         )
 
     def needed_bytes(self, model: HFBlockModel, largest: LargestBatch) -> StepMemory:
-        """Activations of all forwards of a step, or keys and values of what is generated.
-
-        See the contract.
-        """
+        """Activations of all forwards of a step, or keys and values of what is generated."""
         options, optimization = self.options, self.options.optimization
         streams, stacked = optimization.evaluations, optimization.stacked
         micro_batches = self.micro_batches(largest)
@@ -470,7 +467,7 @@ class ZerothOrderRun(RunMethod):
         )
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
-        """See the contract."""
+        """As for any method, with the noise of the perturbations and writes of blocks."""
         optimization = self.options.optimization
         device = "cpu" if self.options.storage.device == "cpu" else "cuda"
         return replace(
@@ -485,11 +482,11 @@ class ZerothOrderRun(RunMethod):
         )
 
     def first_step(self, journal: Journal) -> int:
-        """The journal's end. See the contract."""
+        """The journal's end."""
         return journal.version
 
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
-        """Blocks, or factors of finished periods. See the contract."""
+        """Blocks, or factors of finished periods."""
         storage, perturbation = self.options.storage, self.options.optimization.perturbation
         if every is not None:
             nbytes = 1e9 * terabytes_written(model.layouts, every)
@@ -509,7 +506,7 @@ class ZerothOrderRun(RunMethod):
         )
 
     def after_step(self, engine: Engine, report: StepResult) -> list[str]:
-        """Warnings, each of which is given once. See the contract."""
+        """Warnings, each of which is given once."""
         updates = engine.journal.updates
         lines = []
         if (
@@ -568,7 +565,7 @@ class ZerothOrderRun(RunMethod):
 
     def explained(self, error: Exception, engine: Engine) -> Exception:
         """With commands to find a smaller rate and go on from the best step; unchanged without a
-        guard. See the contract.
+        guard.
         """
         options, updates = self.options, engine.journal.updates
         is_guarded = options.optimization.guard and engine.version > 0
@@ -588,7 +585,7 @@ class ZerothOrderRun(RunMethod):
         return DivergenceError(error.where, error.found, error.expected, remedy, best_step=best)
 
     def verdict(self, journal: Journal) -> str | None:
-        """See the contract.
+        """Judge by how far the weights have moved.
 
         Directions are independent and of unit variance, so each weight has moved by the root of the
         sum of squares. Weights are below 1, so a model whose weights have moved by more than 1 is
@@ -671,7 +668,7 @@ class GradientRun(RunMethod):
         )
 
     def steps(self) -> FirstOrder:
-        """See the contract."""
+        """By the optimizer."""
         asked = self.options.first_order
         rate = self.options.learning_rate()
         lr = self.options.optimization.rate
@@ -698,10 +695,7 @@ class GradientRun(RunMethod):
         )
 
     def needed_bytes(self, model: HFBlockModel, largest: LargestBatch) -> StepMemory:
-        """The inputs of blocks, one segment's graph, and what adapter or tied weights take.
-
-        See the contract.
-        """
+        """The inputs of blocks, one segment's graph, and what adapter or tied weights take."""
         micro_batches = self.micro_batches(largest)
         rows, tokens = micro_batches[0]
         blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
@@ -785,7 +779,7 @@ class GradientRun(RunMethod):
         )
 
     def writes(self, every: int | None, model: HFBlockModel, host: HostPlan) -> str:
-        """Snapshots and how often they are taken, or blocks that change. See the contract."""
+        """Snapshots and how often they are taken, or blocks that change."""
         if not self.streams:
             every = self._policy.every
             what = "adapter" if self.of_adapter else "weights"
@@ -804,10 +798,7 @@ class GradientRun(RunMethod):
         return f"{what}, {_per_1000_steps(self.written(model, host.buckets))}"
 
     def after_step(self, engine: Engine, report: StepResult) -> list[str]:
-        """Take a snapshot if one is due, at the end, and where one is missing of the best step.
-
-        See the contract.
-        """
+        """Take a snapshot if one is due, at the end, and where one is missing of the best step."""
         step = engine.version
         is_last = engine.version == self.options.steps
         if self.streams:
@@ -821,17 +812,17 @@ class GradientRun(RunMethod):
         return []
 
     def snapshot_bytes(self, engine: Engine) -> int:
-        """Bytes of snapshots that this process has written. See the contract."""
+        """Bytes of snapshots that this process has written."""
         return 0 if self.streams else int(engine.snapshots.written)
 
     def before_recording(self, engine: Engine, results: Results) -> None:
-        """Take a snapshot of what is now the best step. See the contract."""
+        """Take a snapshot of what is now the best step."""
         evaluations = {**engine.journal.evaluations, engine.version: results}
         if not self.streams and self.options.keep_best and best_step(evaluations) == engine.version:
             self._take_snapshot(engine)
 
     def how_to_continue(self, engine: Engine) -> str:
-        """From which snapshot or commit. See the contract."""
+        """From which snapshot or commit."""
         stopped = f"stopped after {counted(engine.version, 'step')};"
         resume = self.options.resume_command
         if self.streams:
