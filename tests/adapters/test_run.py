@@ -944,6 +944,7 @@ def test_what_a_branch_cannot_be_told_is_refused(options: TrainOptions, tmp_path
         assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lr", [0.01, 1.0])
 @pytest.mark.filterwarnings("ignore::zo2core.errors.ZO2Warning")
 def test_a_run_whose_lr_is_far_too_large_stops_and_goes_on_from_its_best(

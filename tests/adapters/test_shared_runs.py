@@ -139,6 +139,7 @@ def test_an_interrupted_command_continues_all_and_one_can_continue_alone(
     assert results_of(tmp_path / "all") == alone
 
 
+@pytest.mark.long_profile
 def test_kills_lose_nothing(
     options: TrainOptions, alone: dict[str, Any], tmp_path: Path, apart: Apart
 ) -> None:

@@ -290,6 +290,7 @@ CLAIMS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS)
 def test_a_task_is_monolithic_mezo_on_its_number_also_where_it_is_gone_on_with(
     here: Path, claim: Claim

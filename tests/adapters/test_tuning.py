@@ -414,6 +414,7 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
     assert not list(Path("run").glob("tune-*"))
 
 
+@pytest.mark.long_profile
 def test_trials_that_a_killed_process_left_after_its_choice_are_removed(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +490,7 @@ def resumed_with_warnings() -> str:
         return done("train", "--resume", "run").err
 
 
+@pytest.mark.long_profile
 @pytest.mark.usefixtures("here")
 def test_trials_of_a_damaged_table_are_restored_from_the_metrics(
     finished: Callable[..., Ended],

@@ -252,6 +252,7 @@ def test_other_files_of_some_workers_are_told_to_all_with_both_values_and_ranks(
     assert not any(options.output.exists() for options in own)
 
 
+@pytest.mark.long_profile
 def test_workers_that_evaluate_other_rows_are_told_which(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
     write_rows(tmp_path / "other.jsonl", ROWS[:-1])

@@ -793,7 +793,7 @@ def outcome(
         yield run
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_faults_are_reported_and_cost_no_step(outcome: Callable[[str], str], name: str) -> None:
     problem = outcome(name)

@@ -195,6 +195,7 @@ def test_a_series_that_was_cut_off_ends_as_one_that_was_not(
     )
 
 
+@pytest.mark.long_profile
 @pytest.mark.usefixtures("here")
 def test_a_series_is_tuned_and_reported(task: Path, tmp_path: Path) -> None:
     folder, compared = tmp_path / "runs", tmp_path / "compared.json"

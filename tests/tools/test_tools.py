@@ -87,6 +87,7 @@ def test_a_sparse_checkpoint_is_a_dense_one_but_for_the_data(
         assert not value.any(), "a hole reads as zeros"
 
 
+@pytest.mark.long_profile
 def test_opt_175b_is_sparse(tmp_path: Path) -> None:
     assert "349.21 GB of float16" in run_tool(main, "opt-175b", tmp_path / "opt", "--sparse").out
     stats = [path.stat() for path in (tmp_path / "opt").iterdir()]

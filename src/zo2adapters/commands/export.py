@@ -23,6 +23,7 @@ from zo2core.ranges import counted
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel
+    from zo2adapters.models.ollama import OllamaModel
     from zo2adapters.trainers.model_card import ExportedModel
     from zo2core import Engine
 
@@ -96,7 +97,8 @@ class Export(WritesDirectory):
     """
 
     first_options: ClassVar = (
-        "run_directory output at format gguf_type output_dtype as_adapter model adapter memory"
+        "run_directory output at format gguf_type output_dtype as_adapter ollama model adapter "
+        "memory"
     )
 
     output_dtype: DtypeName = "auto"
@@ -111,38 +113,52 @@ class Export(WritesDirectory):
     """Type of the matrices in a GGUF file; vectors are F32. auto is the dtype in which the run
     stores weights, or decodes them.
     """
+    ollama: str | None = None
+    """Name of the run's base in ollama's store, such as llama3.2. Writes llama.cpp's form of the
+    run's adapter, and a Modelfile that puts it on this model with its template, parameters, system
+    message and license, for ollama create.
+    """
     as_adapter: bool = False
     """Write a LoRA adapter instead of a whole model: of a run with --rank in peft's format, with
     --format gguf llama.cpp's form of the run's adapter.
     """
 
+    @property
+    def _writes_gguf(self) -> bool:
+        return self.format == "gguf" or self.ollama is not None
+
+    @property
+    def _writes_adapter(self) -> bool:
+        return self.as_adapter or self.ollama is not None
+
     def check(self) -> None:
-        """Refuse options of the other format. See the contract."""
-        if self.format == "huggingface" and self.gguf_type != "auto":
+        """Refuse options of the other format."""
+        if not self._writes_gguf and self.gguf_type != "auto":
             remedy = "pass --format gguf as well, or leave it out"
             raise OptionError("gguf_type", self.gguf_type, "auto without --format gguf", remedy)
-        if self.output_dtype != "auto" and (self.format == "gguf" or self.as_adapter):
+        if self.output_dtype != "auto" and (self._writes_gguf or self.as_adapter):
             expected, remedy = "auto for an adapter, which is float32", "leave it out"
-            if self.format == "gguf":
+            if self._writes_gguf:
                 expected, remedy = "auto with --format gguf", "pass --gguf-type instead"
             raise OptionError("output_dtype", self.output_dtype, expected, remedy)
         super().check()
-        if self.format == "gguf":
+        if self._writes_gguf:
             require_package("gguf", install="zo2core[gguf]")
 
     def _write(self, at: AtStep) -> None:
         from zo2adapters.models.export import export_adapter, merging_bytes
         from zo2adapters.trainers.model_card import ExportedModel
 
-        is_gguf_file = self.format == "gguf"
+        is_gguf_file = self._writes_gguf
         has_adapter = at.model_options.trains_adapter
-        is_adapter = self.as_adapter or (has_adapter and not is_gguf_file)
-        if is_gguf_file and self.as_adapter and not has_adapter:
+        is_adapter = self._writes_adapter or (has_adapter and not is_gguf_file)
+        if is_gguf_file and self._writes_adapter and not has_adapter:
             found = "norms and embeddings, which a run with --rank changes, too"
             expected = "a merged model, since llama.cpp's adapters change linear layers alone"
-            raise OptionError("as_adapter", found, expected, "leave it out")
+            option = "as_adapter" if self.ollama is None else "ollama"
+            raise OptionError(option, found, expected, "leave it out")
         model = at.open_model(export_dtype=self.output_dtype)
-        merges = has_adapter and is_gguf_file and not self.as_adapter
+        merges = has_adapter and is_gguf_file and not self._writes_adapter
         with at.engine(
             model, activation_bytes=merging_bytes(model) if merges else EXPORT_BYTES
         ) as engine:
@@ -173,6 +189,9 @@ class Export(WritesDirectory):
 
         base = at.base()
         template = None if self.saved is None else template_of_rows(self.saved.rows)
+        of_ollama = None if self.ollama is None else _base_in_store(self.ollama, base)
+        if of_ollama is None:
+            template = template or template_of_chats(load_tokenizer(base))
         export_gguf(
             engine,
             model,
@@ -180,10 +199,26 @@ class Export(WritesDirectory):
             base=base,
             tokenizer=load_tokenizer,
             kind=self.gguf_type,
-            as_adapter=self.as_adapter,
-            template=template or template_of_chats(load_tokenizer(base)),
+            as_adapter=self._writes_adapter,
+            template=template,
+            of_ollama=of_ollama,
             files=files,
         )
+
+
+def _base_in_store(name: str, base: Path) -> OllamaModel:
+    """The model of ollama's store with this name, whose weights are a run's base."""
+    from zo2adapters.models.ollama import PREFIX, read_ollama_model
+
+    model = read_ollama_model(f"{PREFIX}{name.removeprefix(PREFIX)}")
+    if not model.weights.samefile(base):
+        raise OptionError(
+            "ollama",
+            f"{name}, whose weights are {model.weights}",
+            f"the run's base, {base}",
+            "pass the name of the model that the run was started from",
+        )
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ class Train(RunOptions, Command):
     )
 
     model: str | None = None
-    """Model directory with safetensors weights, a GGUF file, or a hub id."""
+    """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
     data: Path | None = None
     """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of
     the hub. Each row has text, or prompt and completion (loss on the completion only), or messages.
@@ -830,7 +830,7 @@ class Tune(RunOptions, Command):
     )
 
     model: str
-    """Model directory with safetensors weights, a GGUF file, or a hub id."""
+    """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
     data: Path
     """File to train on, as for zo2 train."""
     output: Path

@@ -45,6 +45,7 @@ from zo2adapters.models.batches import CAUSAL_LM, Head, head_of, reads_images, w
 from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.models.hf import HFBlockModel, HFHeadModel
 from zo2adapters.models.model_files import (
+    is_gguf,
     may_be_of_hub,
     no_model,
     refuse_adapter,
@@ -52,6 +53,7 @@ from zo2adapters.models.model_files import (
     require_config,
 )
 from zo2adapters.models.module_use import module_use
+from zo2adapters.models.ollama import is_ollama_name, read_ollama_model
 from zo2adapters.models.peft_adapter import (
     Adapter,
     ChosenConfig,
@@ -65,7 +67,6 @@ from zo2adapters.models.peft_model import PeftBlockModel, PeftHeadModel, PrefixB
 from zo2adapters.models.quantization import EncodedTensor, Quantization
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2core import ZO2Error
-from zo2core.checkpoint.gguf import is_gguf
 from zo2core.checkpoint.shards import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -358,7 +359,11 @@ def _require_adapter_fits(adapter: ChosenConfig, config: PretrainedConfig, head:
 
 
 def resolve_directory(path: Path | str) -> Path:
-    """Find a model directory or a GGUF file; download a model of the hub into the hub's cache."""
+    """Find a model directory, a GGUF file or a model of ollama's store; download a model of the hub
+    into the hub's cache.
+    """
+    if is_ollama_name(path):
+        return read_ollama_model(str(path)).weights
     directory = Path(path)
     if directory.is_dir() or is_gguf(directory):
         refuse_adapter(directory)

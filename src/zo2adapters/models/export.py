@@ -12,7 +12,8 @@ layer, and nothing of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -31,6 +32,8 @@ from zo2adapters.models.checkpoint import end_token_ids
 from zo2adapters.models.gguf_model import LlamaCppLayout
 from zo2adapters.models.hf import NO_FILES, Files, HFBlockModel, HFHeadModel
 from zo2adapters.models.library_names import Conv1D
+from zo2adapters.models.model_files import is_gguf
+from zo2adapters.models.ollama import OllamaModel
 from zo2adapters.models.peft_model import PeftBlockModel, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
 from zo2core import Engine, ParameterSpec
@@ -42,7 +45,7 @@ from zo2core.checkpoint.export import (
     write_checkpoint,
     write_companions,
 )
-from zo2core.checkpoint.gguf import GGUFFile, is_gguf, read_gguf
+from zo2core.checkpoint.gguf import GGUFFile, read_gguf
 from zo2core.encodings.forms import GGUF_BLOCKS
 from zo2core.errors import OptionError, UnsupportedModelError, without_effect
 
@@ -304,12 +307,14 @@ def export_gguf(
     kind: GGUFType = "auto",
     as_adapter: bool = False,
     template: str | None = None,
+    of_ollama: OllamaModel | None = None,
     files: Files = NO_FILES,
 ) -> None:
     """Write a model at the present version as a GGUF file, and a Modelfile.
 
     An adapter is merged into the model or, ``as_adapter``, written as llama.cpp's GGUF LoRA beside
-    the base's path. ``template`` is that of the Modelfile.
+    the base's path. ``template`` is that of the Modelfile, which repeats what a model of ollama's
+    store has beside its weights.
     """
     optional_package("gguf", install=gguf_model.GGUF_EXTRA)
     file = read_gguf(base) if is_gguf(base) else None
@@ -317,9 +322,8 @@ def export_gguf(
     architecture = _architecture(model, base, file)
     layout = LlamaCppLayout(architecture, model.config)
     further = [token for token in end_token_ids(model, names) if token != names.eos_token_id]
-    settings = [f"PARAMETER stop {_quoted(str(names.decode([token])))}" for token in further]
-    if template is not None:
-        settings.append(f"TEMPLATE {_quoted(template)}")
+    stops = [str(names.decode([token])) for token in further]
+    settings = _settings(template, stops) if of_ollama is None else _repeated(of_ollama, template)
     if isinstance(model, PeftBlockModel) and as_adapter:
         if kind != "auto":
             raise without_effect("gguf_type", kind, "auto for an adapter, which is float32")
@@ -422,6 +426,29 @@ def _modelfile(lines: Sequence[str], settings: Sequence[str]) -> bytes:
                 "model", f"{line!r} in its {MODELFILE}", "a path without line breaks", remedy
             )
     return "\n".join([*lines, *settings, ""]).encode()
+
+
+def _settings(template: str | None, stops: Iterable[str]) -> list[str]:
+    """The lines of a Modelfile about chats: texts at which generation stops, and a template."""
+    lines = [f"PARAMETER stop {_quoted(stop)}" for stop in stops]
+    return lines if template is None else [*lines, f"TEMPLATE {_quoted(template)}"]
+
+
+def _repeated(model: OllamaModel, template: str | None) -> list[str]:
+    """The lines of a Modelfile that repeat those of a model of ollama's store; ``template`` is that
+    of the run's prompts, None if it has none.
+    """
+    lines = [
+        f"PARAMETER {name} {_quoted(value) if isinstance(value, str) else json.dumps(value)}"
+        for name, values in model.parameters.items()
+        for value in (values if isinstance(values, list) else [values])
+    ]
+    chosen = model.template if template is None else template
+    if chosen is not None:
+        lines.append(f"TEMPLATE {_quoted(chosen)}")
+    if model.system is not None:
+        lines.append(f"SYSTEM {_quoted(model.system)}")
+    return [*lines, *(f"LICENSE {_quoted(text)}" for text in model.licenses)]
 
 
 def _quoted(text: str) -> str:

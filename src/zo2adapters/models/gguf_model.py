@@ -45,11 +45,12 @@ from zo2adapters.models.library_names import (
     TENSOR_PROCESSORS,
     TensorProcessor,
 )
+from zo2adapters.models.model_files import is_gguf
 from zo2adapters.models.quantization import EncodedTensor
 from zo2adapters.models.stored_tensors import OverlaidReader, read_tensor
 from zo2adapters.optional_package import optional_package
 from zo2core.checkpoint.export import is_finite, not_finite
-from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, is_gguf, read_gguf
+from zo2core.checkpoint.gguf import GGUFFile, StoredArray, StoredText, read_gguf
 from zo2core.checkpoint.shards import (
     DTYPE_NAMES,
     Piece,

@@ -8,12 +8,13 @@ import contextlib
 import json
 from pathlib import Path
 
+from zo2adapters.models.ollama import is_ollama_name, weights_of_ollama
 from zo2core.errors import CheckpointError, DataError, UnsupportedModelError
-from zo2core.io.durable import read_regular
+from zo2core.io.durable import open_regular, read_regular
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_GGUF = ".gguf"
+_GGUF, _GGUF_MAGIC = ".gguf", b"GGUF"
 # Beginnings of the names of the files that hold a tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer",
@@ -29,13 +30,32 @@ _TOKENIZER_FILES = (
 )
 
 
+def is_gguf(path: Path | str) -> bool:
+    """Whether a path is that of a GGUF file, by its first bytes or by its ending."""
+    return str(path).endswith(_GGUF) or _begins_as_gguf(Path(path))
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does, such as a blob of ollama, whose name is a
+    digest.
+    """
+    if not path.is_file():
+        return False
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    return False
+
+
 def require_model(model: str | Path, *, has_tokenizer: bool = True) -> None:
     """Refuse the path of no model, and that of one without config, weights or tokenizer.
 
     Whether the hub has a model is seen when it is downloaded.
     """
+    if is_ollama_name(model):
+        weights_of_ollama(str(model))
+        return
     path = Path(model)
-    if str(model).endswith(_GGUF):
+    if is_gguf(path):
         if not path.is_file():
             expected, remedy = "a readable GGUF file", "check the path"
             raise CheckpointError(path, "No such file or directory", expected, remedy)
@@ -49,6 +69,14 @@ def require_model(model: str | Path, *, has_tokenizer: bool = True) -> None:
     _require_weights(path)
     if has_tokenizer:
         require_tokenizer(path)
+
+
+def saved_model(model: str) -> str:
+    """How a run saves its model: the path of its files, which does not change with a tag of
+    ollama's, or its name on the hub.
+    """
+    path = weights_of_ollama(model) if is_ollama_name(model) else Path(model)
+    return str(path.resolve()) if path.exists() else model
 
 
 def may_be_of_hub(model: str | Path) -> bool:

@@ -23,14 +23,13 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.checkpoint import companion_files
 from zo2adapters.models.gguf_model import gguf_tokenizer
-from zo2adapters.models.model_files import require_tokenizer, unusable_tokenizer
+from zo2adapters.models.model_files import is_gguf, require_tokenizer, unusable_tokenizer
 from zo2adapters.tasks.limited_backend import limit
 from zo2adapters.tasks.row_options import RowOptions, with_line_breaks
 from zo2adapters.tasks.row_source import row_error
 from zo2adapters.tasks.tokenizer_files import require_loadable
 from zo2adapters.tasks.tokenizer_growth import Growth
 from zo2core import ZO2Error
-from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import DataError
 
 SECONDS = 5.0  # CPU seconds for one conversation; templates take milliseconds

@@ -19,6 +19,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from zo2adapters.models.checkpoint import PROMPT
+from zo2adapters.models.model_files import is_gguf
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.rows import with_labels
 from zo2adapters.trainers.metrics import best_step, losses_of
@@ -26,7 +27,6 @@ from zo2adapters.trainers.optimization import with_peak_rate
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import name_of
 from zo2core import Journal
-from zo2core.checkpoint.gguf import is_gguf
 from zo2core.errors import ZO2Error
 from zo2core.types import Commit
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
 
+from zo2adapters.models.model_files import saved_model
 from zo2adapters.optional_package import optional_package, require_package
 from zo2adapters.tasks.registry import (
     AUTO,
@@ -570,7 +571,7 @@ class TrainOptions(RunOptions):
     """All options of a fine-tuning run."""
 
     model: str
-    """Model directory with safetensors weights, a GGUF file, or a hub id."""
+    """Model directory, GGUF file or hub id, or ollama:NAME of ollama's store."""
     data: Path
     """File of rows, each of which has text, or prompt and completion (loss on the completion only),
     or messages.
@@ -693,8 +694,7 @@ class TrainOptions(RunOptions):
         values = dataclasses.asdict(self)
         del values["output"]
         values |= values.pop("model_options")  # on the top level
-        if Path(self.model).exists():
-            values["model"] = str(Path(self.model).resolve())
+        values["model"] = saved_model(self.model)
         for key in ("data", "evaluation"):
             values[key] = None if values[key] is None else saved_path(Path(values[key]))
         for key in ("architecture", "adapter"):

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from zo2adapters.models.model_files import is_gguf
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.tasks.row_source import file_sha256, saved_path
 from zo2adapters.trainers import checked_json
@@ -835,7 +836,7 @@ def tokenizer_sha256(base: Path) -> str:
     """SHA-256 over the names and bytes of a model directory's tokenizer files, or over what a GGUF
     file says of it.
     """
-    from zo2core.checkpoint.gguf import StoredArray, is_gguf, read_gguf
+    from zo2core.checkpoint.gguf import StoredArray, read_gguf
 
     digest = hashlib.sha256()
     if is_gguf(base):

@@ -110,11 +110,6 @@ class GGUFFile:
                 )
 
 
-def is_gguf(path: Path | str) -> bool:
-    """Whether a path is that of a GGUF file, by its ending."""
-    return str(path).endswith(SUFFIX)
-
-
 def read_gguf(path: Path) -> GGUFFile:
     """Read and check the header of a GGUF file and, if its model is split, the headers of its other
     files.
