@@ -86,6 +86,10 @@ class MissingPackageError(ZO2Error, ImportError):
     """An optional package is needed that is not installed."""
 
 
+class UnsupportedSystemError(ZO2Error, ImportError):
+    """The operating system is none that this library runs on."""
+
+
 class NonFiniteLossError(ZO2Error):
     """A loss is not finite; the step was not taken."""
 

@@ -1,4 +1,4 @@
-"""Names that a package exports, each imported when it is first used."""
+"""Names that a package exports, each imported when it is first used; and where they run at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from zo2core.errors import UnsupportedSystemError
+
+
+def require_supported_system() -> None:
+    """Refuse Windows, before a module that it lacks is missed.
+
+    Raises:
+        UnsupportedSystemError: if this is Windows.
+    """
+    if sys.platform == "win32":
+        raise UnsupportedSystemError(
+            "the operating system",
+            "Windows",
+            "Linux or macOS",
+            "install zo2core in WSL (https://learn.microsoft.com/windows/wsl), which is Linux",
+        )
 
 
 def exports(
@@ -19,6 +36,7 @@ def exports(
     The names are those that its source imports for type checkers, ``from module import Name as
     Name``. Those that end with ``left_out`` are no part of a star import.
     """
+    require_supported_system()
     itself = sys.modules[package]
     modules = {
         alias.name: str(node.module)

@@ -47,7 +47,6 @@ from zo2adapters.trainers.process import (
     KEPT,
     keep_freed_memory,
     keeps_memory,
-    peak_memory,
     with_kept_memory,
 )
 from zo2adapters.trainers.run_inputs import RowShapes
@@ -64,6 +63,7 @@ from zo2core import (
     ZerothOrder,
 )
 from zo2core.errors import OptionError, UnsupportedModelError
+from zo2core.io.process_memory import peak_memory
 from zo2core.planning.memory import MemoryPart, free_memory
 from zo2core.ranges import OptimizerName
 

@@ -25,8 +25,8 @@ import psutil
 from tqdm import tqdm
 
 from zo2adapters.optional_package import optional_package
-from zo2adapters.trainers.process import peak_memory
 from zo2core.errors import JournalError, OutputError, system_errors_as
+from zo2core.io.process_memory import peak_memory
 from zo2core.ranges import counted
 
 if TYPE_CHECKING:

@@ -10,8 +10,6 @@ does.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
-
 from zo2adapters.trainers.option_table import flag, leaves, plain
 from zo2core.errors import WorkerError, without_effect
+from zo2core.io.process_memory import set_malloc
 from zo2core.ranges import require_whole
 
 if TYPE_CHECKING:
@@ -258,8 +255,8 @@ def keeps_memory(plan: HostPlan) -> bool:
 
 def keep_freed_memory(largest: int = LARGEST_KEPT) -> bool:
     """Tell glibc to keep freed memory for this process. Other C libraries are left alone."""
-    is_set = any(_set_malloc(_M_MMAP_THRESHOLD, size) for size in (largest, SMALL))
-    return is_set and _set_malloc(_M_TRIM_THRESHOLD, _NEVER)
+    is_set = any(set_malloc(_M_MMAP_THRESHOLD, size) for size in (largest, SMALL))
+    return is_set and set_malloc(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def return_freed_memory_at_once() -> bool:
@@ -268,26 +265,5 @@ def return_freed_memory_at_once() -> bool:
     What it keeps from one part of a pass adds to what the next part takes: a run that was planned
     at 893 MB had a peak of 997 MB, and one of 857 MB with this.
     """
-    is_set = _set_malloc(_M_MMAP_THRESHOLD, _RETURNED)
-    return is_set and _set_malloc(_M_TRIM_THRESHOLD, _RETURNED)
-
-
-def _set_malloc(option: int, value: int) -> bool:
-    """Set an option of glibc's allocator; without effect, and false, with another C library."""
-    try:
-        libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError if the library is not glibc
-        return bool(libc.mallopt(option, value) == 1)
-    except (OSError, AttributeError, TypeError):
-        return False
-
-
-def peak_memory() -> int:
-    """Peak host memory of this process in bytes; its present memory on systems that do not record
-    the peak.
-    """
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        # getrusage would include the memory of the process that started this one.
-        lines = os.fsdecode(Path("/proc/self/status").read_bytes()).splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    return int(psutil.Process().memory_info().rss)
+    is_set = set_malloc(_M_MMAP_THRESHOLD, _RETURNED)
+    return is_set and set_malloc(_M_TRIM_THRESHOLD, _RETURNED)

@@ -32,7 +32,6 @@ from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.process import (
     device_kinds,
     is_first,
-    peak_memory,
     require_same_steps,
     with_kept_memory,
 )
@@ -55,6 +54,7 @@ from zo2core.errors import (
     OutputError,
     ScratchError,
 )
+from zo2core.io.process_memory import peak_memory
 from zo2core.ranges import counted
 from zo2core.types import shown_bytes
 

@@ -33,7 +33,7 @@ from zo2core.estimators.perturbation import (
     Perturbation,
     PerturbedParameter,
 )
-from zo2core.io import durable
+from zo2core.io import durable, system_calls
 from zo2core.io.direct_file import RangedFile, byte_view, chunk_checksum, combined_checksum
 from zo2core.journal.journal import Journal
 from zo2core.kernels import Draw, fill, form, perturb_each
@@ -195,9 +195,7 @@ class FactorFile:
             # Through the page cache, and ahead: small ranges of all periods are read while the disk
             # reads blocks. And unbuffered: a buffer would miss later writes.
             self._reading = durable.open_regular(self._directory / DATA).detach()
-            os.posix_fadvise(
-                self._reading.fileno(), 0, self.periods * self._size, os.POSIX_FADV_WILLNEED
-            )
+            system_calls.read_ahead(self._reading.fileno(), 0, self.periods * self._size)
         view = byte_view(sums)
         self._reading.seek(period * self._size + self._offsets[spec.name])
         done = 0

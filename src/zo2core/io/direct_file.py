@@ -5,7 +5,8 @@ A model that is read once a step would evict everything else from the page cache
 towards the process's memory limit. Direct I/O requires page-aligned offsets, lengths and addresses.
 If memory and file offset have the same position within a page, whole pages are read in place; the
 rest goes through a small buffer of the calling thread. If direct I/O is refused, buffered reads
-drop their pages from the cache.
+drop their pages from the cache. A system without O_DIRECT has one descriptor, whose reads are not
+cached.
 
 Large memory has a checksum for each chunk, computed on any thread, and one of them all in order.
 """
@@ -26,19 +27,21 @@ from typing import Self
 import torch
 import xxhash
 
+from zo2core.io import system_calls
 from zo2core.io.durable import (
+    DisturbedFileError,
     FileState,
     close_locked,
     errors_naming,
     open_descriptor,
     open_locked,
-    require_same_file,
 )
 
 PAGE = 4096  # bytes; a multiple of the block size of today's disks
 # bytes of a thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
 STAGING = 6 << 20
 IN_PLACE = 1 << 20  # bytes from which it pays to read the partial first and last pages separately
+MOST_OF_A_CALL = 1 << 30  # bytes; macOS refuses 2 GiB, and Linux transfers less than was asked
 
 _thread = threading.local()
 
@@ -65,14 +68,14 @@ class RangedFile:
         self._direct: int | None = None
         self._supports_direct = True  # as long as ``_direct`` is open and no transfer was refused
         try:
-            self._direct = open_descriptor(path, self._flags | os.O_DIRECT)
-            if writing is not None:
-                require_same_file(writing, f"/proc/self/fd/{self._direct}")
+            self._direct = open_descriptor(path, self._flags | system_calls.direct_flag())
+            if writing is not None and not os.path.sameopenfile(writing, self._direct):
+                raise DisturbedFileError(path)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 self.close()
                 raise
-            self._open_buffered()
+            system_calls.leave_uncached(self._open_buffered())
         self.state = None if writing is not None else FileState.of(self._open_descriptor)
 
     @classmethod
@@ -80,7 +83,7 @@ class RangedFile:
         """Open a new temporary file without a name, which is deleted when it is closed."""
         with tempfile.TemporaryFile(dir=directory) as temporary:
             descriptor = os.dup(temporary.fileno())
-        file = cls(Path(f"/proc/self/fd/{descriptor}"), _descriptor=descriptor)
+        file = cls(Path(system_calls.open_again(descriptor)), _descriptor=descriptor)
         file._name = directory
         return file
 
@@ -99,7 +102,7 @@ class RangedFile:
             if done < len(out):
                 self._require_unchanged()
                 raise EOFError(f"end of file at byte {offset + done}")
-            os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
+            system_calls.drop_cached(buffered, offset, len(out))
         self._require_unchanged()
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -112,7 +115,8 @@ class RangedFile:
                 else 0
             )
             while done < len(data):
-                done += os.pwrite(self._open_buffered(), data[done:], offset + done)
+                part = data[done : done + MOST_OF_A_CALL]
+                done += os.pwrite(self._open_buffered(), part, offset + done)
 
     def _try_direct(self, transfer: Callable[[int], int]) -> int:
         """The bytes that are transferred by direct I/O; 0 where the file system refuses it."""
@@ -132,7 +136,7 @@ class RangedFile:
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 with errors_naming(self._name):
-                    os.fdatasync(descriptor)
+                    system_calls.sync_data(descriptor)
 
     def close(self) -> None:
         """Close the file, which ends its lock.
@@ -162,7 +166,7 @@ class RangedFile:
         with self._lock:
             if self._buffered is None:
                 # The same file, also if another one is at its path by now.
-                path = self._path if self._direct is None else f"/proc/self/fd/{self._direct}"
+                path = self._path if self._direct is None else system_calls.open_again(self._direct)
                 self._buffered = open_descriptor(path, self._flags)
             return self._buffered
 
@@ -267,7 +271,8 @@ def _read_up_to(
     done = 0
     while done < at_least:
         start = done - done % unit
-        reached = start + os.preadv(descriptor, [out[start:]], offset + start)
+        part = out[start : start + MOST_OF_A_CALL]
+        reached = start + os.preadv(descriptor, [part], offset + start)
         if reached <= done:
             break
         done = reached
@@ -280,5 +285,6 @@ def _write_pages(descriptor: int, offset: int, data: memoryview) -> int:
     """
     done = 0
     while done < len(data) and done % PAGE == 0:
-        done += os.pwrite(descriptor, data[done:], offset + done)
+        part = data[done : done + MOST_OF_A_CALL]
+        done += os.pwrite(descriptor, part, offset + done)
     return done

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from filelock import lock_descriptor
+
+from zo2core.io import system_calls
 
 _locked: set[int] = set()  # this process's descriptors that hold a lock; global, as descriptors are
 
@@ -112,7 +113,7 @@ def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         with errors_naming(path):
-            os.fsync(descriptor)
+            system_calls.sync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -175,8 +176,7 @@ def close_locked(descriptor: int) -> None:
     """
     if descriptor in _locked:
         _locked.discard(descriptor)
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        system_calls.unlock(descriptor)
     os.close(descriptor)
 
 
@@ -247,7 +247,7 @@ def replace_file(path: Path, content: bytes | Sequence[bytes | memoryview]) -> N
             for part in [content] if isinstance(content, bytes) else content:
                 file.write(part)
             file.flush()
-            os.fsync(file.fileno())
+            system_calls.sync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -343,7 +343,7 @@ class RecordFile:
         done = 0
         while done < len(line):
             done += os.pwrite(descriptor, line[done:], self._end + done)
-        os.fsync(descriptor)
+        system_calls.sync(descriptor)
         if not self._settled:
             sync_path(self._path.parent)
         self._size = self._end + len(line)
@@ -369,7 +369,7 @@ class RecordFile:
             self.remove()
         elif self._descriptor is not None and self._size != end:
             os.ftruncate(self._descriptor, end)
-            os.fsync(self._descriptor)
+            system_calls.sync(self._descriptor)
             self._size = end
 
     def remove(self) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
+import sys
 from functools import cache
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +21,17 @@ def _process(number: int) -> psutil.Process:
 def resident_memory() -> int:
     """Resident bytes of this process."""
     return int(_process(os.getpid()).memory_info().rss)
+
+
+def peak_memory() -> int:
+    """Peak of this process's resident bytes; the present ones on systems that do not record it."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        # On Linux, getrusage would include the memory of the process that started this one.
+        lines = os.fsdecode(Path("/proc/self/status").read_bytes()).splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes there
+    return resident_memory()
 
 
 def memory_in_use() -> int:
@@ -37,6 +51,16 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def set_malloc(option: int, value: int) -> bool:
+    """Set an option of glibc's allocator; without effect, and false, with another C library."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError if the library is not glibc
+        return bool(libc.mallopt(option, value) == 1)
+    except (OSError, AttributeError, TypeError):
+        return False
 
 
 def make_room(limit: int, nbytes: int) -> None:

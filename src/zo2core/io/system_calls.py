@@ -1,0 +1,86 @@
+"""Calls of the system that Linux or macOS does not have, each with what the other has instead.
+
+| for | Linux | macOS |
+|---|---|---|
+| reading past the page cache | a descriptor with O_DIRECT beside | F_NOCACHE on the only one |
+| dropping what was read from the cache | posix_fadvise | nothing to drop, by F_NOCACHE |
+| reading ahead | posix_fadvise | what the system reads ahead by itself |
+| durable writes | fsync, fdatasync | F_FULLFSYNC: its fsync leaves bytes in the disk's cache |
+| opening an open file again | /proc/self/fd | not needed: only O_DIRECT asks for it |
+
+A call is looked for when it is made, so that tests can take it away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+
+
+def open_again(descriptor: int) -> str:
+    """A path that leads to an open file, whatever is at its own path by now."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def direct_flag() -> int:
+    """The flag that opens a file for direct I/O.
+
+    Raises:
+        OSError: ``EINVAL``, as from a file system that refuses it: the system has no such flag.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError(errno.EINVAL, "a system without O_DIRECT")
+    return os.O_DIRECT
+
+
+def leave_uncached(descriptor: int) -> None:
+    """Keep what is read and written out of the page cache, where the system has a switch for it."""
+    _control(descriptor, "F_NOCACHE")
+
+
+def drop_cached(descriptor: int, offset: int, nbytes: int) -> None:
+    """Drop a range of a file from the page cache."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
+    """Tell the system that a range of a file will be read soon."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def sync(descriptor: int) -> None:
+    """Make a file, or the names in a directory, durable."""
+    if not _control(descriptor, "F_FULLFSYNC"):
+        os.fsync(descriptor)
+
+
+def sync_data(descriptor: int) -> None:
+    """Make a file's bytes durable, and of its attributes only those that lead to them."""
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(descriptor)
+    else:
+        sync(descriptor)
+
+
+def unlock(descriptor: int) -> None:
+    """Give up the lock that is held on a file."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _control(descriptor: int, command: str) -> bool:
+    """Carry out a command of ``fcntl``; false where system or file system does not have it."""
+    number = getattr(fcntl, command, None)
+    if number is None:
+        return False
+    try:
+        fcntl.fcntl(descriptor, number, 1)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOTTY):
+            raise
+        return False
+    return True
