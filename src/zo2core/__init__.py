@@ -26,7 +26,6 @@ if _typing.TYPE_CHECKING:
     from zo2core.journal.journal import Journal as Journal
     from zo2core.journal.journal import branch_journal as branch_journal
     from zo2core.kernels import Distribution as Distribution
-    from zo2core.methods.first_order import AtSnapshot as AtSnapshot
     from zo2core.methods.first_order import FirstOrder as FirstOrder
     from zo2core.methods.zeroth_order import ZerothOrder as ZerothOrder
     from zo2core.optimizers.delayed import Delayed as Delayed
@@ -49,6 +48,8 @@ if _typing.TYPE_CHECKING:
     from zo2core.protocols import Objective as Objective
     from zo2core.protocols import Scheduler as Scheduler
     from zo2core.protocols import ZOEstimator as ZOEstimator
+    from zo2core.run import CustomSource as CustomSource
+    from zo2core.run import EngineOptions as EngineOptions
     from zo2core.schedulers.devices import CudaDevice as CudaDevice
     from zo2core.schedulers.devices import HostDevice as HostDevice
     from zo2core.schedulers.overlapped import OverlappedScheduler as OverlappedScheduler
@@ -60,7 +61,6 @@ if _typing.TYPE_CHECKING:
     from zo2core.types import Batch as Batch
     from zo2core.types import BlockLayout as BlockLayout
     from zo2core.types import Evaluation as Evaluation
-    from zo2core.types import EvaluationResult as EvaluationResult
     from zo2core.types import Lane as Lane
     from zo2core.types import ParameterSpec as ParameterSpec
     from zo2core.types import SegmentKind as SegmentKind

@@ -30,7 +30,8 @@ from zo2core.methods.first_order import (
     TRAINED_COPIES,
     AtSnapshot,
     FirstOrder,
-    require_trainable,
+    require_committable,
+    require_widened_gradients,
     trained_bytes,
 )
 from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps
@@ -43,7 +44,14 @@ from zo2core.methods.states import (
     TrainedState,
 )
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.planning.memory import Machine, RunRequest, RunSpec, plan, require_drawable
+from zo2core.planning.memory import (
+    Machine,
+    MemoryPolicy,
+    RunRequest,
+    RunSpec,
+    plan,
+    require_drawable,
+)
 from zo2core.planning.speeds import MeasuredSpeeds, WriteBackPolicy
 from zo2core.protocols import (
     BlockModel,
@@ -55,7 +63,8 @@ from zo2core.protocols import (
     RoomTakingModel,
     Scheduler,
 )
-from zo2core.run import CommittedSegments, EngineOptions, Run, Segments
+from zo2core.ranges import require_whole
+from zo2core.run import CommittedSegments, CustomSource, EngineOptions, Run, Segments
 from zo2core.schedulers.devices import choose_device
 from zo2core.schedulers.overlapped import open_scheduler, spread
 from zo2core.schedulers.profiling import Timeline, Trace, TraceRecorder
@@ -83,6 +92,58 @@ Steps: TypeAlias = ZerothOrderSteps | AdapterSteps | FusedSteps
 JOURNAL = "journal.jsonl"  # name of the journal in the directory of a run
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What a run is made from; ``Engine`` describes each value."""
+
+    model: BlockModel
+    method: Method
+    journal: Journal | Path | str | None = None
+    run: Path | str | None = None
+    device: Device | str = "cpu"
+    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    micro_batch_size: int | None = None
+    options: EngineOptions = EngineOptions()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size is not None:
+            require_whole("micro_batch_size", self.micro_batch_size, 1)
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of a run that is kept."""
+        return None if self.run is None else Path(self.run)
+
+    @property
+    def spill(self) -> Path:
+        """Directory of a temporary file for activations."""
+        if self.options.spill is not None:
+            return Path(self.options.spill)
+        return Path(tempfile.gettempdir()) if self.run is None else Path(self.run)
+
+    @property
+    def shared(self) -> SharedBase | None:
+        """The base that other runs read, too."""
+        return self.options.source if isinstance(self.options.source, SharedBase) else None
+
+    @property
+    def custom(self) -> CustomSource | None:
+        """The source of the caller."""
+        return self.options.source if isinstance(self.options.source, CustomSource) else None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether steps are recorded in the journal."""
+        if isinstance(self.method, FirstOrder):
+            return self.run is not None
+        return isinstance(self.method, ZerothOrder) and self.method.estimator is not None
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a run has steps, new ones or those of a journal."""
+        return self.is_kept or isinstance(self.method, FirstOrder) or self.journal is not None
+
+
 class OpenedRun(NamedTuple):
     """A run, the state that its steps change, and what takes them."""
 
@@ -91,24 +152,25 @@ class OpenedRun(NamedTuple):
     steps: Steps | None  # None: the run takes no steps
 
 
-def open_run(model: BlockModel, method: Method, options: EngineOptions) -> OpenedRun:
+def open_run(inputs: RunInputs) -> OpenedRun:
     """Plan a run, open the parts of the plan, and go on from what the run has kept."""
-    _require_consistent(model, method, options)
+    _require_consistent(inputs)
+    model = inputs.model
     with ExitStack() as refused:
         opened = ExitStack()
         refused.push(opened)
-        _take_over(model, options, opened)
-        start = _start(model, method, options, opened)
+        _take_over(inputs, opened)
+        start = _start(inputs, opened)
         start, segments = _place(start)
         buffer = _work_buffer(start, segments)
         trained = _trained_weights(start, segments, buffer)
         run = Run(
             model=model,
             journal=start.journal,
-            is_kept=start.is_kept,
-            directory=None if options.run is None else Path(options.run),
-            spill=_spill_directory(options),
-            micro_batch_size=options.micro_batch_size,
+            is_kept=inputs.is_kept,
+            directory=inputs.directory,
+            spill=inputs.spill,
+            micro_batch_size=inputs.micro_batch_size,
             workers=start.workers,
             device=start.device,
             recorder=start.recorder,
@@ -124,7 +186,7 @@ def open_run(model: BlockModel, method: Method, options: EngineOptions) -> Opene
         if isinstance(model, RoomTakingModel):
             model.make_room = run.visits.make_room
         opened.callback(start.recorder.flush)
-        result = _with_state(run, method, options, trained)
+        result = _with_state(run, inputs.method, trained)
         refused.pop_all()
         return result
 
@@ -138,17 +200,24 @@ def _check_of_files(model: BlockModel) -> Callable[[], object]:
 class _Start:
     """A run before its segments are placed."""
 
-    model: BlockModel
-    method: Method
-    options: EngineOptions
+    inputs: RunInputs
     opened: ExitStack
     recorder: TraceRecorder
     journal: Journal
-    is_kept: bool  # whether steps are recorded in the journal
     workers: Workers
     device: Device
     directions: Directions
     update_loss: UpdateLoss
+
+    @property
+    def model(self) -> BlockModel:
+        """Model of the run."""
+        return self.inputs.model
+
+    @property
+    def options(self) -> EngineOptions:
+        """Options of the run."""
+        return self.inputs.options
 
     @property
     def timeline(self) -> Timeline:
@@ -164,7 +233,7 @@ class _Start:
             evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
             directions.add(len({evaluation.seed for evaluation in evaluations}))
         return replace(
-            request_of(self.model, self.method, self.options, workers=self.workers.size),
+            request_of(self.inputs, workers=self.workers.size),
             noise=self.directions.noise,
             perturbation=self.directions.perturbation,
             perturb_in_place=self.directions.perturb_in_place,
@@ -174,26 +243,26 @@ class _Start:
         )
 
 
-def _take_over(model: BlockModel, options: EngineOptions, opened: ExitStack) -> None:
+def _take_over(inputs: RunInputs, opened: ExitStack) -> None:
     """Use the model, and a source that the caller passed, alone."""
-    opened.enter_context(sole_use(model))
-    if options.source is not None:
-        opened.enter_context(sole_use(options.source))
+    opened.enter_context(sole_use(inputs.model))
+    if inputs.custom is not None:
+        opened.enter_context(sole_use(inputs.custom.source))
     else:
         # closed last: the other parts may read until they are closed
-        opened.callback(model.weights.close)
+        opened.callback(inputs.model.weights.close)
 
 
-def _start(model: BlockModel, method: Method, options: EngineOptions, opened: ExitStack) -> _Start:
+def _start(inputs: RunInputs, opened: ExitStack) -> _Start:
     """Open trace, journal and device, and choose the directions."""
-    recorder = _open_recorder(options, opened)
-    workers = Workers() if options.workers is None else options.workers
-    is_kept = _is_kept(method, options)
-    journal = _open_journal(method, options, opened, workers, is_kept=is_kept)
-    device = _open_device(options, opened)
+    recorder = _open_recorder(inputs, opened)
+    workers = Workers() if inputs.options.workers is None else inputs.options.workers
+    journal = _open_journal(inputs, opened, workers)
+    device = _open_device(inputs, opened)
+    method = inputs.method
     zeroth = method if isinstance(method, ZerothOrder) else ZerothOrder(None)
     directions = choose_directions(
-        model,
+        inputs.model,
         journal,
         device.torch_device,
         estimator=zeroth.estimator,
@@ -201,15 +270,12 @@ def _start(model: BlockModel, method: Method, options: EngineOptions, opened: Ex
         noise=zeroth.noise,
         seed=zeroth.seed,
     )
-    _require_changing(model, directions, options)
+    _require_changing(inputs.model, directions, inputs.options)
     return _Start(
-        model=model,
-        method=method,
-        options=options,
+        inputs=inputs,
         opened=opened,
         recorder=recorder,
         journal=journal,
-        is_kept=is_kept,
         workers=workers,
         device=device,
         directions=directions,
@@ -217,42 +283,33 @@ def _start(model: BlockModel, method: Method, options: EngineOptions, opened: Ex
     )
 
 
-def _open_recorder(options: EngineOptions, opened: ExitStack) -> TraceRecorder:
-    trace = options.trace
+def _open_recorder(inputs: RunInputs, opened: ExitStack) -> TraceRecorder:
+    trace = inputs.options.trace
     if trace is not None and not isinstance(trace, Trace):
         trace = opened.enter_context(closing(Trace(Path(trace))))
-    timeline = Timeline() if options.timeline is None else options.timeline
-    return TraceRecorder(timeline, trace)
+    timeline = None if inputs.custom is None else inputs.custom.timeline
+    return TraceRecorder(Timeline() if timeline is None else timeline, trace)
 
 
-def _is_kept(method: Method, options: EngineOptions) -> bool:
-    """Whether the steps of a run are recorded in its journal."""
-    if isinstance(method, FirstOrder):
-        return options.run is not None
-    return isinstance(method, ZerothOrder) and method.estimator is not None
-
-
-def _open_journal(
-    method: Method, options: EngineOptions, opened: ExitStack, workers: Workers, *, is_kept: bool
-) -> Journal:
+def _open_journal(inputs: RunInputs, opened: ExitStack, workers: Workers) -> Journal:
     """Open the journal, and synchronise it with the other workers."""
-    path = options.journal
-    if path is None and options.run is not None:
-        path = Path(options.run) / JOURNAL
+    path = inputs.journal
+    if path is None and inputs.directory is not None:
+        path = inputs.directory / JOURNAL
     journal = path if isinstance(path, Journal) else opened.enter_context(closing(Journal(path)))
-    if is_kept:  # a run that only replays may do so while another process trains
+    if inputs.is_kept:  # a run that only replays may do so while another process trains
         opened.push(journal.withdraw_if_refused)
         journal.lock()
-    _require_kind(journal, method)
-    if is_kept:
+    _require_kind(journal, inputs.method)
+    if inputs.is_kept:
         sync_journals(journal, workers)
     elif path is not None:
         journal.require_run()
     return journal
 
 
-def _open_device(options: EngineOptions, opened: ExitStack) -> Device:
-    chosen = options.device if options.shared is None else options.shared.device
+def _open_device(inputs: RunInputs, opened: ExitStack) -> Device:
+    chosen = inputs.device if inputs.shared is None else inputs.shared.device
     device = choose_device(chosen)
     if isinstance(chosen, str):
         opened.callback(device.close)
@@ -261,10 +318,10 @@ def _open_device(options: EngineOptions, opened: ExitStack) -> Device:
 
 def _place(start: _Start) -> tuple[_Start, Segments]:
     """Decide where the segments of a run are, and open what brings them to visits."""
-    if start.options.source is not None:
-        return start, _given_segments(start, start.options.source)
-    if start.options.shared is not None:
-        return start, _shared_segments(start, start.options.shared)
+    if start.inputs.custom is not None:
+        return start, _custom_segments(start, start.inputs.custom)
+    if start.inputs.shared is not None:
+        return start, _shared_segments(start, start.inputs.shared)
     return _planned_segments(start)
 
 
@@ -278,7 +335,7 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
     machine = Machine.of(device, start.workers.neighbours)
     request = start.request
     spec = plan(request, machine, MeasuredSpeeds(model.weights))
-    if not isinstance(start.method, ZerothOrder) or start.method.noise is None:
+    if not isinstance(start.inputs.method, ZerothOrder) or start.inputs.method.noise is None:
         # The same noise, whose generators may be kept in memory that the plan leaves over.
         directions = start.directions.with_noise_memory(
             journal.noise, model.layouts, device.torch_device, max(spec.host_plan.spare, 0)
@@ -295,7 +352,7 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
         )
     if slots is not None:
         start.opened.callback(slots.close)
-    base_digests = BaseDigests(journal.base_digests, learns=start.is_kept)
+    base_digests = BaseDigests(journal.base_digests, learns=start.inputs.is_kept)
     store = SegmentStore(
         model.weights,
         spec.layouts,
@@ -310,7 +367,7 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
     committed = None
     if committed_every is not None and isinstance(slots, Generations):
         committed = CommittedSegments(store, slots, committed_every)
-    least = start.options.memory.least_activations
+    least = start.inputs.memory.least_activations
     spare = spec.spare_bytes(in_place=device.in_place)
     segments = Segments(
         layouts=spec.layouts,
@@ -331,11 +388,11 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
     return start, segments
 
 
-def _given_segments(start: _Start, source: BlockSource) -> Segments:
+def _custom_segments(start: _Start, custom: CustomSource) -> Segments:
     """Use a source that the caller passed."""
     model = start.model
     device = start.device
-    options = start.options
+    source = custom.source
     expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
     actual = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
     if actual != expected:
@@ -345,22 +402,22 @@ def _given_segments(start: _Start, source: BlockSource) -> Segments:
             expected=f"the {len(expected)} segments of the model",
             remedy="build the source from model.layouts and model.weights",
         )
-    if not isinstance(start.method, ZerothOrder) or start.directions.factors is not None:
+    if not isinstance(start.inputs.method, ZerothOrder) or start.directions.factors is not None:
         kind = "a run whose weights are not replayed where they are stored"
         raise without_effect(
             "source", kind, "ZerothOrder with dense perturbations, for a source of the caller"
         )
     require_drawable(model.layouts, start.directions.noise)
     _begin(start)
-    scheduler = options.scheduler
+    scheduler = custom.scheduler
     if scheduler is None:
-        scheduler = open_scheduler(source, device, start.timeline, overlap=options.overlap)
+        scheduler = open_scheduler(source, device, start.timeline, overlap=start.options.overlap)
     start.opened.callback(scheduler.release_all)  # the source stays open
     return Segments(
         layouts=model.layouts,
         scheduler=scheduler,
         activations=StreamActivations(device, None, timeline=start.timeline),
-        activation_bytes=options.memory.activation_bytes,
+        activation_bytes=start.inputs.memory.activation_bytes,
         spare_bytes=lambda: 0,
         base_digests=BaseDigests({}, learns=False),
         source=source,
@@ -369,7 +426,7 @@ def _given_segments(start: _Start, source: BlockSource) -> Segments:
 
 def _shared_segments(start: _Start, base: SharedBase) -> Segments:
     """Join the runs of a base."""
-    base_digests = BaseDigests(start.journal.base_digests, learns=start.is_kept)
+    base_digests = BaseDigests(start.journal.base_digests, learns=start.inputs.is_kept)
     joined = base.join(start.model, start.request, start.timeline, base_digests)
     start.opened.callback(joined.leave)
     _begin(start)
@@ -385,11 +442,9 @@ def _shared_segments(start: _Start, base: SharedBase) -> Segments:
 
 def _open_generations(start: _Start, spec: RunSpec, *, spare: int) -> Generations:
     """Open the generations of segments on disk, in the directory of the run."""
-    journal, directory = start.journal, start.options.run
+    journal, directory = start.journal, start.inputs.directory
     assert directory is not None, "it is required for commits"
-    return Generations(
-        Path(directory), spec.layouts, journal.chain, journal.require_version, spare=spare
-    )
+    return Generations(directory, spec.layouts, journal.chain, journal.require_version, spare=spare)
 
 
 def _open_scheduler(start: _Start, spec: RunSpec, source: BlockSource) -> Scheduler:
@@ -425,7 +480,7 @@ def _open_scheduler(start: _Start, spec: RunSpec, source: BlockSource) -> Schedu
 
 def _work_buffer(start: _Start, segments: Segments) -> WorkBuffer:
     """Allocate the memory of the forwards' weights."""
-    shared, device = start.options.shared, start.device
+    shared, device = start.inputs.shared, start.device
     has_room = segments.plan is None or segments.plan.host_plan.keep_noise
     return WorkBuffer(
         start.model.layouts,
@@ -443,7 +498,7 @@ def _trained_weights(
     """What first-order steps train: all parameters where they are stored, or an adapter's in
     memory; None: weights are the journal's.
     """
-    method, model = start.method, start.model
+    method, model = start.inputs.method, start.model
     if isinstance(method, ZerothOrder):
         return None
     is_fused = isinstance(method, FirstOrder) and method.update is not None
@@ -482,16 +537,8 @@ def _visits(start: _Start, segments: Segments) -> Visits:
     )
 
 
-def _spill_directory(options: EngineOptions) -> Path:
-    """Directory of a temporary file for activations."""
-    for path in (options.spill, options.run):
-        if path is not None:
-            return Path(path)
-    return Path(tempfile.gettempdir())
-
-
 def _with_state(
-    run: Run, method: Method, options: EngineOptions, trained: AdapterWeights | StoredWeights | None
+    run: Run, method: Method, trained: AdapterWeights | StoredWeights | None
 ) -> OpenedRun:
     """Choose the state that steps change and what takes them, and go on from what the run has
     kept.
@@ -526,20 +573,19 @@ def _with_state(
     return OpenedRun(run, fused, fused_steps)
 
 
-def request_of(
-    model: BlockModel, method: Method, options: EngineOptions, *, workers: int = 1
-) -> RunRequest:
+def request_of(inputs: RunInputs, *, workers: int = 1) -> RunRequest:
     """What the plan of a run depends on, as far as first-order methods are concerned.
 
     Nothing is opened.
     """
+    model, method = inputs.model, inputs.method
     request = RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(model.layouts, model.weights),
-        memory=options.memory,
-        write_back=options.write_back,
-        replay=options.replay,
-        overlap=options.overlap,
+        memory=inputs.memory,
+        write_back=inputs.options.write_back,
+        replay=inputs.options.replay,
+        overlap=inputs.options.overlap,
     )
     if isinstance(method, AtSnapshot):
         return replace(
@@ -553,11 +599,11 @@ def request_of(
         return replace(request, trained_copies=TRAINED_COPIES + copies_of_workers)
     gradients, optimizer = trained_bytes(update, layouts)
     request = replace(request, gradient_bytes=gradients, optimizer_bytes=optimizer)
-    if options.commit_every is None:
+    if inputs.options.commit_every is None:
         return replace(request, stays_in_memory=True)
-    assert options.run is not None, "it is required for commits"
+    assert inputs.run is not None, "it is required for commits"
     request = replace(
-        request, changing=1, write_back=WriteBackPolicy(directory=options.run, every=1)
+        request, changing=1, write_back=WriteBackPolicy(directory=inputs.run, every=1)
     )
     if update.turn is not None:
         return request
@@ -637,7 +683,7 @@ def _header(start: _Start) -> Mapping[str, Any]:
 
 def _header_of_steps(start: _Start) -> Mapping[str, Any]:
     """The part of the header that says how steps are made."""
-    method = start.method
+    method = start.inputs.method
     noise = start.directions.noise
     estimator = start.directions.estimator
     if isinstance(method, FirstOrder):
@@ -677,64 +723,60 @@ def require_whole_model(model: BlockModel) -> None:
         )
 
 
-def _require_consistent(model: BlockModel, method: Method, options: EngineOptions) -> None:
+def _require_consistent(inputs: RunInputs) -> None:
     """Refuse options that would have no effect, and models that a method cannot train, before
     anything is opened.
     """
-    update = None
-    if isinstance(method, FirstOrder):
-        update = method.update
-        if not isinstance(model, DifferentiableModel):
-            raise OptionError(
-                "model",
-                found=f"a {type(model).__name__}, which has no `leaves`",
-                expected="a DifferentiableModel",
-                remedy="add this method to the model, or train by `ZerothOrder`",
-            )
-    if _replays_or_trains(method, options):
+    model, method = inputs.model, inputs.method
+    if isinstance(method, FirstOrder) and not isinstance(model, DifferentiableModel):
+        raise OptionError(
+            "model",
+            found=f"a {type(model).__name__}, which has no `leaves`",
+            expected="a DifferentiableModel",
+            remedy="add this method to the model, or train by `ZerothOrder`",
+        )
+    if inputs.has_steps:
         require_whole_model(model)
-    _require_effect(method, options, trains_all=update is not None)
+    update = method.update if isinstance(method, FirstOrder) else None
+    _require_effect(inputs, trains_all=update is not None)
     if not isinstance(method, FirstOrder):
         return
-    if options.journal is not None and options.run is None:
+    if inputs.journal is not None and inputs.run is None:
         raise OptionError(
             "run",
             found="None, and a journal",
             expected="a directory for snapshots",
             remedy=f"pass run=..., with its {JOURNAL}",
         )
-    if update is not None:
-        require_trainable(model, method, update, options)
+    if update is None:
+        return
+    require_widened_gradients(model, method, update)
+    commit_every = inputs.options.commit_every
+    if commit_every is not None:
+        if inputs.run is None:
+            expected = "a directory for the segments of commit_every"
+            raise OptionError("run", "None", expected, "pass run=...")
+        require_committable(model, update, commit_every)
 
 
-def _replays_or_trains(method: Method, options: EngineOptions) -> bool:
-    """Whether a run has steps, new ones or those of a journal."""
-    if isinstance(method, FirstOrder) or options.journal is not None:
-        return True
-    return isinstance(method, ZerothOrder) and method.estimator is not None
-
-
-def _require_effect(method: Method, options: EngineOptions, *, trains_all: bool) -> None:
+def _require_effect(inputs: RunInputs, *, trains_all: bool) -> None:
     """Refuse options that would have no effect beside others."""
-    with_method = f"none with {type(method).__name__}"
+    options = inputs.options
+    with_method = f"none with {type(inputs.method).__name__}"
+    at_snapshot = isinstance(inputs.method, AtSnapshot)
     beside_source = "none beside a source, which has a scratch file of its own"
-    has_source = options.source is not None
-    at_snapshot = isinstance(method, AtSnapshot)
-    for option, is_refused, expected in (
-        ("write_back", not isinstance(method, ZerothOrder), with_method),
-        ("write_back", has_source, beside_source),
-        ("shared", has_source, beside_source),
-        ("scheduler", not has_source, "a source beside it"),
-        ("commit_every", not trains_all, with_method),
-        ("run", at_snapshot, with_method),
-        ("journal", at_snapshot, with_method),
+    for option, value, is_refused, expected in (
+        ("write_back", options.write_back, not isinstance(inputs.method, ZerothOrder), with_method),
+        ("write_back", options.write_back, inputs.custom is not None, beside_source),
+        ("commit_every", options.commit_every, not trains_all, with_method),
+        ("run", inputs.run, at_snapshot, with_method),
+        ("journal", inputs.journal, at_snapshot, with_method),
     ):
-        value = getattr(options, option)
         if value is not None and is_refused:
             raise without_effect(option, value, expected)
     workers = 1 if options.workers is None else options.workers.size
     for is_refused, expected in (
-        (options.shared is not None, "one process for a shared base"),
+        (inputs.shared is not None, "one process for a shared base"),
         (trains_all, "one process, where all parameters are trained"),
     ):
         if workers > 1 and is_refused:

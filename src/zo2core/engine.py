@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
-from zo2core.build import Method, open_run, require_whole_model
+from zo2core.build import Method, RunInputs, open_run, require_whole_model
 from zo2core.checkpoint.export import CustomExport, require_unused, write_checkpoint
 from zo2core.encodings.decoding import decoded
 from zo2core.errors import OptionError
@@ -23,12 +23,9 @@ from zo2core.journal.snapshots import Snapshots
 from zo2core.methods.gradient_steps import AdapterSteps
 from zo2core.methods.states import AdapterState, DiskState
 from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
-from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy, Replay
-from zo2core.planning.speeds import WriteBackPolicy
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Objective, Scheduler
+from zo2core.planning.memory import DevicePlan, HostPlan, MemoryPolicy
+from zo2core.protocols import BlockModel, Device, Forward, Objective
 from zo2core.run import EngineOptions, lacking
-from zo2core.schedulers.profiling import Timeline, Trace
-from zo2core.shared import SharedBase
 from zo2core.sweep.microbatch import evaluate
 from zo2core.sweep.perturbers import Groups
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult, saved_form
@@ -58,34 +55,11 @@ class Engine:
         run: Directory of a run that is kept, with its journal and, of first-order steps, its
             snapshots or weights. The run resumes from the last of them, and repeats the steps since
             with the same bits. None keeps no directory.
-        provenance: Other values that decide the run, as JSON values. The journal records them, and
-            other values are refused.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         memory: Memory that the process may use, or its size ("6GiB").
-        write_back: When zeroth-order steps write changed segments to disk. None: never; a resumed
-            run replays the whole journal.
-        commit_every: For first-order steps of all parameters of a model that is larger than memory:
-            steps between two commits of the segments, with their optimizer states, to ``run``. With
-            more than 1, embedding, head and the blocks that memory has room for are written that
-            seldom; other blocks are written at each step. An optimizer with turns commits at their
-            ends. None: all blocks stay in memory.
         micro_batch_size: Rows of the micro-batches into which a batch is split; None does not split
             batches.
-        overlap: Whether transfers and disk reads overlap with compute. The bits are the same
-            without.
-        replay: For a device with its own memory: "device" replays there, "host" on the host,
-            without offloads; "auto" chooses.
-        trace: Records the work of every sweep: a trace, or the path of a new one.
-        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory
-            between a first-order step's forward and backward. None: ``run``, or else the system's
-            for temporary files.
-        workers: Workers that share steps and evaluations; None: a run of one process.
-        shared: A base that other runs read, too; its device and memory are used. None: the run
-            reads its base alone.
-        source: Stores the model's segments, instead of one that is planned. Then ``memory`` gives
-            only activations.
-        scheduler: Scheduler of that source and device; None makes one.
-        timeline: Timeline in which that source and scheduler record their work; None makes one.
+        options: Options that most runs leave as they are.
 
     Raises:
         BusyError: if another engine that is open uses the model or the source.
@@ -105,43 +79,23 @@ class Engine:
         *,
         journal: Journal | Path | str | None = None,
         run: Path | str | None = None,
-        provenance: Mapping[str, Any] | None = None,
         device: Device | str = "cpu",
         memory: MemoryPolicy | int | str = MemoryPolicy(),  # noqa: B008 - frozen
-        write_back: WriteBackPolicy | None = None,
-        commit_every: int | None = None,
         micro_batch_size: int | None = None,
-        overlap: bool = True,
-        replay: Replay = "auto",
-        trace: Trace | Path | str | None = None,
-        spill: Path | str | None = None,
-        workers: Workers | None = None,
-        shared: SharedBase | None = None,
-        source: BlockSource | None = None,
-        scheduler: Scheduler | None = None,
-        timeline: Timeline | None = None,
+        options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
     ) -> None:
-        method = ZerothOrder(None) if method is None else method
-        options = EngineOptions(
-            journal=journal,
-            run=run,
-            provenance=provenance,
-            device=device,
-            memory=memory if isinstance(memory, MemoryPolicy) else MemoryPolicy(host=memory),
-            write_back=write_back,
-            commit_every=commit_every,
-            micro_batch_size=micro_batch_size,
-            overlap=overlap,
-            replay=replay,
-            trace=trace,
-            spill=spill,
-            workers=workers,
-            shared=shared,
-            source=source,
-            scheduler=scheduler,
-            timeline=timeline,
+        self._run, self._state, self._steps = open_run(
+            RunInputs(
+                model=model,
+                method=ZerothOrder(None) if method is None else method,
+                journal=journal,
+                run=run,
+                device=device,
+                memory=memory if isinstance(memory, MemoryPolicy) else MemoryPolicy(host=memory),
+                micro_batch_size=micro_batch_size,
+                options=options,
+            )
         )
-        self._run, self._state, self._steps = open_run(model, method, options)
 
     @property
     def workers(self) -> Workers:

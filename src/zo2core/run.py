@@ -22,10 +22,9 @@ from zo2core.estimators.directions import Directions
 from zo2core.io.process_memory import make_room
 from zo2core.journal.journal import Journal
 from zo2core.kernels.programs import Trajectory
-from zo2core.planning.memory import MemoryPolicy, Replay, RunSpec
+from zo2core.planning.memory import Replay, RunSpec
 from zo2core.planning.speeds import WriteBackPolicy
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, Scheduler, VisitSegment
-from zo2core.ranges import require_whole
 from zo2core.schedulers.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.shared import SharedBase
 from zo2core.sources.segment_store import BaseDigests, SegmentStore
@@ -55,31 +54,52 @@ from zo2core.workers.workers import Workers
 StepBatch: TypeAlias = Batch | Sequence[Batch]  # of a step: one, or several that count as one
 
 
+class CustomSource(NamedTuple):
+    """A source of the model's segments that the caller made, and closes."""
+
+    source: BlockSource
+    scheduler: Scheduler | None = None  # of that source and the engine's device; None makes one
+    timeline: Timeline | None = None  # in which both record their work; None makes one
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The options of ``Engine``, which describes them."""
+    """Options of an ``Engine`` that most runs leave as they are.
 
-    journal: Journal | Path | str | None = None
-    run: Path | str | None = None
+    Args:
+        provenance: Other values that decide the run, as JSON values. The journal records them, and
+            other values are refused.
+        write_back: When zeroth-order steps write changed segments to disk. None: never; a resumed
+            run replays the whole journal.
+        commit_every: For first-order steps of all parameters of a model that is larger than memory:
+            steps between two commits of the segments, with their optimizer states, to ``run``. With
+            more than 1, embedding, head and the blocks that memory has room for are written that
+            seldom; other blocks are written at each step. An optimizer with turns commits at their
+            ends. None: all blocks stay in memory.
+        overlap: Whether transfers and disk reads overlap with compute. The bits are the same
+            without.
+        replay: For a device with its own memory: "device" replays there, "host" on the host,
+            without offloads; "auto" chooses.
+        trace: Records the work of every sweep: a trace, or the path of a new one.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory
+            between a first-order step's forward and backward. None: ``run``, or else the system's
+            for temporary files.
+        workers: Workers that share steps and evaluations; None: a run of one process.
+        source: Where the model's segments are stored. None: in a source that is planned for this
+            run alone. ``SharedBase``: a base that other runs read, too; its device and memory are
+            used. ``CustomSource``: a source of the caller, with which ``memory`` only limits
+            activations.
+    """
+
     provenance: Mapping[str, Any] | None = None
-    device: Device | str = "cpu"
-    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
     write_back: WriteBackPolicy | None = None
     commit_every: int | None = None
-    micro_batch_size: int | None = None
     overlap: bool = True
     replay: Replay = "auto"
     trace: Trace | Path | str | None = None
     spill: Path | str | None = None
     workers: Workers | None = None
-    shared: SharedBase | None = None
-    source: BlockSource | None = None
-    scheduler: Scheduler | None = None
-    timeline: Timeline | None = None
-
-    def __post_init__(self) -> None:
-        if self.micro_batch_size is not None:
-            require_whole("micro_batch_size", self.micro_batch_size, 1)
+    source: SharedBase | CustomSource | None = None
 
 
 class CommittedSegments(NamedTuple):

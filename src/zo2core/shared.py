@@ -560,7 +560,7 @@ def _positions(
             _require_same(spec, expected, _file(model, spec), _file(base, expected))
             if changes_base and not spec.frozen:
                 raise OptionError(
-                    "shared",
+                    "source",
                     found=f"a run that would change {spec.name}",
                     expected="runs that only read the base",
                     remedy="train an adapter, or pass `LowRankPerturbation(rank=8)`",
@@ -590,5 +590,5 @@ def _require_same(spec: ParameterSpec, shared: ParameterSpec, file: str, shared_
 
 def _other_base(found: str, expected: str) -> OptionError:
     return OptionError(
-        "shared", found, expected, "open the run's model as the shared base was opened"
+        "source", found, expected, "open the run's model as the shared base was opened"
     )

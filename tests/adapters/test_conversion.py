@@ -25,7 +25,15 @@ from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import stored_tensors
 from zo2adapters.models.conversion import quantize
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Engine, MeZOSGD, ParameterSpec, WriteBackPolicy, ZerothOrder, ZO2Error
+from zo2core import (
+    Engine,
+    EngineOptions,
+    MeZOSGD,
+    ParameterSpec,
+    WriteBackPolicy,
+    ZerothOrder,
+    ZO2Error,
+)
 from zo2core.checkpoint.export import write_checkpoint
 from zo2core.checkpoint.shards import Piece, SafetensorsReader, TensorEntry, parse_header
 from zo2core.errors import CheckpointError, JournalError, UnsupportedModelError
@@ -169,11 +177,13 @@ def test_a_streamed_run_of_pieces_reads_what_from_pretrained_loads_and_goes_on(
 
     def run(directory: Path, steps: int) -> list[float]:
         directory.mkdir(exist_ok=True)
-        kept: dict[str, Any] = {
-            "journal": directory / "journal.jsonl",
-            "write_back": WriteBackPolicy(directory=directory),
-        }
-        with Engine(open_checkpoint(base), method, memory=STREAMED, **kept) as engine:
+        with Engine(
+            open_checkpoint(base),
+            method,
+            journal=directory / "journal.jsonl",
+            memory=STREAMED,
+            options=EngineOptions(write_back=WriteBackPolicy(directory=directory)),
+        ) as engine:
             return [engine.step(batch).loss for _ in range(steps)]
 
     straight = run(tmp_path / "straight", 4)

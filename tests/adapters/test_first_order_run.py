@@ -25,15 +25,14 @@ from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.trainers import checked_json
 from zo2adapters.trainers.methods import LARGEST_SHARE, GradientRun, SnapshotPolicy
-from zo2core import FirstOrder, Journal, MemoryPolicy
-from zo2core.build import request_of
+from zo2core import EngineOptions, FirstOrder, Journal, MemoryPolicy
+from zo2core.build import RunInputs, request_of
 from zo2core.errors import MemoryBudgetError
 from zo2core.io.direct_file import whole_pages
 from zo2core.io.durable import RecordFile, from_line, to_line
 from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import HostPlan, Machine, MemoryPart, RunRequest, plan_host
 from zo2core.ranges import OF_ADAPTERS, OptimizerName
-from zo2core.run import EngineOptions
 from zo2core.sources.segment_store import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
@@ -747,9 +746,13 @@ def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
     assert turns["written_bytes"] == sum(sizes) / len(sizes) / 2
     assert turns["snapshot_bytes"] == 0
     states, adamw = planned("adamw:stream_blocks"), make_block_update("adamw", weight_decay=0.0)
-    stored = request_of(
-        model, FirstOrder(adamw, lr=0.0), EngineOptions(run=Path(), commit_every=1)
-    ).on_disk
+    inputs = RunInputs(
+        model=model,
+        method=FirstOrder(adamw, lr=0.0),
+        run=Path(),
+        options=EngineOptions(commit_every=1),
+    )
+    stored = request_of(inputs).on_disk
     sizes = [whole_pages(layout.nbytes) for layout in stored]
     weights = sum(layout.nbytes for layout in model.layouts)
     assert sum(layout.nbytes for layout in stored) > 3 * weights

@@ -28,7 +28,16 @@ from zo2adapters.trainers.options import Batching, RunModelOptions, Storage, Tra
 from zo2adapters.trainers.process import device_kinds
 from zo2adapters.trainers.run_directory import RunDirectory, provenance
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Engine, Journal, MeZOSGD, WriteBackPolicy, ZerothOrder, ZO2Error, branch_journal
+from zo2core import (
+    Engine,
+    EngineOptions,
+    Journal,
+    MeZOSGD,
+    WriteBackPolicy,
+    ZerothOrder,
+    ZO2Error,
+    branch_journal,
+)
 from zo2core.errors import DataError, JournalError, OptionError, OutputError
 from zo2core.io.durable import open_regular, to_line
 from zo2core.journal.journal import copy_journal
@@ -752,7 +761,10 @@ def test_a_branch_has_its_steps_weights_and_takes_another_estimator(
         expected = {name: tensor.clone() for name, tensor in then.parameters_now()}
     write_back = WriteBackPolicy(directory=path.parent, every=1)
     with Engine(
-        open_checkpoint(base), ZerothOrder(slower), journal=path, write_back=write_back
+        open_checkpoint(base),
+        ZerothOrder(slower),
+        journal=path,
+        options=EngineOptions(write_back=write_back),
     ) as engine:
         assert engine.version == step
         assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.parameters_now())

@@ -33,7 +33,15 @@ from whole_loops import WholeModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.trainer_mixins import TrainerLoss
-from zo2core import Engine, FirstOrder, LowRankPerturbation, MemoryPolicy, MeZOSGD, ZerothOrder
+from zo2core import (
+    Engine,
+    EngineOptions,
+    FirstOrder,
+    LowRankPerturbation,
+    MemoryPolicy,
+    MeZOSGD,
+    ZerothOrder,
+)
 from zo2core.errors import MemoryBudgetError, OptionError, ScratchError
 from zo2core.io.direct_file import RangedFile
 from zo2core.methods.first_order import TRAINED_COPIES
@@ -145,7 +153,10 @@ def test_steps_are_the_whole_models(
         draw(st.sampled_from([None, 1, 2])), draw(st.sampled_from([1, 30_000, 100_000, 1 << 28]))
     )
     with Engine(
-        model, FirstOrder(make, clip=clip), memory=policy, overlap=draw(st.booleans())
+        model,
+        FirstOrder(make, clip=clip),
+        memory=policy,
+        options=EngineOptions(overlap=draw(st.booleans())),
     ) as engine:
         assert_equal_steps(engine, resident, micro_batches, clip)
 

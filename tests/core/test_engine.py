@@ -25,6 +25,7 @@ from engines import (
     fails_at,
     first_order,
     kernels_in,
+    open_engine,
     weights,
     zeroth_order,
 )
@@ -41,10 +42,11 @@ from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import (
     FZOO,
     LOMO,
-    AtSnapshot,
+    CustomSource,
     Delayed,
     Distribution,
     Engine,
+    EngineOptions,
     FirstOrder,
     HostDevice,
     Journal,
@@ -76,6 +78,7 @@ from zo2core.errors import (
     ScratchError,
 )
 from zo2core.kernels.dispatch import Kernel
+from zo2core.methods.first_order import AtSnapshot
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 from zo2core.run import Run
 from zo2core.sources.slot_file import Scratch
@@ -416,10 +419,13 @@ def test_a_source_that_was_passed_gets_all_blocks_to_write(
         source = SegmentStore(
             model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2
         )
-        parts: dict[str, Any] = {"source": source, "device": device, "journal": journal}
-        parts["scheduler"] = OverlappedScheduler(source, device, kept=kept)
+        custom = CustomSource(source, OverlappedScheduler(source, device, kept=kept))
+        options = EngineOptions(source=custom)
         method = ZerothOrder(MEZO, noise=SequentialNoise(model.layouts))
-        with contextlib.closing(source), Engine(model, method, **parts) as engine:
+        with (
+            contextlib.closing(source),
+            Engine(model, method, device=device, journal=journal, options=options) as engine,
+        ):
             assert engine.write_back_every == 2
             for _ in range(7):
                 engine.step(BATCH)
@@ -447,7 +453,10 @@ def test_a_model_of_an_open_engine_is_refused_to_another_and_the_open_one_goes_o
             SegmentStore(model.weights, model.layouts, device.host_memory)
         ) as source:
             openings["source"] = lambda: Engine(
-                model, ZerothOrder(MEZO), source=source, device=device
+                model,
+                ZerothOrder(MEZO),
+                device=device,
+                options=EngineOptions(source=CustomSource(source)),
             )
             with pytest.raises(BusyError, match="open on it"):
                 openings[second]()
@@ -793,9 +802,9 @@ def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(
             Engine(
                 model,
                 ZerothOrder(estimator, noise=given),
-                source=source,
                 device=device,
                 journal=path,
+                options=EngineOptions(source=CustomSource(source)),
             )
     assert not path.exists()
 
@@ -862,8 +871,8 @@ def test_a_size_of_device_memory_without_overlap_is_refused(base: Path) -> None:
             open_checkpoint(base),
             ZerothOrder(MEZO),
             device=device,
-            overlap=False,
             memory=MemoryPolicy(device="1GiB"),
+            options=EngineOptions(overlap=False),
         )
 
 
@@ -901,7 +910,7 @@ def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) ->
                 open_checkpoint(base),
                 ZerothOrder(MEZO),
                 journal=journal,
-                write_back=WriteBackPolicy(directory=nowhere, every=1),
+                options=EngineOptions(write_back=WriteBackPolicy(directory=nowhere, every=1)),
             )
         assert not path.exists()
         with Engine(
@@ -921,16 +930,20 @@ def test_parts_stay_the_callers(base: Path, tmp_path: Path) -> None:
     )
     source = Watched(SegmentStore(model.weights, model.layouts, device.host_memory))
     method = ZerothOrder(MEZO, noise=PhiloxNoise())
-    parts: dict[str, Any] = {"source": source, "device": device}
+    custom = CustomSource(source)
+    alone = EngineOptions(source=custom)
     with pytest.raises(OptionError, match="source"):
-        Engine(open_checkpoint(other), method, **parts)
+        Engine(open_checkpoint(other), method, device=device, options=alone)
+    written = EngineOptions(source=custom, write_back=WriteBackPolicy(directory=base))
     with pytest.raises(OptionError, match="write_back"):
-        Engine(model, method, write_back=WriteBackPolicy(directory=base), **parts)
+        Engine(model, method, device=device, options=written)
+    traced = EngineOptions(source=custom, trace=base / "config.json")
     with pytest.raises(OutputError):
-        Engine(model, method, trace=base / "config.json", **parts)
+        Engine(model, method, device=device, options=traced)
     losses = []
     for scheduler in (None, SerialScheduler(source, device)):
-        with Engine(model, method, scheduler=scheduler, **parts) as engine:
+        options = EngineOptions(source=CustomSource(source, scheduler))
+        with Engine(model, method, device=device, options=options) as engine:
             losses.append(engine.evaluate([BATCH]).losses)
             assert engine.host_plan is None
             assert engine.device_plan is None
@@ -942,16 +955,24 @@ def test_parts_stay_the_callers(base: Path, tmp_path: Path) -> None:
 
 def test_paths_are_opened_and_closed_objects_are_left_open(base: Path, tmp_path: Path) -> None:
     path, file = tmp_path / "journal.jsonl", tmp_path / "trace.json"
-    with Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=path, trace=file) as engine:
+    with Engine(
+        open_checkpoint(base), ZerothOrder(MEZO), journal=path, options=EngineOptions(trace=file)
+    ) as engine:
         engine.step(BATCH)
     assert file.read_text().rstrip().endswith("]"), "the trace is complete"
     with contextlib.closing(Journal(path)) as journal, Trace(tmp_path / "other.json") as trace:
         with Engine(
-            open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace
+            open_checkpoint(base),
+            ZerothOrder(MEZO),
+            journal=journal,
+            options=EngineOptions(trace=trace),
         ) as engine:
             engine.step(BATCH)
         with Engine(
-            open_checkpoint(base), ZerothOrder(MEZO), journal=journal, trace=trace
+            open_checkpoint(base),
+            ZerothOrder(MEZO),
+            journal=journal,
+            options=EngineOptions(trace=trace),
         ) as engine:
             assert engine.step(BATCH).step == 2
     assert (tmp_path / "other.json").read_text().count('"step ') == 2
@@ -979,7 +1000,9 @@ def test_what_an_iteration_or_a_failed_step_moved_is_not_the_next_steps(base: Pa
     model = open_checkpoint(base)
     with (
         behind_copies() as device,
-        Engine(model, ZerothOrder(MEZO), device=device, overlap=False) as engine,
+        Engine(
+            model, ZerothOrder(MEZO), device=device, options=EngineOptions(overlap=False)
+        ) as engine,
     ):
         moved = [engine.step(BATCH, seed=seed).bytes_moved for seed in range(3)]
         assert len(list(engine.parameters_now())) > 0
@@ -1026,7 +1049,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"commit_every": 1, "run": "x"},
         "while they are written",
     ),
-    "a scheduler without its source": (METHOD, {"scheduler": object()}, "scheduler"),
     "a journal beside a snapshot": (AtSnapshot(0, None), {"journal": "x"}, "journal"),
     "a directory beside a snapshot": (AtSnapshot(0, None), {"run": "x"}, "run"),
 }
@@ -1040,7 +1062,7 @@ def test_what_a_method_cannot_heed_is_refused_and_leaves_nothing(
     method, options, message = REFUSED[case]
     model = open_checkpoint(base)
     with pytest.raises(OptionError, match=message):
-        Engine(model, method, **options)
+        open_engine(model, method, **options)
     assert not any(tmp_path.iterdir())
     with Engine(model, METHOD) as engine:  # the model was not taken
         engine.step(BATCH)
@@ -1092,9 +1114,13 @@ def test_what_belongs_to_another_state_is_refused_by_name(base: Path, tmp_path: 
 def test_a_source_serves_one_engine_at_a_time_and_zeroth_order_alone(base: Path) -> None:
     model, other, device = open_checkpoint(base), open_checkpoint(base), HostDevice()
     with closing(SegmentStore(model.weights, model.layouts, device.host_memory)) as source:
-        with Engine(model, METHOD, source=source, device=device) as engine:
+        with Engine(
+            model, METHOD, device=device, options=EngineOptions(source=CustomSource(source))
+        ) as engine:
             with pytest.raises(BusyError, match="SegmentStore"):
-                Engine(other, METHOD, source=source, device=device)
+                Engine(
+                    other, METHOD, device=device, options=EngineOptions(source=CustomSource(source))
+                )
             engine.step(BATCH)
         for method in (
             ALL,
@@ -1103,4 +1129,6 @@ def test_a_source_serves_one_engine_at_a_time_and_zeroth_order_alone(base: Path)
             with pytest.raises(
                 OptionError, match="source: found a run whose weights are not replayed"
             ):
-                Engine(other, method, source=source, device=device)
+                Engine(
+                    other, method, device=device, options=EngineOptions(source=CustomSource(source))
+                )

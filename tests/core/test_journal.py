@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from damages import IN_LINES, damaged
+from engines import open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, make_batch, save_model, small_config
@@ -27,6 +28,7 @@ from updates import line_of, record_of, update_of
 from zo2adapters import open_checkpoint
 from zo2core import (
     Engine,
+    EngineOptions,
     Evaluation,
     HostDevice,
     Journal,
@@ -580,7 +582,7 @@ def engine_of(base: Path, journal: Path, provenance: Mapping[str, Any] | None = 
         open_checkpoint(base),
         ZerothOrder(MEZO, noise=PhiloxNoise()),
         journal=journal,
-        provenance=provenance,
+        options=EngineOptions(provenance=provenance),
     )
 
 
@@ -764,9 +766,9 @@ def test_an_engine_of_parts_keeps_provenance_too(base: Path, tmp_path: Path) -> 
             "device": device,
             "journal": tmp_path / "journal.jsonl",
         }
-        Engine(model, ZerothOrder(MEZO), provenance={"data": 1}, **parts).close()
+        open_engine(model, ZerothOrder(MEZO), **parts, provenance={"data": 1}).close()
         with pytest.raises(JournalError, match=r"provenance\.data 1"):
-            Engine(model, ZerothOrder(MEZO), provenance={"data": 2}, **parts)
+            open_engine(model, ZerothOrder(MEZO), **parts, provenance={"data": 2})
 
 
 @pytest.mark.parametrize("key", ["noise", "base", "parameters", "model", "provenance"])
@@ -778,7 +780,12 @@ def test_a_header_that_lacks_a_key_is_refused(key: str, base: Path, tmp_path: Pa
     path.write_bytes(b"".join([line_of(kept), *others]))
     for method in (ZerothOrder(MEZO), None):
         with pytest.raises(JournalError, match=f"(no|without) {key}"):
-            Engine(open_checkpoint(base), method, journal=path, provenance=PROVENANCE)
+            Engine(
+                open_checkpoint(base),
+                method,
+                journal=path,
+                options=EngineOptions(provenance=PROVENANCE),
+            )
 
 
 def test_what_is_frozen_or_encoded_identifies_the_parameters() -> None:

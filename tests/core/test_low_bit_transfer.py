@@ -30,8 +30,10 @@ from zo2adapters.cli import main
 from zo2adapters.models.architecture import TRANSFER_DTYPES
 from zo2adapters.trainers.options import RunModelOptions
 from zo2core import (
+    CustomSource,
     Distribution,
     Engine,
+    EngineOptions,
     HostDevice,
     Journal,
     MeZOSGD,
@@ -320,7 +322,7 @@ def test_what_cannot_be_heeded_is_refused(case: str, tmp_path: Path) -> None:
         device, method = HostDevice(), ZerothOrder(MEZO, noise=SequentialNoise(model.layouts))
         source = SegmentStore(model.weights, model.layouts, device.host_memory)
         with closing(source), pytest.raises(OptionError, match=said):
-            Engine(model, method, source=source, device=device)
+            Engine(model, method, device=device, options=EngineOptions(source=CustomSource(source)))
 
 
 def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:

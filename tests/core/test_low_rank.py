@@ -51,9 +51,11 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     FZOO,
     Clipped,
+    CustomSource,
     DensePerturbation,
     Distribution,
     Engine,
+    EngineOptions,
     HostDevice,
     LowRankPerturbation,
     MemoryPolicy,
@@ -565,7 +567,13 @@ def test_a_journal_is_of_its_perturbation(base: Path, tmp_path: Path) -> None:
             match="source: found a run whose weights are not replayed where they are stored",
         ),
     ):
-        Engine(model, ZerothOrder(MEZO, noise=noise), source=source, device=device, journal=journal)
+        Engine(
+            model,
+            ZerothOrder(MEZO, noise=noise),
+            device=device,
+            journal=journal,
+            options=EngineOptions(source=CustomSource(source)),
+        )
     # as it was begun
     outcome(Engine(open_checkpoint(base), ZerothOrder(MEZO), journal=journal), [BATCH])
 

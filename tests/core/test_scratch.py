@@ -39,6 +39,7 @@ import zo2core.sources.segment_store
 from zo2core import (
     BlockLayout,
     Engine,
+    EngineOptions,
     HostDevice,
     Journal,
     MeZOSGD,
@@ -81,7 +82,7 @@ def engine_on(
         ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=PhiloxNoise()),
         journal=run / "journal.jsonl",
         memory=memory(buckets, budget=1 << 28),
-        write_back=WriteBackPolicy(directory=run, every=every),
+        options=EngineOptions(write_back=WriteBackPolicy(directory=run, every=every)),
     )
 
 

@@ -27,6 +27,7 @@ from zo2adapters.models.conversion import quantize
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import (
     Engine,
+    EngineOptions,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
@@ -183,7 +184,7 @@ def test_runs_together_are_the_runs_apart(bases: Mapping[str, Path], data: st.Da
         for round_ in range(6):
             for number, drawn in enumerate(runs):
                 if drawn.joins == round_:
-                    engines[number] = METHODS[drawn.method](base, number, shared=shared)
+                    engines[number] = METHODS[drawn.method](base, number, source=shared)
             results = stepped(
                 shared,
                 {
@@ -211,7 +212,7 @@ def test_inputs_that_have_no_room_on_a_device_wait_in_host_memory(
         shared = opened.enter_context(
             SharedBase(open_checkpoint(base), device=device, memory=memory(1))
         )
-        engine = opened.enter_context(adamw(base, 0, shared=shared, memory=little))
+        engine = opened.enter_context(adamw(base, 0, source=shared, memory=little))
         lanes = engine.step(batch_of(0, 0)).lanes
     assert lanes[Lane.ACTIVATIONS_OUT].nbytes > 0
     assert lanes[Lane.WRITE].nbytes == 0
@@ -227,7 +228,7 @@ def four(bases: Mapping[str, Path]) -> Iterator[tuple[SharedBase, dict[str, Any]
         makers = METHODS.items()
         yield (
             shared,
-            {name: opened.enter_context(make(base, 0, shared=shared)) for name, make in makers},
+            {name: opened.enter_context(make(base, 0, source=shared)) for name, make in makers},
         )
 
 
@@ -364,7 +365,7 @@ def test_an_interruption_ends_all_runs_and_reaches_the_caller(
 def resumable(
     base: Path, folder: Path, names: list[str], shared: SharedBase | None
 ) -> dict[str, Any]:
-    options = {} if shared is None else {"shared": shared}
+    options = {} if shared is None else {"source": shared}
     return {
         name: METHODS[name](base, 1, journal=folder / name / "journal.jsonl", **options)
         for name in names
@@ -423,13 +424,18 @@ def test_a_run_of_another_base_is_refused_and_the_same_may_be_named_by_other_pat
     monkeypatch.chdir(bases["llama"].parent)
     with SharedBase(open_checkpoint(bases["llama"])) as shared:
         for path in (Path("llama"), tmp_path / "link"):
-            low_rank(path, 0, shared=shared).close()
+            low_rank(path, 0, source=shared).close()
         for base in (other, bases["opt"], bases["llama-nf4"]):
             with pytest.raises(OptionError, match="shared base"):
-                low_rank(base, 0, shared=shared)
+                low_rank(base, 0, source=shared)
         method, journal = ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), tmp_path / "journal.jsonl"
         with pytest.raises(OptionError, match="only read the base"):
-            Engine(open_checkpoint(bases["llama"]), method, shared=shared, journal=journal)
+            Engine(
+                open_checkpoint(bases["llama"]),
+                method,
+                journal=journal,
+                options=EngineOptions(source=shared),
+            )
         assert not journal.exists()
 
 
@@ -441,7 +447,7 @@ def test_a_base_that_changed_since_a_run_began_ends_that_run_alone(
         with low_rank(base, 0, journal=tmp_path / name) as engine:
             engine.step(batch_of(0, 0))
     with SharedBase(open_checkpoint(base)) as shared:
-        opened = (low_rank(base, 0, journal=tmp_path / name, shared=shared) for name in ("a", "b"))
+        opened = (low_rank(base, 0, journal=tmp_path / name, source=shared) for name in ("a", "b"))
         with next(opened) as broken, next(opened) as healthy:
             third = broken._run.model.layouts[2].name
             broken._run.segments.base_digests._expected[third] = "0" * 16
@@ -460,14 +466,14 @@ def test_memory_is_planned_for_all_runs(bases: Mapping[str, Path]) -> None:
             return sum(part.nbytes for part in parts if part.name != "this process at present")
 
         before = reserved()
-        with low_rank(base, 0, shared=shared, memory=MemoryPolicy(activations="100MiB")):
+        with low_rank(base, 0, source=shared, memory=MemoryPolicy(activations="100MiB")):
             assert reserved() >= before + (100 << 20)
             with pytest.raises(MemoryBudgetError):
-                low_rank(base, 1, shared=shared, memory=MemoryPolicy(activations="3GiB"))
-            with low_rank(base, 1, shared=shared, memory=MemoryPolicy(activations="100MiB")):
+                low_rank(base, 1, source=shared, memory=MemoryPolicy(activations="3GiB"))
+            with low_rank(base, 1, source=shared, memory=MemoryPolicy(activations="100MiB")):
                 assert reserved() >= before + (200 << 20)
         with pytest.raises(OptionError, match="pass it to SharedBase"):
-            low_rank(base, 1, shared=shared, memory=MemoryPolicy(host="1GiB"))
+            low_rank(base, 1, source=shared, memory=MemoryPolicy(host="1GiB"))
 
 
 def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(
@@ -481,8 +487,8 @@ def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(
                 HFBlockModel, "block", autospec=True, side_effect=HFBlockModel.block
             ) as block,
             SharedBase(open_checkpoint(base), memory=policy) as shared,
-            adamw(base, 0, shared=shared, memory=little) as first,
-            adamw(base, 1, shared=shared, memory=little) as second,
+            adamw(base, 0, source=shared, memory=little) as first,
+            adamw(base, 1, source=shared, memory=little) as second,
         ):
             shared.step({first: batch_of(0, 0), second: batch_of(1, 0)})
             forwards[budget] = block.call_count
@@ -490,7 +496,7 @@ def test_graphs_have_the_memory_that_is_left_once_all_runs_have_joined(
 
     def run(number: int) -> None:
         with adamw(
-            base, number, shared=shared, memory=MemoryPolicy(activations="300MiB")
+            base, number, source=shared, memory=MemoryPolicy(activations="300MiB")
         ) as engine:
             engine.step(batch_of(0, 0))
 
@@ -541,13 +547,13 @@ def test_runs_that_wait_have_no_threads_of_openmp() -> None:
 def test_uses_that_exclude_each_other_are_refused(bases: Mapping[str, Path]) -> None:
     base = bases["llama"]
     with SharedBase(open_checkpoint(base)) as shared:
-        one, two = low_rank(base, 0, shared=shared), low_rank(base, 1, shared=shared)
+        one, two = low_rank(base, 0, source=shared), low_rank(base, 1, source=shared)
         iterator = one.parameters_now()
         next(iterator)
         result = shared.step({two: batch_of(1, 0)})[two]
         assert isinstance(result, BusyError)
         with pytest.raises(BusyError):
-            low_rank(base, 2, shared=shared)
+            low_rank(base, 2, source=shared)
         iterator.close()
         nested = shared.together({"nested": lambda: shared.step({two: batch_of(1, 0)})})
         assert isinstance(nested["nested"], BusyError)
@@ -567,8 +573,12 @@ def test_a_replayer_of_a_run_evaluates_beside_others(
     with Engine(open_checkpoint(base)) as untrained:
         before = untrained.evaluate([batch_of(0, 1)]).loss
     with SharedBase(open_checkpoint(base)) as shared:
-        trained = Engine(open_checkpoint(base), journal=tmp_path / "journal", shared=shared)
-        plain = Engine(open_checkpoint(base), shared=shared)
+        trained = Engine(
+            open_checkpoint(base),
+            journal=tmp_path / "journal",
+            options=EngineOptions(source=shared),
+        )
+        plain = Engine(open_checkpoint(base), options=EngineOptions(source=shared))
         losses = shared.together(
             {engine: partial(engine.evaluate, [batch_of(0, 1)]) for engine in (trained, plain)}
         )

@@ -34,7 +34,6 @@ from zo2adapters.models.architecture import Precision
 from zo2core import (
     LOMO,
     AdaLOMO,
-    AtSnapshot,
     BAdam,
     BlockUpdate,
     Engine,
@@ -57,6 +56,7 @@ from zo2core.errors import (
 from zo2core.io.direct_file import RangedFile, whole_pages
 from zo2core.io.durable import from_line, to_line
 from zo2core.journal.snapshots import Snapshot, Snapshots
+from zo2core.methods.first_order import AtSnapshot
 from zo2core.planning.speeds import read_bytes
 from zo2core.sources.slot_file import DATA, MANIFEST, Generations
 from zo2core.types import Commit, Lane

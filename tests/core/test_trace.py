@@ -17,6 +17,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     Engine,
+    EngineOptions,
     HostDevice,
     MemoryPolicy,
     MeZOSGD,
@@ -255,7 +256,9 @@ def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(
 ) -> None:
     """An export between two steps, and what is written after the last."""
     with Engine(
-        open_checkpoint(base), ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)), trace=tmp_path / "t.json"
+        open_checkpoint(base),
+        ZerothOrder(MeZOSGD(lr=1e-3, zo_eps=1e-3)),
+        options=EngineOptions(trace=tmp_path / "t.json"),
     ) as engine:
         engine.step(BATCH)
         for _ in engine.parameters_now():

@@ -29,6 +29,7 @@ from zo2core import (
     FZOO,
     Distribution,
     Engine,
+    EngineOptions,
     FirstOrder,
     Guarded,
     Journal,
@@ -310,7 +311,10 @@ def test_a_part_without_a_labelled_token_says_nothing(tmp_path: Path) -> None:
     def run(workers: Workers | None, own: Mapping[str, torch.Tensor]) -> tuple[float, ...]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
         with Engine(
-            toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers
+            toy(folder),
+            ZerothOrder(RGE),
+            journal=folder / "journal.jsonl",
+            options=EngineOptions(workers=workers),
         ) as engine:
             return engine.step(own).losses
 
@@ -334,7 +338,10 @@ def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path)
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
         with Engine(
-            toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers
+            toy(folder),
+            ZerothOrder(RGE),
+            journal=folder / "journal.jsonl",
+            options=EngineOptions(workers=workers),
         ) as engine:
             for step in range(2):
                 asked = engine.ask()
@@ -364,7 +371,9 @@ def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
     ) -> tuple[float, tuple[float, ...], int]:
         folder = tmp_path / ("alone" if workers is None else str(workers.rank))
         with Engine(
-            toy(folder), None if estimator is None else ZerothOrder(estimator), workers=workers
+            toy(folder),
+            None if estimator is None else ZerothOrder(estimator),
+            options=EngineOptions(workers=workers),
         ) as engine:
             result = engine.evaluate(batches)
             return result.loss, result.losses, result.tokens
@@ -482,7 +491,10 @@ def test_what_workers_cannot_do_together_ends_on_all_of_them_and_is_not_recorded
     def run(workers: Workers) -> None:
         folder = tmp_path / str(workers.rank)
         with Engine(
-            toy(folder), ZerothOrder(RGE), journal=folder / "journal.jsonl", workers=workers
+            toy(folder),
+            ZerothOrder(RGE),
+            journal=folder / "journal.jsonl",
+            options=EngineOptions(workers=workers),
         ) as engine:
             do(engine, workers.rank)
 
@@ -500,7 +512,11 @@ def test_what_is_closed_or_not_started_by_torchrun_is_not_used(
         Workers.from_torchrun()
 
     def run(workers: Workers) -> None:
-        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
+        with Engine(
+            toy(tmp_path / str(workers.rank)),
+            ZerothOrder(RGE),
+            options=EngineOptions(workers=workers),
+        ) as engine:
             engine.step(batch_of(0))
             workers.close()
             with pytest.raises(ClosedError, match="Workers"):
@@ -514,7 +530,11 @@ def test_what_is_closed_or_not_started_by_torchrun_is_not_used(
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_nobody_waits_for_a_worker_that_has_ended(tmp_path: Path, leaver: int) -> None:
     def run(workers: Workers) -> None:
-        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
+        with Engine(
+            toy(tmp_path / str(workers.rank)),
+            ZerothOrder(RGE),
+            options=EngineOptions(workers=workers),
+        ) as engine:
             engine.step(batch_of(0))
             if workers.rank == leaver:
                 raise ZeroDivisionError("its disk is full")
@@ -532,7 +552,12 @@ def test_a_late_worker_of_another_run_keeps_nothing_and_can_begin_anew(tmp_path:
 
     def run(workers: Workers) -> None:
         method, journal = ZerothOrder(RGE, seed=5 * workers.rank), journals[workers.rank]
-        with Engine(toy(tmp_path / str(workers.rank)), method, journal=journal, workers=workers):
+        with Engine(
+            toy(tmp_path / str(workers.rank)),
+            method,
+            journal=journal,
+            options=EngineOptions(workers=workers),
+        ):
             pass
 
     assert isinstance(attempted(2, run)[1], JournalError)
@@ -548,7 +573,11 @@ def test_a_late_worker_of_another_run_keeps_nothing_and_can_begin_anew(tmp_path:
 
 def test_workers_of_a_host_plan_with_their_part_of_what_is_free(tmp_path: Path) -> None:
     def budget(workers: Workers) -> float:
-        with Engine(toy(tmp_path / str(workers.rank)), ZerothOrder(RGE), workers=workers) as engine:
+        with Engine(
+            toy(tmp_path / str(workers.rank)),
+            ZerothOrder(RGE),
+            options=EngineOptions(workers=workers),
+        ) as engine:
             assert engine.host_plan is not None
             return (engine.host_plan.budget - resident_memory()) / free_memory()
 
@@ -739,7 +768,9 @@ def test_a_worker_whose_rows_have_no_labels_adds_nothing(base: Path) -> None:
 
 def test_gradients_are_added_to_earlier_ones_as_one_process_adds_them(base: Path) -> None:
     def gradients(workers: Workers | None) -> dict[str, Any]:
-        with Engine(opened(base), FirstOrder(None), workers=workers) as engine:
+        with Engine(
+            opened(base), FirstOrder(None), options=EngineOptions(workers=workers)
+        ) as engine:
             for step in range(2):
                 batch = rows_for(step, 5)
                 engine.gradients(batch if workers is not None else shards_of(batch, 3))
@@ -778,7 +809,9 @@ def raised(
     base: Path, size: int, step: Callable[[Engine, Workers], Any], **options: Any
 ) -> list[BaseException]:
     def work(workers: Workers) -> None:
-        with Engine(opened(base), FirstOrder(ADAMW), workers=workers) as engine:
+        with Engine(
+            opened(base), FirstOrder(ADAMW), options=EngineOptions(workers=workers)
+        ) as engine:
             step(engine, workers)
 
     return [error for error in attempted(size, work, **options) if isinstance(error, BaseException)]
@@ -890,7 +923,7 @@ def durable(base: Path, folder: Path, workers: Workers | None) -> Engine:
         FirstOrder(ADAMW, lr=lambda step: 1e-2, options={"name": "adamw"}),
         run=folder,
         journal=folder / "journal.jsonl",
-        workers=workers,
+        options=EngineOptions(workers=workers),
     )
 
 

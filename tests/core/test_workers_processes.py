@@ -25,7 +25,15 @@ from runs import small_run
 from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
-from zo2core import Distribution, Engine, MultiQueryRGE, PhiloxNoise, Workers, ZerothOrder
+from zo2core import (
+    Distribution,
+    Engine,
+    EngineOptions,
+    MultiQueryRGE,
+    PhiloxNoise,
+    Workers,
+    ZerothOrder,
+)
 from zo2core.errors import ZO2Error
 from zo2core.kernels import dispatch
 
@@ -53,11 +61,17 @@ def trained(
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     noise = None if exact else PhiloxNoise(Distribution.GAUSSIAN)
     method = ZerothOrder(MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1), noise=noise)
-    options: Any = {"journal": folder / "journal.jsonl", "memory": memory(1, budget=2**28)}
     try:
         with Workers(group_of(store, rank, size), split=split) as workers:
             _, made = outcome(
-                Engine(open_checkpoint(base), method, workers=workers, **options), batches
+                Engine(
+                    open_checkpoint(base),
+                    method,
+                    journal=folder / "journal.jsonl",
+                    memory=memory(1, budget=2**28),
+                    options=EngineOptions(workers=workers),
+                ),
+                batches,
             )
             return alone, b"".join(tensor.numpy().tobytes() for tensor in made.values())
     except ZO2Error as error:
@@ -192,7 +206,10 @@ def toy_trained(folder: Path, rank: int, steps: int, workers: Workers | None) ->
     )
     estimator = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3)
     with Engine(
-        model, ZerothOrder(estimator), journal=folder / f"{rank}.jsonl", workers=workers
+        model,
+        ZerothOrder(estimator),
+        journal=folder / f"{rank}.jsonl",
+        options=EngineOptions(workers=workers),
     ) as engine:
         for step in range(engine.version, steps):
             engine.step(toy_batch(step))

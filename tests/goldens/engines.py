@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from engines import behind_copies, memory
+from engines import behind_copies, memory, open_engine
 from models import make_batch, save_model, small_config
 
 from goldens.trajectory import Trajectory, exact, journal_of, weights_digest
@@ -21,7 +21,6 @@ from zo2adapters.models.conversion import quantize
 from zo2core import (
     BlockUpdate,
     Distribution,
-    Engine,
     FirstOrder,
     LossScaling,
     LowRankPerturbation,
@@ -133,7 +132,10 @@ def _zeroth_order(
             "write_back": write_back,
             "journal": journal,
         }
-        with device_of(kept) as device, Engine(model, method, device=device, **options) as engine:
+        with (
+            device_of(kept) as device,
+            open_engine(model, method, device=device, **options) as engine,
+        ):
             made = steps_of(engine, batches)
     return made | journal_of(journal)
 
@@ -169,7 +171,7 @@ def _adapter(
     options |= {"memory": memory(buckets, room, kept=kept, budget=1 << 40)}
     with (
         device_of(kept) as device,
-        Engine(model, FirstOrder(make, clip=0.5), device=device, **options) as engine,
+        open_engine(model, FirstOrder(make, clip=0.5), device=device, **options) as engine,
     ):
         return steps_of(engine, steps)
 
@@ -207,7 +209,7 @@ def _full(
             "commit_every": 1 if streamed else None,
         }
         model = open_checkpoint(path, precision=precision)
-        with Engine(model, method, run=folder, **options) as engine:
+        with open_engine(model, method, run=folder, **options) as engine:
             made = steps_of(engine, batches)
     return made | journal_of(journal)
 

@@ -25,6 +25,7 @@ from zo2adapters.commands.journal import ShowJournal
 from zo2adapters.trainers.run_directory import replace_file as replace_text
 from zo2core import (
     Engine,
+    EngineOptions,
     Journal,
     LowRankPerturbation,
     MeZOSGD,
@@ -72,7 +73,10 @@ def beside(base: Path, run: Path, journal: Path) -> Engine:
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     method = ZerothOrder(estimator, perturbation=LowRankPerturbation(rank=2, period=2))
     return Engine(
-        open_checkpoint(base), method, journal=journal, write_back=WriteBackPolicy(directory=run)
+        open_checkpoint(base),
+        method,
+        journal=journal,
+        options=EngineOptions(write_back=WriteBackPolicy(directory=run)),
     )
 
 

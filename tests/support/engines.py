@@ -14,7 +14,16 @@ import torch
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch.utils import _pytree as pytree
 
-from zo2core import Batch, Engine, FirstOrder, Forward, HostPlan, MemoryPolicy, ZerothOrder
+from zo2core import (
+    Batch,
+    Engine,
+    EngineOptions,
+    FirstOrder,
+    Forward,
+    HostPlan,
+    MemoryPolicy,
+    ZerothOrder,
+)
 from zo2core.estimators import factors
 from zo2core.kernels.dispatch import Kernel, choose_kernel
 from zo2core.planning.memory import DevicePlan
@@ -32,8 +41,19 @@ def first_order(model: Any, optimizer: Any, **options: Any) -> Engine:
 
 
 def _engine(kind: Any, model: Any, what: Any, options: dict[str, Any]) -> Engine:
-    own = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
-    return Engine(model, kind(what, **own), **options)
+    of_method = _popped(kind, options)
+    return open_engine(model, kind(what, **of_method), **options)
+
+
+def open_engine(model: Any, method: Any = None, **options: Any) -> Engine:
+    """An engine from everyday options and those of ``EngineOptions``."""
+    seldom = _popped(EngineOptions, options)
+    return Engine(model, method, **options, options=EngineOptions(**seldom))
+
+
+def _popped(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options that are fields of a class."""
+    return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
 
 
 def inner(engine: Engine) -> Any:

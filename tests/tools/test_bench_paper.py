@@ -21,7 +21,15 @@ from paper.zo2 import AllocatingScheduler
 from synthetic import PatternReader, block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
 
-from zo2core import Engine, MeZOSGD, SegmentStore, SequentialNoise, ZerothOrder
+from zo2core import (
+    CustomSource,
+    Engine,
+    EngineOptions,
+    MeZOSGD,
+    SegmentStore,
+    SequentialNoise,
+    ZerothOrder,
+)
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "10GB"]
 
@@ -201,9 +209,10 @@ def test_without_slot_reuse_every_block_has_memory_of_its_own() -> None:
         Engine(
             model,
             ZerothOrder(MeZOSGD(lr=1e-6, zo_eps=1e-3), noise=SequentialNoise(model.layouts)),
-            source=source,
-            scheduler=AllocatingScheduler(source, device),
             device=device,
+            options=EngineOptions(
+                source=CustomSource(source, scheduler=AllocatingScheduler(source, device))
+            ),
         ) as engine,
     ):
         for _ in range(3):  # the second one allocates what replaying takes

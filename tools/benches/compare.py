@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, get_args
+from typing import Annotated, Any, NamedTuple, Self, cast, get_args
 
 import psutil
 import torch
@@ -76,6 +76,7 @@ from zo2core import (
     Delayed,
     Distribution,
     Engine,
+    EngineOptions,
     FirstOrder,
     HostDevice,
     LowRankPerturbation,
@@ -87,7 +88,7 @@ from zo2core import (
     WriteBackPolicy,
 )
 from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
-from zo2core.planning.memory import ACTIVATIONS
+from zo2core.planning.memory import ACTIVATIONS, Replay
 from zo2core.protocols import UpdateInputs
 from zo2core.ranges import OptimizerName, parse_size
 from zo2core.sweep.gradient_visitor import gradient_bytes
@@ -408,20 +409,26 @@ class Measured:
         side, model = self.side, self.model(self.side.run)
         forwards = time_forwards(model)
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-        given: dict[str, Any] = {
-            "overlap": not side.serial,
-            "replay": side.replay,
-            "micro_batch_size": side.micro_rows,
-        }
+        write_back = None
         if side.every is not None:
             write_back = WriteBackPolicy(directory=folder, every=side.every)
-            given |= {"journal": folder / "journal.jsonl", "write_back": write_back}
-        given |= {
-            "device": opened.enter_context(closing(self.device())),
-            "memory": self.memory(model),
-        }
-        given |= {"workers": self.workers, "trace": self.trace}
-        engine = opened.enter_context(Engine(model, self.method(model, side.run), **given))
+        engine = opened.enter_context(
+            Engine(
+                model,
+                self.method(model, side.run),
+                journal=None if write_back is None else folder / "journal.jsonl",
+                device=opened.enter_context(closing(self.device())),
+                memory=self.memory(model),
+                micro_batch_size=side.micro_rows,
+                options=EngineOptions(
+                    overlap=not side.serial,
+                    replay=cast("Replay", side.replay),
+                    write_back=write_back,
+                    workers=self.workers,
+                    trace=self.trace,
+                ),
+            )
+        )
         batches, seeds = (
             self.batches(model),
             itertools.repeat(None) if side.by_gradients else itertools.count(),
@@ -449,7 +456,7 @@ class Measured:
             SharedBase(self.model(None), device=device, memory=self.memory(models[0]))
         )
         made = (
-            Engine(model, self.method(model, number), shared=shared)
+            Engine(model, self.method(model, number), options=EngineOptions(source=shared))
             for number, model in enumerate(models)
         )
         engines = [opened.enter_context(engine) for engine in made]

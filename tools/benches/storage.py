@@ -24,6 +24,7 @@ from zo2core import (
     BlockLayout,
     Distribution,
     Engine,
+    EngineOptions,
     HostDevice,
     LowRankPerturbation,
     SegmentStore,
@@ -171,13 +172,14 @@ def resume(
     columns = updates // period * rank  # of past periods
 
     def new_engine(opened: HFBlockModel, run: Path | None) -> Engine:
-        kept: dict[str, Any] = {}
-        if run is not None:
-            kept = {"journal": run / "journal.jsonl", "write_back": WriteBackPolicy(directory=run)}
         method = zeroth_order(
             low_rank=LowRankPerturbation(rank=rank, period=period), noise=Distribution.GAUSSIAN
         )
-        return Engine(opened, method, memory=memory_of(buckets), **kept)
+        memory = memory_of(buckets)
+        if run is None:
+            return Engine(opened, method, memory=memory)
+        options = EngineOptions(write_back=WriteBackPolicy(directory=run))
+        return Engine(opened, method, journal=run / "journal.jsonl", memory=memory, options=options)
 
     def write(run: Path) -> None:
         """Add updates with synthetic losses, without a sweep, and then a step that ends the

@@ -294,7 +294,7 @@ class AtStep(Command):
         are routed to them.
         """
         from zo2adapters.trainers.methods import StepWeights, weights_at
-        from zo2core import Engine, Journal
+        from zo2core import Engine, EngineOptions, Journal
 
         journal = (
             Journal()
@@ -322,9 +322,9 @@ class AtStep(Command):
             device=local_device(self.resources.device, workers),
             memory=self._memory(room, is_shared=shared is not None),
             micro_batch_size=micro_batch_size,
-            trace=worker_trace(trace, workers),
-            workers=workers,
-            shared=shared,
+            options=EngineOptions(
+                trace=worker_trace(trace, workers), workers=workers, source=shared
+            ),
         )
         if experts is not None and engine.host_plan is not None:
             experts.capacity = max(engine.host_plan.spare, 0)

@@ -30,6 +30,7 @@ from zo2core import (
     BlockModel,
     Distribution,
     Engine,
+    EngineOptions,
     Guarded,
     Journal,
     MemoryPolicy,
@@ -134,8 +135,8 @@ class ZOArguments:
             journal=journal,
             device=device if self.device is None else self.device,
             memory=self.memory,
-            write_back=write_back,
             micro_batch_size=self.micro_batch_size,
+            options=EngineOptions(write_back=write_back),
         )
 
 

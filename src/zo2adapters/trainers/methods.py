@@ -33,10 +33,10 @@ from zo2adapters.trainers.process import local_device, worker_trace
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_inputs import LargestBatch, RowShapes
 from zo2core import (
-    AtSnapshot,
     BlockUpdate,
     DevicePlan,
     Engine,
+    EngineOptions,
     FirstOrder,
     HostPlan,
     Journal,
@@ -51,7 +51,7 @@ from zo2core import (
     WriteBackPolicy,
     ZerothOrder,
 )
-from zo2core.build import request_of
+from zo2core.build import RunInputs, request_of
 from zo2core.encodings.decoding import decoded
 from zo2core.errors import CheckpointError, DivergenceError, NonFiniteLossError, OptionError
 from zo2core.estimators.factors import kept_bytes_a_step
@@ -59,13 +59,12 @@ from zo2core.estimators.guard import best_step as best_guarded_step
 from zo2core.estimators.registry import ESTIMATORS
 from zo2core.io.direct_file import whole_pages
 from zo2core.journal.snapshots import Snapshots
-from zo2core.methods.first_order import TRAINED_COPIES, trained_bytes
+from zo2core.methods.first_order import TRAINED_COPIES, AtSnapshot, trained_bytes
 from zo2core.optimizers.registry import OPTIMIZERS
 from zo2core.optimizers.states import state_bytes
 from zo2core.planning.memory import Machine, RunRequest, free_memory, plan
 from zo2core.planning.speeds import RESUME_SECONDS, MeasuredSpeeds, kept_blocks, terabytes_written
 from zo2core.ranges import counted, parse_size, require_whole
-from zo2core.run import EngineOptions
 from zo2core.sweep.activations import IN_TRANSIT
 from zo2core.sweep.gradient_visitor import gradient_bytes
 from zo2core.types import divide_tied, packed_bytes, shown_bytes, trained
@@ -235,15 +234,17 @@ class RunMethod(ABC):
             self.steps(),
             journal=options.output / JOURNAL,
             run=options.output if self.has_gradient else None,
-            provenance=provenance,
             device=local_device(options.storage.device, self.workers),
             memory=self.policy(*memory),
-            write_back=self.write_back,
-            commit_every=self.commit_every,
             micro_batch_size=options.batching.micro_batch_size,
-            trace=worker_trace(execution.trace, self.workers),
-            workers=self.workers,
-            shared=self.shared,
+            options=EngineOptions(
+                provenance=provenance,
+                write_back=self.write_back,
+                commit_every=self.commit_every,
+                trace=worker_trace(execution.trace, self.workers),
+                workers=self.workers,
+                source=self.shared,
+            ),
         )
 
     def open(self, model: HFBlockModel, activations: int) -> Engine:
@@ -267,8 +268,7 @@ class RunMethod(ABC):
             device=local_device(self.options.storage.device, workers),
             memory=self.policy(activations),
             micro_batch_size=self.options.batching.micro_batch_size,
-            workers=workers,
-            shared=self.shared,
+            options=EngineOptions(workers=workers, source=self.shared),
         )
 
     def request(self, model: HFBlockModel, memory: StepMemory, *, rows: int = 1) -> RunRequest:
@@ -276,13 +276,14 @@ class RunMethod(ABC):
         batch.
         """
         write_back = self.write_back if self.options.storage.device == "cpu" else None
-        asked = EngineOptions(
-            memory=self.policy(*memory),
+        inputs = RunInputs(
+            model=model,
+            method=self.steps(),
             run=self.options.output,
-            commit_every=self.commit_every,
-            write_back=write_back,
+            memory=self.policy(*memory),
+            options=EngineOptions(commit_every=self.commit_every, write_back=write_back),
         )
-        return request_of(model, self.steps(), asked)
+        return request_of(inputs)
 
     @abstractmethod
     def first_step(self, journal: Journal) -> int:

@@ -20,7 +20,6 @@ from zo2core.optimizers.states import state_bytes
 from zo2core.optimizers.torch_optimizer import OptimizerFactory
 from zo2core.protocols import BlockModel, BlockUpdate
 from zo2core.ranges import require_number, require_whole
-from zo2core.run import EngineOptions
 from zo2core.types import BlockLayout
 
 # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
@@ -143,10 +142,8 @@ def _described(factory: Any) -> dict[str, Any]:
     return {"name": getattr(made, "__name__", type(made).__name__), **options}
 
 
-def require_trainable(
-    model: BlockModel, method: FirstOrder, update: BlockUpdate, options: EngineOptions
-) -> None:
-    """Refuse what first-order steps of all parameters cannot do right."""
+def require_widened_gradients(model: BlockModel, method: FirstOrder, update: BlockUpdate) -> None:
+    """Refuse float16 gradients of a scaled loss, which an optimizer takes as they are."""
     halves = [
         spec.name
         for layout in model.layouts
@@ -160,12 +157,11 @@ def require_trainable(
             expected="float32 gradients, into which those of the scaled loss are converted",
             remedy="open the model with `precision='mixed'`, or use LOMO or AdaLOMO",
         )
-    if options.commit_every is None:
-        return
-    if options.run is None:
-        expected = "a directory for the segments of commit_every"
-        raise OptionError("run", "None", expected, "pass run=...")
-    require_whole("commit_every", options.commit_every, 1)
+
+
+def require_committable(model: BlockModel, update: BlockUpdate, commit_every: int) -> None:
+    """Refuse a model or an optimizer whose segments cannot be committed to disk."""
+    require_whole("commit_every", commit_every, 1)
     blocks = sum(not layout.resident for layout in model.layouts)
     if blocks < 2:
         raise OptionError("model", f"{blocks} block", "at least 2", "leave commit_every out")
