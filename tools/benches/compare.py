@@ -69,7 +69,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import RowReader, collate, training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2adapters.trainers.process import LARGEST_KEPT, SMALL, keep_freed_memory, peak_memory
+from zo2adapters.trainers.process import LARGEST_KEPT, SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     CudaDevice,
@@ -87,6 +87,7 @@ from zo2core import (
     Workers,
     WriteBackPolicy,
 )
+from zo2core.io.process_memory import peak_memory
 from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.planning.memory import ACTIVATIONS, Replay
 from zo2core.protocols import UpdateInputs

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.tasks.generation import Generation, generate, plan_generation
-from zo2adapters.trainers.process import peak_memory
 from zo2core import (
     Distribution,
     Engine,
@@ -27,6 +26,7 @@ from zo2core import (
     PhiloxNoise,
     ZerothOrder,
 )
+from zo2core.io.process_memory import peak_memory
 
 ROOM = 256 << 20  # bytes of activations
 
