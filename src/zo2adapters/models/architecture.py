@@ -36,7 +36,7 @@ from zo2core.io.durable import open_regular
 from zo2core.types import Encoding
 
 _MAX_BYTES = 1 << 20
-_EXAMPLE = "see the example in docs/models.md"
+_EXAMPLE = "see the example in docs/architectures.md"
 _MAX_AXES = 8  # axes of hidden states
 
 _MAX_RETURNED = 3  # length of the tuple that a layer returns
@@ -748,5 +748,5 @@ def _underivable(where: str, found: str) -> UnsupportedModelError:
         where,
         found,
         "an embedding, a list of layers that each take the output of the one before, and a head",
-        "declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
+        "declare an Architecture and pass it to open_checkpoint; docs/architectures.md shows how",
     )
