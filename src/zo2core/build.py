@@ -38,12 +38,11 @@ from zo2core.methods.gradient_steps import AdapterSteps, FusedSteps
 from zo2core.methods.states import (
     AdapterState,
     DiskState,
-    JournalState,
     RunState,
     StoredState,
     TrainedState,
 )
-from zo2core.methods.zeroth_order import ZerothOrder, ZerothOrderSteps
+from zo2core.methods.zeroth_order import JournalState, ZerothOrder, ZerothOrderSteps
 from zo2core.planning.memory import (
     Machine,
     MemoryPolicy,

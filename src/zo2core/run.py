@@ -224,7 +224,6 @@ class Run:
                 raise
             finally:
                 visitor.finish()
-                self.directions.noise.retain(visitor.seeds)
         return visitor.outputs
 
     def parameters_at(
@@ -241,7 +240,7 @@ class Run:
                         parameters = self.model.layouts[index].parameters
                         yield from zip(parameters, bucket.views[: len(parameters)], strict=True)
             finally:
-                self.directions.noise.retain(visitor.seeds)
+                visitor.finish()
                 self.recorder.flush()
 
     def append(self, record: Update | Commit) -> None:

@@ -53,8 +53,8 @@ from zo2core.errors import (
     WorkerError,
 )
 from zo2core.journal.records import ImpossibleRecordError, decode, encode
+from zo2core.methods.gradient_steps import add_up
 from zo2core.planning.memory import free_memory, resident_memory
-from zo2core.sweep.step_rows import add_up
 from zo2core.workers.workers import Report, Split, choose_split, combined
 
 STEPS = 4

@@ -35,16 +35,9 @@ class Directions:
     perturbation: Perturbation
     noise: NoiseGenerator
     factors: FactorStore | None  # of low-rank perturbations; None for dense ones
-
-    @property
-    def perturb_in_place(self) -> bool:
-        """Whether weights are perturbed in place from one evaluation to the next."""
-        return self.estimator is not None and bool(self.estimator.perturb_in_place)
-
-    @property
-    def zo_eps(self) -> float:
-        """Perturbation scale; any if nothing is perturbed."""
-        return 1.0 if self.estimator is None else self.estimator.zo_eps
+    zo_eps: float  # perturbation scale; any if nothing is perturbed
+    # whether weights are perturbed in place from one evaluation to the next
+    perturb_in_place: bool
 
     def with_noise_memory(
         self, name: str | None, layouts: Sequence[BlockLayout], device: torch.device, nbytes: int
@@ -93,7 +86,14 @@ def choose_directions(
         factors = FactorStore(perturbation, noise.distribution, seed, device)
     if estimator is not None:
         require_distribution(estimator, noise)
-    return Directions(estimator=estimator, perturbation=perturbation, noise=noise, factors=factors)
+    return Directions(
+        estimator=estimator,
+        perturbation=perturbation,
+        noise=noise,
+        factors=factors,
+        zo_eps=1.0 if estimator is None else estimator.zo_eps,
+        perturb_in_place=estimator is not None and bool(estimator.perturb_in_place),
+    )
 
 
 def _default_noise(

@@ -24,17 +24,15 @@ def learning_rate(estimator: ZOEstimator, step: int) -> float:
     """Return the learning rate of a step.
 
     Raises:
-        OptionError: if it is not positive and finite. A schedule may also return 0, as a warm-up
-            does at its first step.
+        OptionError: if a schedule returns a number that is negative or not finite. It may return 0,
+            as a warm-up does at its first step.
     """
-    if callable(estimator.lr):
-        value = estimator.lr(step)
-        require_number(
-            f"lr at step {step}", value, least=0, remedy="correct the learning rate schedule"
-        )
-    else:
-        value = estimator.lr
-        require_number("lr", value, above=0)
+    if not callable(estimator.lr):
+        return float(estimator.lr)
+    value = estimator.lr(step)
+    require_number(
+        f"lr at step {step}", value, least=0, remedy="correct the learning rate schedule"
+    )
     return float(value)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,9 +36,9 @@ from zo2core.sweep.gradient_visitor import (
     backward_bytes,
     gradient_bytes,
 )
-from zo2core.sweep.step_rows import StepRows, add_up
 from zo2core.sweep.trained_weights import TrainedWeights
 from zo2core.types import Commit, StepResult
+from zo2core.workers.workers import Workers
 
 
 class GradientSweeps:
@@ -65,9 +65,9 @@ class GradientSweeps:
             timeline=run.recorder.timeline,
         )
 
-    def rows(self, batch: StepBatch, forward: Forward | None) -> StepRows:
+    def rows(self, batch: StepBatch, forward: Forward | None) -> microbatch.StepRows:
         """Divide the batch of a step into the micro-batches that this process runs."""
-        return StepRows(
+        return microbatch.StepRows(
             microbatch.batches_of(batch),
             forward,
             self._model,
@@ -87,7 +87,7 @@ class GradientSweeps:
             trained.append({name: leaf for name, leaf in leaves.items() if name in names})
         self._visits = replace(self._visits, leaves=trained)
 
-    def sweep(self, rows: StepRows, *, together: bool, loss_scale: float = 1.0) -> float:
+    def sweep(self, rows: microbatch.StepRows, *, together: bool, loss_scale: float = 1.0) -> float:
         """Compute gradients and the loss: as many micro-batches are in a sweep as have room at a
         block, or all of them ``together``.
         """
@@ -205,6 +205,40 @@ class AdapterSteps:
         return norm.item()
 
 
+def add_up(parameters: Sequence[nn.Parameter], workers: Workers) -> None:
+    """Set each parameter's gradient to the sum of all workers', in the order of ranks.
+
+    All gradients are exchanged as one tensor of bytes, which ends with a byte for each that says
+    whether it is there.
+    """
+    # so that offsets are aligned
+    ordered = sorted(parameters, key=lambda parameter: -parameter.element_size())
+    # A gradient that is missing is -0.0, which changes no bit of a sum.
+    own = [
+        torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad
+        for parameter in ordered
+    ]
+    present = torch.tensor(
+        [parameter.grad is not None for parameter in ordered],
+        dtype=torch.uint8,
+        device=own[0].device,
+    )
+    message = torch.cat(
+        [*(gradient.detach().reshape(-1).view(torch.uint8) for gradient in own), present]
+    )
+    sizes = [*(gradient.nbytes for gradient in own), len(own)]
+    *of_parameters, presents = zip(
+        *(torch.split(received, sizes) for received in workers.all_gather_tensors(message)),
+        strict=True,
+    )
+    any_present = torch.stack(presents).any(dim=0).tolist()
+    for parameter, parts, has_gradient in zip(ordered, of_parameters, any_present, strict=True):
+        total, *others = [part.view(parameter.dtype) for part in parts]
+        for other in others:
+            total += other
+        parameter.grad = total.view(parameter.shape).clone() if has_gradient else None
+
+
 class FusedSteps:
     """Steps of all parameters, where they are stored."""
 
@@ -265,7 +299,7 @@ class FusedSteps:
                 {name for segment in segments for name in state.weights.names_of(segment)}
             )
 
-    def _sweep(self, rows: StepRows, step: FusedStep) -> float:
+    def _sweep(self, rows: microbatch.StepRows, step: FusedStep) -> float:
         """Sweep forward and backward; returns the loss."""
         state = self._state
         state.weights.expect(self._segments, step, state.next_version)

@@ -1,6 +1,5 @@
-"""What the steps of a run change: a state that is loaded, committed, copied and restored.
+"""What first-order steps change: a state that is loaded, committed, copied and restored.
 
-- ``JournalState``: zeroth-order steps. The journal has all of it; weights are replayed from it.
 - ``AdapterState``: an adapter's parameters in memory, and the optimizer's state.
 - ``StoredState``: all parameters in memory, with the optimizer's states.
 - ``DiskState``: all parameters on disk, with the optimizer's states; a step's segments are a
@@ -36,7 +35,7 @@ from zo2core.planning.speeds import kept_blocks
 from zo2core.protocols import BlockUpdate
 from zo2core.run import CommittedSegments, Run, lacking
 from zo2core.sweep.trained_weights import AdapterWeights, StoredWeights, TrainedWeights
-from zo2core.types import Commit, Update
+from zo2core.types import Commit
 from zo2core.workers.agreement import sync_snapshots
 
 
@@ -89,25 +88,6 @@ class RunState(ABC):
         workers = self._run.workers
         workers.require_same("trained parameters", workers.digest([state["parameters"]]))
         snapshots.write(Snapshot(self.version, state), keep=keep)
-
-
-class JournalState(RunState):
-    """The journal, whose steps are replayed."""
-
-    refusal = (
-        "a run whose state is its journal",
-        "a run of first-order steps",
-        "copy the journal; for other weights, begin a run of a checkpoint with them",
-    )
-
-    @property
-    def version(self) -> int:
-        """Number of steps in the journal."""
-        return len(self._run.journal.updates)
-
-    def commit(self, update: Update) -> None:
-        """Take a step: append its record to the journal."""
-        self._run.append(update)
 
 
 class TrainedState(RunState):

@@ -16,12 +16,12 @@ import torch
 from zo2core.errors import OptionError
 from zo2core.estimators.perturbation import Perturbation
 from zo2core.estimators.two_point import direction_seeds, learning_rate
-from zo2core.methods.states import JournalState
+from zo2core.methods.states import RunState
 from zo2core.protocols import Forward, NoiseGenerator, ZOEstimator
 from zo2core.run import Run, StepBatch
 from zo2core.sweep import microbatch
 from zo2core.sweep.perturbers import Groups
-from zo2core.types import Batch, Evaluation, RowGroup, StepResult
+from zo2core.types import Batch, Evaluation, RowGroup, StepResult, Update
 from zo2core.workers.workers import Split
 
 
@@ -94,6 +94,25 @@ class OpenStep(NamedTuple):
             expected = "an evaluation that ask() returned"
             raise OptionError("at", repr(at), expected, "pass an evaluation of this step")
         return self.evaluations[: self.evaluations.index(at) + 1]
+
+
+class JournalState(RunState):
+    """The state that zeroth-order steps change: the journal, from which weights are replayed."""
+
+    refusal = (
+        "a run whose state is its journal",
+        "a run of first-order steps",
+        "copy the journal; for other weights, begin a run of a checkpoint with them",
+    )
+
+    @property
+    def version(self) -> int:
+        """Number of steps in the journal."""
+        return len(self._run.journal.updates)
+
+    def commit(self, update: Update) -> None:
+        """Take a step: append its record to the journal."""
+        self._run.append(update)
 
 
 class ZerothOrderSteps:

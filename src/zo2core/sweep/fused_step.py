@@ -18,7 +18,7 @@ from zo2core.errors import NonFiniteLossError
 from zo2core.optimizers.loss_scaling import LossScale
 from zo2core.optimizers.states import StateMemory, StatesInStores
 from zo2core.protocols import BlockUpdate, Store, UpdateInputs
-from zo2core.sweep.step_rows import StepRows
+from zo2core.sweep.microbatch import StepRows
 from zo2core.types import HALVES, widened
 
 

@@ -34,7 +34,7 @@ from zo2core.errors import OptionError
 from zo2core.protocols import Activations, DifferentiatedForward, Forward, Store, Streams
 from zo2core.schedulers.profiling import Timeline
 from zo2core.sweep.activations import KeptActivations, Use, flattened, storages_of
-from zo2core.sweep.step_rows import StepRows
+from zo2core.sweep.microbatch import StepRows
 from zo2core.sweep.trained_weights import TrainedWeights
 from zo2core.sweep.visitor import Visitor
 from zo2core.types import Batch, BlockLayout, Lane

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
@@ -387,8 +387,6 @@ class Perturber(ABC):
     to the work buffer.
     """
 
-    seeds: Collection[int] = ()  # of the directions whose generators the next sweep may need
-
     def __init__(self, buffer: WorkBuffer, version: int) -> None:
         self.buffer = buffer
         self.version = version  # the present one, at which segments are after ``replay``
@@ -704,7 +702,8 @@ class DrawnPerturber(TrajectoryPerturber):
         self._moves = [
             [single for move in moves for single in single_moves(move)] for moves in self._moves
         ]
-        self.seeds: set[int] = {
+        # of the directions whose generators the next sweep may need
+        self._seeds = {
             evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None
         }
         # by version, in parts: a program for each update, since z of each takes memory
@@ -729,7 +728,7 @@ class DrawnPerturber(TrajectoryPerturber):
                 self._replay(index, operations, replayed if awaited else None)
         except BaseException:
             replayed.put(None)  # ends the second thread's work, if it has any
-            self.finish()
+            self._wait_for_ahead()
             raise
         return self.version
 
@@ -741,7 +740,13 @@ class DrawnPerturber(TrajectoryPerturber):
         super().perturb(index, stores, evaluation)
 
     def finish(self) -> None:
-        """Wait until the second thread no longer uses the memory, however the sweep ended."""
+        """Wait until the second thread no longer uses the memory, and free the generators of other
+        directions, however the sweep ended.
+        """
+        self._wait_for_ahead()
+        self._noise.retain(self._seeds)
+
+    def _wait_for_ahead(self) -> None:
         if self._ahead is not None:
             wait([self._ahead])
 
@@ -756,7 +761,7 @@ class DrawnPerturber(TrajectoryPerturber):
         """Compile updates one by one."""
         programs: dict[bool, list[Program]] = {False: [], True: []}
         for update in updates:
-            self.seeds.update(seeds_of(update))
+            self._seeds.update(seeds_of(update))
             compiled = compile_updates([update])
             if compiled[False].instructions:
                 for decays, program in compiled.items():

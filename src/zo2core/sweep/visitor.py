@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -147,7 +147,6 @@ class Visits:
 class Visitor(ABC):
     """Visits segments in one sweep."""
 
-    seeds: Collection[int] = ()  # of the directions that the sweep draws
     outputs: list[list[torch.Tensor]]  # of the head, one list for each evaluation
 
     @property
@@ -185,11 +184,6 @@ class ForwardVisitor(Visitor):
         ]
         may_offload = any(evaluation is not None for evaluation, _ in groups)
         visits.activations.begin(len(self._forward_bytes), may_offload=may_offload)
-
-    @property
-    def seeds(self) -> Collection[int]:  # type: ignore[override]
-        """Seeds of the directions that this sweep draws."""
-        return self._perturber.seeds
 
     @property
     def order(self) -> Sequence[int]:
