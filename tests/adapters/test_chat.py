@@ -252,8 +252,10 @@ def run_on_moods(
 
 @pytest.mark.parametrize("by", ["template", "columns"])
 def test_a_run_on_labels_chooses_a_label_for_each_line(tmp_path: Path, by: str) -> None:
-    template = ("--prompt-template", "{subject} is", "--columns", "label=mood")
-    columns = template if by == "template" else ("--columns", "prompt=prompt,label=mood")
+    template = ("--prompt-template", "{subject} is", "--label-column", "mood")
+    columns = (
+        template if by == "template" else ("--prompt-column", "prompt", "--label-column", "mood")
+    )
     options = run_on_moods(tmp_path, {"subject": "the cat", "prompt": "the cat is"}, *columns)
     line, typed = ("the dog is", "the dog") if by == "template" else ("the dog is", "the dog is")
     ended = chat(options.output, lines=f"{typed}\n/adapter none\n{typed}\n/reset\n{'the ' * 70}\n")
@@ -284,8 +286,8 @@ def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path)
     columns = (
         "--prompt-template",
         "{subject} is",
-        "--columns",
-        "completion=mood",
+        "--completion-column",
+        "mood",
         "--lora-rank",
         2,
     )
@@ -318,7 +320,7 @@ def test_a_run_with_a_template_continues_the_prompt_of_each_line(tmp_path: Path)
 
 
 def test_a_run_on_labels_with_two_columns_is_a_conversation(tmp_path: Path) -> None:
-    columns = ("--prompt-template", "{subject} {verb}", "--columns", "label=mood")
+    columns = ("--prompt-template", "{subject} {verb}", "--label-column", "mood")
     options = run_on_moods(tmp_path, {"subject": "the cat", "verb": "is"}, *columns, template=True)
     assert chat(options.output, "--max-new-tokens", 1, lines="the cat\n").err.startswith(
         "run answers; "

@@ -233,7 +233,7 @@ def test_help_says_what_an_option_takes_and_what_it_is_by_default() -> None:
     for expected in (
         "  --model TEXT",
         "  --steps INT",
-        "  --method adamw|sgd|lomo|adalomo|badam[:KEY=VALUE,...]",
+        "  --method adamw|sgd|lomo|adalomo|badam",
         "  --write-limit-tb FLOAT",
     ):
         assert expected in lines
@@ -270,7 +270,7 @@ def test_what_one_does_first_are_commands_and_a_refusal_names_options_as_their_c
             parse_command(name, command_class(name), words.split())
     line = refusal("chat", "--nonsense")
     assert "--temperature" in line
-    assert "--reward-options" not in line
+    assert "--reward-seconds" not in line
 
 
 @pytest.fixture
@@ -320,8 +320,8 @@ REWARD = (
     "es",
     "--rank",
     2,
-    "--reward-options",
-    "max_new_tokens=2",
+    "--max-new-tokens",
+    "2",
 )
 
 
@@ -341,7 +341,7 @@ def test_columns_that_a_run_or_an_evaluation_does_not_use_are_told() -> None:
     assert "trained on: the column text; not used: score, mood. --prompt-template" in told
     assert "\nscore may say which rows are good, and is not used" in told
     assert "evaluated on: the column text; not used: page" in told
-    template = ("--prompt-template", "{text} is", "--columns", "label=mood")
+    template = ("--prompt-template", "{text} is", "--label-column", "mood")
     told = done(*tweets, "--output", "labels", *template, "--evaluation", "tweets.csv").err
     assert "trained on: the columns text and mood; not used: score\n" in told
     assert "evaluated on" not in told, "the same columns"

@@ -80,13 +80,11 @@ TRAIN = "train --model base --data rows.jsonl --output run --steps 6"
 ADAMW = f"{TRAIN} --batch-size 3 --lr 1e-2 --method adamw"
 ADAPTER = f"{ADAMW} --adapter lora.json"
 LORA_RANK = f"{TRAIN} --lr 1e-2 --lora-rank 2"
-BADAM = f"{ADAMW} --method badam:switch_every=2,stream_blocks"
-REWARD = (
-    f"{TRAIN} --reward length --estimator es --queries 3 --rank 2 --reward-options max_new_tokens=5"
-)
+BADAM = f"{ADAMW} --method badam --switch-every 2 --stream-blocks"
+REWARD = f"{TRAIN} --reward length --estimator es --queries 3 --rank 2 --max-new-tokens 5"
 PREFERENCES, CHOICES = f"{TRAIN} --data preferences.jsonl", f"{TRAIN} --data choices.jsonl"
 CLASSES = "train --model classes --head sequence-classification --data labels.jsonl --output run"
-ROOM = "--reward-options max_new_tokens"
+ROOM = "--max-new-tokens"
 TASK = "train --model base --data sst2 --output run --task sst2"
 TUNE = "tune --model base --data rows.jsonl --output tuned"
 EVALUATE, PLAN, VERIFY = (
@@ -162,12 +160,12 @@ REFUSED: list[tuple[str, str]] = [
             ("16000", "16000 bytes; expected a size with its unit", "16000MB"),
         )
     ),
-    (f"{TRAIN} --memory activations=9", "activations of --memory: found 9, which is 9 bytes"),
+    (f"{TRAIN} --activation-memory 9", "--activation-memory: found 9, which is 9 bytes"),
     (f"{TRAIN} --device cuda --device-memory 24", "--device-memory: found 24, which is 24 bytes"),
     (f"{EVALUATE} --activation-memory 512", "--activation-memory: found 512, which is 512 bytes"),
-    (f"{REWARD} --reward-options memory=2", "memory of --reward-options: found 2, which is 2 byt"),
+    (f"{REWARD} --reward-memory 2", "--reward-memory: found 2, which is 2 byt"),
     *(
-        (f"{TRAIN} --evaluation {share}", "--evaluation: found")
+        (f"{TRAIN} --eval-split {share}", "--eval-split: found")
         for share in ("0", "1", "nan", "1.5")
     ),
     # Estimators
@@ -177,8 +175,8 @@ REFUSED: list[tuple[str, str]] = [
         for estimator, told in (
             ("--estimator fzoo", "--queries: found 1; expected at least 2"),
             (
-                "--estimator fzoo:exact --queries 4",
-                "exact of --estimator: found fzoo; expected the estimator mezo",
+                "--estimator fzoo --exact-mezo --queries 4",
+                "--exact-mezo: found fzoo; expected the estimator mezo",
             ),
             (
                 "--estimator fzoo --queries 4 --noise mezo",
@@ -198,23 +196,23 @@ REFUSED: list[tuple[str, str]] = [
         f"{ADAMW} --model int8",
         "which is quantised; expected a model all of whose parameters are trained",
     ),
-    (f"{ADAMW} --clip norm=1 --split 2x1", "--split: found 2x1"),
+    (f"{ADAMW} --max-grad-norm 1 --split 2x1", "--split: found 2x1"),
     (
-        f"{ADAMW} --method stream_blocks --lora-rank 2",
-        "stream_blocks of --method: found on with --method adamw and",
+        f"{ADAMW} --stream-blocks --lora-rank 2",
+        "--stream-blocks: found on with --method adamw and",
     ),
     (
-        f"{ADAMW} --method loss_scaling --lora-rank 2",
-        "loss_scaling of --method: found on with --method adamw and",
+        f"{ADAMW} --loss-scaling --lora-rank 2",
+        "--loss-scaling: found on with --method adamw and",
     ),
-    (f"{BADAM} --snapshot-every 2", "--snapshot-every: found 2 with stream_blocks of --method"),
+    (f"{BADAM} --snapshot-every 2", "--snapshot-every: found 2 with --stream-blocks"),
     (f"{BADAM} --write-limit-tb 1e-9", "--write-limit-tb: found 1e-09, and a run that writes "),
-    (f"{TRAIN} --clip norm=1", "norm of --clip: found 1.0 without --method"),
-    (f"{TRAIN} --clip norm=1", "--clip projected"),
+    (f"{TRAIN} --max-grad-norm 1", "--max-grad-norm: found 1.0 without --method"),
+    (f"{TRAIN} --max-grad-norm 1", "--clip-grad"),
     *(
         (
-            f"{command} --method stream_blocks",
-            "stream_blocks of --method: found on without --method; expected --method",
+            f"{command} --stream-blocks",
+            "--stream-blocks: found on without --method; expected --method",
         )
         for command in (TRAIN, PLAN)
     ),
@@ -252,7 +250,7 @@ REFUSED: list[tuple[str, str]] = [
         f"{PLAN} --method adamw --adapter lora.json --device-memory 24GB",
         "it has no effect otherwise",
     ),
-    (f"{TRAIN} --adapter lora.json --precision auto:transfer=bfloat16", "transfer of --precision"),
+    (f"{TRAIN} --adapter lora.json --precision auto --transfer-dtype bfloat16", "--transfer-dtype"),
     (f"{TRAIN} --adapter lora.json --snapshot-every 2", "--adapter"),
     (f"{TRAIN} --adapter lora.json --write-back-every 2", "--write-back-every"),
     (f"{TRAIN} --adapter lora.json --adapter-frozen lora_C", "--adapter-frozen"),
@@ -273,8 +271,8 @@ REFUSED: list[tuple[str, str]] = [
     # Objectives and their rows
     (f"{TRAIN} --objective dpo", "rows with prompt, chosen and rejected"),
     (
-        f"{TRAIN} --objective beta=0.5",
-        "beta of --objective: found the objective loss; expected the objective dpo",
+        f"{TRAIN} --beta 0.5",
+        "--beta: found the objective loss; expected the objective dpo",
     ),
     (
         f"{TRAIN} --objective accuracy",
@@ -287,7 +285,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (f"{TRAIN} --objective gone.py:calm", "found gone.py: No such file or directory"),
     (f"{TRAIN} --batch-size 4 --objective own.py:logits", "--objective: found shape [4,"),
-    (f"{PREFERENCES} --objective beta=0", "beta of --objective: found 0.0"),
+    (f"{PREFERENCES} --beta 0", "--beta: found 0.0"),
     (f"{PREFERENCES} --objective exact-match", "rows with prompt, chosen and rejected"),
     (
         f"{PREFERENCES} --rank 2 --per-row",
@@ -329,22 +327,22 @@ REFUSED: list[tuple[str, str]] = [
         for more, told in (
             ("--objective exact-match", "zo2: --reward: "),
             ("--micro-batch-size 1", "zo2: --micro-batch-size: "),
-            ("--estimator mezo:fitness=ranks", "zo2: fitness of --estimator: "),
+            ("--estimator mezo --fitness ranks", "zo2: --fitness: "),
             ("--reward exact", "zo2: --reward: "),
-            ("--reward-options max_new_tokens=31", "zo2: max_new_tokens of --reward-options: "),
-            ("--reward-options max_new_tokens=0", "zo2: max_new_tokens of --reward-options: "),
-            ("--reward-options seconds=0", "zo2: seconds of --reward-options: "),
-            ("--reward-options seconds=1e308", "zo2: seconds of --reward-options: "),
-            ("--reward-options memory=much", "zo2: memory of --reward-options: "),
-            ("--reward-options max_drift=-1", "zo2: max_drift of --reward-options: "),
-            ("--reward-options temperature=-1", "zo2: temperature of --reward-options: "),
-            ("--reward-options temperature=1e-300", "zo2: temperature of --reward-options: "),
-            ("--reward-options top_p=0.5,temperature=0", "zo2: top_p of --reward-options: "),
+            ("--max-new-tokens 31", "zo2: --max-new-tokens: "),
+            ("--max-new-tokens 0", "zo2: --max-new-tokens: "),
+            ("--reward-seconds 0", "zo2: --reward-seconds: "),
+            ("--reward-seconds 1e308", "zo2: --reward-seconds: "),
+            ("--reward-memory much", "zo2: --reward-memory: "),
+            ("--max-drift -1", "zo2: --max-drift: "),
+            ("--temperature -1", "zo2: --temperature: "),
+            ("--temperature 1e-300", "zo2: --temperature: "),
+            ("--top-p 0.5 --temperature 0", "zo2: --top-p: "),
         )
     ),
     (
-        f"{TRAIN} --reward-options max_new_tokens=5",
-        "max_new_tokens of --reward-options: found 5; expected --reward",
+        f"{TRAIN} --max-new-tokens 5",
+        "--max-new-tokens: found 5; expected --reward",
     ),
     # Benchmarks in one command
     (f"{TASK} --task sst3", "zo2: --task: found"),
@@ -353,7 +351,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"{TASK} --adapter adapter.json", "zo2: --adapter: found"),
     (f"{TASK} --lora-rank 2", "--lora-rank: found LoRA of rank 2 with --task"),
     (f"{TASK} --head sequence-classification", "zo2: --head: found"),
-    (f"{TASK} --objective dpo:beta=0.3", "zo2: beta of --objective: found"),
+    (f"{TASK} --objective dpo --beta 0.3", "zo2: --beta: found"),
     (f"{TRAIN} --shots 2", "zo2: --shots: found"),
     (
         "rows --task rte --data sst2 --output new",
@@ -423,20 +421,20 @@ UNPLANNED: list[tuple[str, str]] = [
     ("--objective exact-match --method adamw --lr 1e-2", "has no gradient; expected loss"),
     ("--objective f2", "found 'f2'; expected one of auto"),
     ("--objective f1", "found f1 for rows with text"),
-    ("--objective beta=0.5", "beta of --objective: found the objective loss"),
+    ("--beta 0.5", "--beta: found the objective loss"),
     ("--data choices.jsonl --pack", "--pack: found the objective choice-loss"),
     ("--data choices.jsonl --per-row --rank 2", "choice-loss; expected the objective loss. "),
     ("--data choices.jsonl --evaluation preferences.jsonl", "--evaluation: found rows with"),
     ("--rank 2 --write-back-every 3", "--write-back-every: found 3 with --rank; expected no value"),
     ("--lora-rank 2 --write-back-every 3", "--write-back-every: found 3 with --lora-rank"),
     ("--samples 2 --data texts.jsonl", "--samples: found rows without a prompt"),
-    (f"--reward length --rank 2 {ROOM}=31", "max_new_tokens of --reward-options: found 31"),
+    (f"--reward length --rank 2 {ROOM} 31", "--max-new-tokens: found 31"),
     ("--reward length --rank 2 --data texts.jsonl", "--reward: found rows without a prompt"),
     (
-        f"--reward gone.py:f --rank 2 {ROOM}=5",
+        f"--reward gone.py:f --rank 2 {ROOM} 5",
         "gone.py: No such file or directory; expected a readable file",
     ),
-    (f"--reward length --rank 2 {ROOM}=5,temperature=-1", "temperature of --reward-options"),
+    (f"--reward length --rank 2 {ROOM} 5 --temperature -1", "--temperature"),
     *(
         (f"--report-to {package}", f"{package}: found no such package; expected it installed")
         for package in ("tensorboard", "wandb")

@@ -277,7 +277,7 @@ def save_csv(path: str) -> None:
         )
 
 
-COLUMNS = ("--prompt-template", "{subject} is", "--columns", "label=mood")
+COLUMNS = ("--prompt-template", "{subject} is", "--label-column", "mood")
 
 
 def test_a_run_knows_columns_template_labels_and_how_long_its_rows_may_be(here: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_run_knows_columns_template_labels_and_how_long_its_rows_may_be(here: 
     )
 
 
-@pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--evaluation", 0.5)], ids=str)
+@pytest.mark.parametrize("more", [("--evaluation", "texts.jsonl"), ("--eval-split", 0.5)], ids=str)
 def test_the_rows_of_a_run_are_those_it_was_evaluated_on(
     more: tuple[object, ...], here: Path
 ) -> None:
@@ -340,13 +340,13 @@ def test_a_plan_counts_evaluations_of_rows_that_are_split_off(
         "--json",
         *method,
     )
-    planned = json.loads(done(*plan, "--evaluation", 0.5).out)
+    planned = json.loads(done(*plan, "--eval-split", 0.5).out)
     assert planned["evaluations"] == 3
     assert planned["evaluation_seconds"] > 0
-    for more, option in ((("--evaluation", 1.5), "--evaluation"), ((), "--evaluate-every")):
+    for more, option in ((("--eval-split", 1.5), "--eval-split"), ((), "--evaluate-every")):
         assert f"zo2: {option}: found" in refusal(*plan, *more)
-    assert "--evaluation: found 0.5 without the rows" in refusal(
-        "plan", "--model", "base", "--evaluation", 0.5
+    assert "--eval-split: found 0.5 without the rows" in refusal(
+        "plan", "--model", "base", "--eval-split", 0.5
     )
 
 

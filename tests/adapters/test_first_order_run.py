@@ -83,11 +83,10 @@ EVALUATED = (
 
 
 def arguments_of(options: Mapping[str, Any]) -> list[object]:
-    values = {
-        name: ",".join(map(str, value)) if isinstance(value, tuple) else value
-        for name, value in options.items()
-    }
-    return [word for name, value in values.items() for word in ("--method", f"{name}={value}")]
+    words = list[object]()
+    for name, value in options.items():
+        words += [f"--{name}", *(value if isinstance(value, tuple) else (value,))]
+    return words
 
 
 def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:
@@ -112,8 +111,8 @@ LR, CLIP = 1e-2, 0.5
 SCHEDULE = (
     "--weight-decay",
     0.1,
-    "--clip",
-    f"norm={CLIP}",
+    "--max-grad-norm",
+    f"{CLIP}",
     "--decay",
     "linear",
     "--warmup-steps",
@@ -531,8 +530,8 @@ def test_all_optimizers_that_can_be_named_are_there_and_their_options_stay_as_th
     assert {name for name, entry in OPTIMIZERS.items() if entry.of_adapter is not None} == set(
         OF_ADAPTERS
     )
-    done(*train("run", "--method", "betas=0.8,0.9", "--steps", 2))
-    assert "betas of --method" in refusal("train", "--resume", "run", "--method", "betas=0.8,0.95")
+    done(*train("run", "--betas", "0.8", "0.9", "--steps", 2))
+    assert "--betas" in refusal("train", "--resume", "run", "--betas", "0.8", "0.95")
     saved = json.loads(Path("run/options.json").read_text())
     del saved["sha256"]
     for betas in ([0.8], [0.8, 0.9, 0.9], 0.8):
@@ -675,7 +674,7 @@ def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.Mo
 
 
 def train_all(output: str, *more: object, method: str = "adamw") -> list[object]:
-    switching = ["--method", "switch_every=2"] if method == "badam" else []
+    switching = ["--switch-every", "2"] if method == "badam" else []
     return [
         word
         for word in train(output, *switching, *more, method=method)
@@ -729,23 +728,24 @@ def test_several_workers_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch
     assert "FSDP and DeepSpeed" in told
 
 
-STREAMED = ("--method", "stream_blocks")
+STREAMED = ("--stream-blocks",)
 
 
 def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
     def planned(method: str, *more: object) -> dict[str, Any]:
-        common = ("plan", "--model", "base", "--method", method, "--data", "rows.jsonl", "--json")
+        common = ["plan", "--model", "base", "--method", method, "--data", "rows.jsonl", "--json"]
+        common.append("--stream-blocks")
         plan: dict[str, Any] = json.loads(done(*common, *more).out)
         return plan
 
-    turns, model = planned("badam:stream_blocks,switch_every=2"), open_checkpoint("base")
+    turns, model = planned("badam", "--switch-every", 2), open_checkpoint("base")
     sizes = [
         whole_pages(layout.nbytes) for layout in laid_out_as_on_disk(model.layouts, model.weights)
     ]
     assert turns["host_plan"]["buckets"] == 2
     assert turns["written_bytes"] == sum(sizes) / len(sizes) / 2
     assert turns["snapshot_bytes"] == 0
-    states, adamw = planned("adamw:stream_blocks"), make_block_update("adamw", weight_decay=0.0)
+    states, adamw = planned("adamw"), make_block_update("adamw", weight_decay=0.0)
     inputs = RunInputs(
         model=model,
         method=FirstOrder(adamw, lr=0.0),
@@ -760,7 +760,7 @@ def test_plan_counts_what_turns_and_streamed_states_write(here: Path) -> None:
     assert states["terabytes_per_1000_steps"] == pytest.approx(sum(sizes) / 1e9)
     blocks = len(sizes) - 2
     assert states["scratch_bytes"] == 2 * blocks * max(sizes[1:-1]) + 2 * (sizes[0] + sizes[-1])
-    seldom = planned("adamw:stream_blocks", "--snapshot-every", 4)
+    seldom = planned("adamw", "--snapshot-every", 4)
     assert seldom["written_bytes"] == sum(sizes[1:-1]) + (sizes[0] + sizes[-1]) / 4
 
 
@@ -794,7 +794,7 @@ def test_a_streamed_run_says_what_it_writes_and_writes_within_limits(
 
 
 def test_the_loss_is_scaled_where_it_is_asked_for(here: Path) -> None:
-    done(*train_all("run", "--method", "loss_scaling"))
+    done(*train_all("run", "--loss-scaling"))
     done(*train_all("plain"))
     assert outcome("run")["weights"] == outcome("plain")["weights"], (
         "a scale that is a power of two changes no float32 bit"

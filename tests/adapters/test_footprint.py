@@ -595,7 +595,7 @@ def test_the_command_alone_keeps_memory_and_plans_it(
         tmp_path / "run",
     ]
     options += ["--steps", 1, "--batch-size", 1]
-    options += ["--memory", f"activations={int(0.6 * free_memory())}"] if is_tight else []
+    options += ["--activation-memory", f"{int(0.6 * free_memory())}B"] if is_tight else []
     done("train", *options)
     assert calls == [not is_tight]
     sources = Path(train.__file__).parents[2]

@@ -384,8 +384,7 @@ def asked(folder: Path, *more: object, output: str = "run") -> list[object]:
         4,
         "--lr",
         1e-2,
-        "--estimator",
-        "mezo:exact",
+        "--exact-mezo",
         "--no-guard",
         *more,
     ]

@@ -84,17 +84,17 @@ def reasons() -> str:
 
 CASES: list[tuple[str, dict[str, object], str]] = [
     ("pairs.jsonl", {"samples": 2}, "prompts with completions"),
-    ("labels.csv", {"columns": "label=completion", "objective": "loss"}, "2 labels: 'no', 'yes'"),
+    ("labels.csv", {"label_column": "completion", "objective": "loss"}, "2 labels: 'no', 'yes'"),
     (
         "moods.csv",
-        {"columns": "label=mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"},
+        {"label_column": "mood", "prompt_template": "{tweet}\\nMood:", "objective": "loss"},
         "2 labels",
     ),
     ("texts.jsonl", {}, "texts, of which every token is learned"),
     ("chat.jsonl", {}, "conversations, of which the assistant's answers are learned"),
     (
         "alpaca.json",
-        {"columns": "prompt=instruction,completion=output"},
+        {"prompt_column": "instruction", "completion_column": "output"},
         "prompts with completions",
     ),
     ("preferred.jsonl", {}, "prompts with a chosen and a rejected completion"),
@@ -119,14 +119,12 @@ def test_the_recipe_suits_the_rows_and_runs_with_nothing_else(
         "output": "run",
     }
     assert {key: values[key] for key in common} == common
-    assert values["evaluation"] == 0.1
+    assert values["eval_split"] == 0.1
     assert values.keys() <= set(option_names(Train))
     assert kind in Path("recipe.yaml").read_text()
     chooses_rate = data == "labels.csv" or request.config.getoption("--long")
     said = done("train", "recipe.yaml", "--steps", 8, *(() if chooses_rate else GIVEN_RATE)).err
-    assert ("accuracy" in said) == (
-        "label=" in str(expected.get("columns")) or data == "preferred.jsonl"
-    )
+    assert ("accuracy" in said) == ("label_column" in expected or data == "preferred.jsonl")
     assert Path("run/model/adapter_model.safetensors").exists()
 
 
@@ -159,7 +157,7 @@ def test_each_choice_has_a_reason_of_one_or_two_lines_and_numbers_follow_from_th
     assert [line.partition(":")[0] for line in group.splitlines()[1:]] == [
         "data",
         "prompt_template",
-        "columns",
+        "label_column",
     ]
 
     Path("run").mkdir()
@@ -179,7 +177,7 @@ def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) 
     line += r"and \d+ steps to choose the learning "
     assert (
         said[0]
-        == "The rows are prompts with one of 2 labels: 'no', 'yes'; columns: label=completion."
+        == "The rows are prompts with one of 2 labels: 'no', 'yes'; label_column: completion."
     )
     assert re.match(
         rf"{line}rate: about .* in all. Memory: .* free. Disk writes: snapshots of adapter", said[1]
@@ -310,7 +308,7 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
     ]
     write_rows(here / "labelled.jsonl", labelled)
     values = written("labelled.jsonl")
-    assert ("pack" in values, values["columns"]) == (False, "label=completion"), (
+    assert ("pack" in values, values["label_column"]) == (False, "completion"), (
         "rows of candidates cannot be packed"
     )
 
@@ -356,7 +354,7 @@ def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.Mon
     assert "1 longer ones are shortened or left out" in Path("recipe.yaml").read_text()
     assert (
         "cut to the sequence length: 1 row\n"
-        in done("train", "recipe.yaml", "--steps", 2, "--evaluation", "0.01", *GIVEN_RATE).err
+        in done("train", "recipe.yaml", "--steps", 2, "--eval-split", "0.01", *GIVEN_RATE).err
     )
 
 
@@ -364,8 +362,8 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
     more = [
         "--prompt-template",
         "{tweet} is",
-        "--columns",
-        "label=mood",
+        "--label-column",
+        "mood",
         "--evaluation",
         "moods.csv",
         "--memory",
@@ -386,20 +384,20 @@ def test_options_of_the_user_are_kept(here: Path) -> None:
 @pytest.mark.parametrize(
     "named",
     [
-        "--columns label=mood",
-        "--columns completion=mood",
-        "--columns prompt=tweet",
+        "--label-column mood",
+        "--completion-column mood",
+        "--prompt-column tweet",
         "--prompt-template {tweet}",
     ],
 )
 def test_the_column_that_is_not_named_is_found(here: Path, named: str) -> None:
     values = written("moods.csv", *named.split())
-    assert "tweet" in str(values.get("prompt_template", values.get("columns")))
-    assert str(values.get("columns")).endswith(("label=mood", "completion=mood"))
+    assert "tweet" in values.get("prompt_template", values.get("prompt_column", ""))
+    assert "mood" in (values.get("label_column"), values.get("completion_column"))
 
 
 @pytest.mark.parametrize(
-    "named", [[], ["--columns", "label=mood"], ["--columns", "prompt=tweet"]], ids=str
+    "named", [[], ["--label-column", "mood"], ["--prompt-column", "tweet"]], ids=str
 )
 def test_an_empty_label_is_refused_with_row_and_column(here: Path, named: list[str]) -> None:
     text = (here / "moods.csv").read_text().splitlines()
@@ -413,7 +411,7 @@ def test_what_cannot_be_written_or_read_is_one_line(here: Path) -> None:
     write_rows(here / "odd.jsonl", [{"a": f"the {i}", "b": f"cat {i}"} for i in range(ROWS)])
     said = refusal("init", "--model", "base", "--data", "odd.jsonl")
     assert "found the columns 'a', 'b'" in said
-    assert "--columns prompt=a,completion=b" in said
+    assert "--prompt-column a --completion-column b" in said
     assert not Path("recipe.yaml").exists()
     Path("recipe.yaml").write_text("mine")
     assert "recipe.yaml: found something at this path" in refusal(

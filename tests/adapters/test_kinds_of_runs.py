@@ -45,35 +45,35 @@ class Kind(NamedTuple):
         return "--lora-rank" in self.options or "--adapter" in self.options
 
 
-FULL = {method: f"--method {method} --clip norm=0.5" for method in get_args(OptimizerName)}
-FULL["badam"] += " --method switch_every=2"
+FULL = {method: f"--method {method} --max-grad-norm 0.5" for method in get_args(OptimizerName)}
+FULL["badam"] += " --switch-every 2"
 KINDS = {
-    "mezo": Kind(f"--estimator mezo:exact {SCHEDULED} --queries 2"),
-    "fzoo, clipped": Kind("--estimator fzoo --queries 3 --clip median=2.5"),
-    "low rank": Kind("--rank 2:period=2 --queries 2"),
+    "mezo": Kind(f"--exact-mezo {SCHEDULED} --queries 2"),
+    "fzoo, clipped": Kind("--estimator fzoo --queries 3 --clip-median 2.5"),
+    "low rank": Kind("--rank 2 --period 2 --queries 2"),
     "a direction a row": Kind("--rank 2 --per-row --evaluation rows.jsonl --evaluate-every 2"),
-    "low rank on codes": Kind("--rank 2:period=2", model="nf4"),
-    "rewards": Kind(
-        "--reward length --estimator es --queries 2 --rank 2 --reward-options max_new_tokens=3"
-    ),
+    "low rank on codes": Kind("--rank 2 --period 2", model="nf4"),
+    "rewards": Kind("--reward length --estimator es --queries 2 --rank 2 --max-new-tokens 3"),
     "lora": Kind("--lora-rank 2 --lora-alpha 3"),
     "lora, frozen in part": Kind(
         "--adapter kinds/lora/adapter_config.json --adapter-frozen lora_A"
     ),
     "lora by low rank": Kind("--lora-rank 2 --rank 2"),
-    "lora by sgd with momentum": Kind("--lora-rank 2 --method sgd:momentum=0.9 --clip norm=0.5"),
-    "lora by adamw": Kind(f"--lora-rank 2 --method adamw:betas=0.8,0.9 --samples 1 {SCHEDULED}"),
+    "lora by sgd with momentum": Kind(
+        "--lora-rank 2 --method sgd --momentum 0.9 --max-grad-norm 0.5"
+    ),
+    "lora by adamw": Kind(f"--lora-rank 2 --method adamw --betas 0.8 0.9 --samples 1 {SCHEDULED}"),
     "lora by adamw on codes": Kind("--lora-rank 2 --method adamw", model="nf4"),
     **{method: Kind(options) for method, options in FULL.items()},
     **{
-        f"{method}, streamed": Kind(f"{FULL[method]} --method stream_blocks", has_snapshots=False)
+        f"{method}, streamed": Kind(f"{FULL[method]} --stream-blocks", has_snapshots=False)
         for method in FULL
     },
-    "adamw, one step late": Kind("--method adamw:delayed_update"),
-    "adamw, scaled": Kind("--method adamw:loss_scaling"),
-    "adamw, in 8 bits": Kind("--method adamw:state_bits=8"),
+    "adamw, one step late": Kind("--method adamw --delayed-update"),
+    "adamw, scaled": Kind("--method adamw --loss-scaling"),
+    "adamw, in 8 bits": Kind("--method adamw --state-bits 8"),
     "adamw, in 8 bits, streamed": Kind(
-        "--method adamw:state_bits=8,stream_blocks", has_snapshots=False
+        "--method adamw --state-bits 8 --stream-blocks", has_snapshots=False
     ),
     **{
         f"adapter of kind {kind}": Kind(f"--adapter kinds/{kind}/adapter_config.json")
@@ -110,7 +110,7 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
     name: str, here: Path
 ) -> None:
     kind = KINDS[name]
-    if "state_bits" in kind.options and importlib.util.find_spec("bitsandbytes") is None:
+    if "--state-bits" in kind.options and importlib.util.find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is an extra")
     is_first_order = "--method" in kind.options
     fixed = "--data rows.jsonl --lr 1e-2 --batch-size 3 --seed 3"
@@ -148,8 +148,7 @@ def test_a_run_is_resumed_repeated_exported_and_evaluated_at_its_steps(
             "resident",
             "--steps",
             STEPS,
-            "--method",
-            "stream_blocks=false",
+            "--no-stream-blocks",
         )
         assert_equal(weights_of("resident/model"), weights_of("run/model"))
         return

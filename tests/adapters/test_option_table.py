@@ -30,8 +30,6 @@ from zo2adapters.trainers.option_table import (
     EXCLUDED,
     NEEDED,
     OPTIONS,
-    SETTING_OF,
-    SETTINGS,
     Change,
     described,
     flag,
@@ -81,17 +79,7 @@ def test_every_option_has_a_row_and_every_row_an_option_also_of_a_saved_run(
     saved: TrainOptions,
 ) -> None:
     listed = option_fields(Train)
-    names = [
-        name
-        for option in listed
-        for name in (option.field, *(setting.field for setting in option.settings.values()))
-    ]
-    assert sorted(OPTIONS) == sorted(
-        name for name in names if name not in SETTINGS or name in OPTIONS
-    )
-    assert len(listed) <= 60, (
-        "an option that nobody would miss goes, and options that are one thing become one value"
-    )
+    assert sorted(OPTIONS) == sorted(option.field for option in listed)
     of_the_command = {name for name, row in OPTIONS.items() if row.change is Change.CALL}
     assert {*leaves(saved.to_json())} - {"schedule_steps"} == OPTIONS.keys() - of_the_command
 
@@ -102,8 +90,7 @@ def test_every_option_has_a_row_and_every_row_an_option_also_of_a_saved_run(
 )
 def test_what_may_change_at_a_resume_changes(name: str, saved: TrainOptions) -> None:
     given, expected = CHANGED[name]
-    option, key = SETTING_OF.get(name, (name, ""))
-    written = [flag(option), *([] if given is True else [f"{key}={given}" if key else str(given)])]
+    written = [flag(name), *([] if given is True else [str(given)])]
     command: Train = parse_command("train", Train, ["--resume", "run", *written])
     before, after = leaves(saved.to_json()), leaves(command.options.to_json())
     assert {name: after[name] for name in after if after[name] != before[name]} == {
@@ -204,7 +191,7 @@ EFFECTS = [
 @pytest.mark.parametrize(("name", "method"), EFFECTS)
 def test_what_has_no_effect_is_refused_by_name(name: str, method: str) -> None:
     beside: dict[str, Any] = {"rank": 4} if name in ("period", "stack") else {}
-    if SETTING_OF.get(name, ("",))[0] == "reward_options":
+    if dict(NEEDED).get(name) == ["reward"]:
         beside = {"reward": ("length",)}
     with pytest.raises(OptionError) as refused:
         require(**METHODS[method], **beside, **{name: other(name)})
@@ -252,14 +239,15 @@ def test_what_is_given_has_an_effect_also_with_the_value_that_it_has_by_default(
 GIVEN: list[tuple[str, str | None]] = [
     ("--method adamw --lr 1e-2 --queries 1", "--queries: found 1 with --method adamw; expected no"),
     ("--method adamw --lr 1e-2 --write-back-every auto", "--write-back-every: found auto with"),
-    ("--method adamw:state_bits=32 --lr 1e-2 --lora-rank 2", "state_bits of --method: found 32"),
-    ("--rank period=100", "period of --rank: found 100; expected --rank"),
-    ("--reward-options seconds=5", "seconds of --reward-options: found 5.0; expected --reward"),
+    ("--method adamw --state-bits 32 --lr 1e-2 --lora-rank 2", "--state-bits: found 32"),
+    ("--period 100", "--period: found 100; expected --rank"),
+    ("--reward-seconds 5", "--reward-seconds: found 5.0; expected --reward"),
     ("--no-keep-best --no-pack --samples 0 --report-to none", None),
-    ("--method adamw:betas=0.8,0.9 --method sgd --lr 1e-2", None),
-    ("--estimator mezo:fitness=scaled", "fitness of --estimator: found mezo; expected the esti"),
-    ("--estimator fitness=scaled", "fitness of --estimator: found mezo; expected the estimator es"),
-    ("--estimator es:fitness=scaled --queries 2", None),
+    ("--method adamw --betas 0.8 0.9 --betas None --method sgd --lr 1e-2", None),
+    ("--method sgd --betas 0.8 0.9 --lr 1e-2", "--betas: found 0.8 0.9 with --method sgd"),
+    ("--estimator mezo --fitness scaled", "--fitness: found mezo; expected the estimator es"),
+    ("--fitness scaled", "--fitness: found mezo; expected the estimator es"),
+    ("--estimator es --fitness scaled --queries 2", None),
     ("--estimator mezo --queries 1", None),
     ("--rank 2 --write-back-every auto", "--write-back-every: found auto with --rank; expected no"),
 ]
@@ -289,8 +277,8 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
     done("plan", "run/recipe.yaml", *other)
     Path("recipe.yaml").write_text(f"{recipe}method: adamw\nlr: 1e-2\n")
     assert "--queries: found 1 with --method adamw" in refusal("train", "recipe.yaml")
-    resumed = ("train", "--resume", "run", "--reward-options", "seconds=5")
-    assert "seconds of --reward-options: found 5.0; expected --reward" in refusal(*resumed)
+    resumed = ("train", "--resume", "run", "--reward-seconds", 5)
+    assert "--reward-seconds: found 5.0; expected --reward" in refusal(*resumed)
     assert "--lr: found 1e-06; expected none" in refusal(
         *("tune", "--model", "base", "--data", "rows.jsonl", "--output", "tuned", "--lr", "1e-6")
     )
@@ -303,8 +291,8 @@ def test_a_recipe_gives_its_options_unless_the_command_line_chooses_another_meth
     record["options"]["rows"]["too_long"] = "drop"
     record["options"]["transfer_dtype"] = "float8"
     path.write_text(checked_json.to_text(record))
-    assert "transfer of --precision: found stored; expected float8, as in the run" in refusal(
-        *("evaluate", "--run", "run", "--precision", "auto:transfer=stored")
+    assert "--transfer-dtype: found stored; expected float8, as in the run" in refusal(
+        *("evaluate", "--run", "run", "--transfer-dtype", "stored")
     )
     for given, taken in (([], "drop"), (["--too-long", "auto"], "auto")):
         evaluate = parse_command("evaluate", Evaluate, ["--run", "run", *given])
@@ -384,7 +372,7 @@ def test_the_table_has_the_rows_that_it_needs(values: dict[str, Any], named: str
         require(**values)
 
 
-def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_version(
+def test_a_recipe_may_have_its_options_in_sections(
     saved: TrainOptions,
 ) -> None:
     recipe = Path("recipe.yaml")
@@ -403,7 +391,7 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
         f"{earlier}max_grad_norm: 0.5\neval_split: 0.25\ntext_column: a, b\nlabel_column: null\n"
     )
     command = parse_command(
-        "train", Train, *Train.split_recipe(["recipe.yaml", "--method", "state_bits=8"])
+        "train", Train, *Train.split_recipe(["recipe.yaml", "--state-bits", "8"])
     )
     given = command.first_order
     assert (given.method, given.betas, given.max_grad_norm, given.state_bits) == (
@@ -419,7 +407,10 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
     )
     for text, told in (
         ("data: {lr: 1e-4}\n", "lr in the section data; expected it in the section schedule"),
-        ("evaluation: rows.jsonl\neval_split: 0.5\n", "evaluation twice"),
+        (
+            "clip: {norm: 1}\n",
+            "clip; expected max_grad_norm, max_grad_value, clip_grad, clip_median",
+        ),
         ("lr: [1, 2]\n", "recipe.yaml: found 2 values as lr; expected a single value"),
     ):
         recipe.write_text(text)
@@ -427,31 +418,20 @@ def test_a_recipe_may_have_its_options_in_sections_and_the_keys_of_an_earlier_ve
             Train.split_recipe(["recipe.yaml"])
 
 
-SWITCHES = [
-    name
-    for option in option_fields(Train)
-    for name, type_ in (
-        (option.name, option.type),
-        *((s.field, s.type) for s in option.settings.values()),
-    )
-    if type_ is bool
-]
+SWITCHES = [option.name for option in option_fields(Train) if option.type is bool]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_of_a_recipe_is_a_bool_in_every_spelling(name: str, tmp_path: Path) -> None:
-    option, key = SETTING_OF.get(name, (name, ""))
     recipe = tmp_path / "recipe.yaml"
     for written, expected in (
         *((word, True) for word in ("true", "TRUE", "yes", "on", "'true'", '"Yes"')),
         *((word, False) for word in ("false", "False", "no", "off", "'off'", '"NO"')),
     ):
-        lines = [f"{name}: {written}"] + ([f"{option}: {{{key}: {written}}}"] if key else [])
-        for line in lines:
-            recipe.write_text(f"model: base\n{line}\n")
-            command: Train = parse_options("train", Train, arguments_of_recipe(recipe))
-            values = {field: value for field, value, _ in option_table.leaves(command)}
-            assert values[name] is expected, line
+        recipe.write_text(f"model: base\n{name}: {written}\n")
+        command: Train = parse_options("train", Train, arguments_of_recipe(recipe))
+        values = {field: value for field, value, _ in option_table.leaves(command)}
+        assert values[name] is expected, written
     for written in ("1", "maybe", "[true]", "null", "''", "{on: 1}"):
         recipe.write_text(f"{name}: {written}\n")
         with pytest.raises(OptionError) as refused:
@@ -490,108 +470,37 @@ def test_what_an_earlier_recipe_says_can_be_taken_back_by_options_with_the_same_
     assert (method.method, method.stream_blocks, method.betas) == ("badam", False, None)
     assert (command.evaluation, command.eval_split) == (Path("rows.jsonl"), None)
     assert (command.optimization.rank, command.optimization.period) == (2, 7)
-    before = [
-        "--memory",
-        "2GiB:activations=50MB",
-        "--rank",
-        "8:period=7",
-        "--method",
-        "adamw:betas=0.8,0.9",
-    ]
-    command = parse_command(
-        "train", Train, [*before, "--memory", "3GiB", "--rank", "4", "--method", "sgd"]
-    )
-    assert (command.storage.memory, command.storage.activation_memory) == ("3GiB", "50MB")
-    assert (command.optimization.rank, command.optimization.period) == (4, 7), (
-        "another size keeps settings"
-    )
-    assert (command.first_order.method, command.first_order.betas) == ("sgd", None), (
-        "and another method does not"
-    )
 
 
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        (("--betas", "0.8", "0.95"), "did you mean --method betas=VALUE"),
-        (("--adam-beta1", "0.8"), "did you mean --method betas=VALUE"),
-        (("--eval-split", "0.1"), "did you mean --evaluation SHARE"),
-        (("--text-column", "a"), "did you mean --columns text=VALUE"),
-        (("--columns", "txt=a"), "'txt=a' as --columns; expected text=VALUE or prompt=VALUE"),
-        (("--estimator", "mezo:exact=perhaps"), "expected exact, or exact=false"),
-        (("--exact-mezo",), "did you mean --estimator exact. What to do: write --estimator exact,"),
-        (
-            ("--rank", "8:perod=5"),
-            "the setting perod of --rank; expected one of period, stack; did you mean period",
-        ),
-        (
-            ("--memory", "6GB:activation=1GB"),
-            "the setting activation of --memory; expected one of activations",
-        ),
-        (("--method", "adamw:betas=0.8"), "1 value after betas of --method; expected 2 values"),
-        (("--method", "adamw:beta=0.8"), "momentum; did you mean betas"),
+        ("--adam-beta1 0.8", "did you mean --betas"),
+        ("--eval-splt 0.1", "did you mean --eval-split"),
+        ("--betas 0.8", "1 value after --betas; expected 2 values"),
+        ("--columns prompt=q", "'prompt=q' as --columns; .* write --prompt-column q"),
+        ("--columns", "unknown option --columns; expected --text-column, --prompt-column, "),
+        ("--clip norm=1,median=3", "write --max-grad-norm 1 --clip-median 3"),
+        ("--method=adamw:betas=0.8,0.9,stream_blocks", "--betas 0.8 0.9 --stream-blocks"),
+        ("--method stream_blocks=false", "write --stream-blocks false"),
+        ("--estimator mezo:exact", "write --estimator mezo --exact-mezo"),
+        ("--estimator es:fitness=ranks,exact", "write --estimator es --fitness ranks --exact-mezo"),
+        ("--precision transfer=float8", "write --transfer-dtype float8"),
+        ("--objective dpo:beta=0.3", "write --objective dpo --beta 0.3"),
+        ("--rank 8:period=5", "write --rank 8 --period 5"),
+        ("--memory 6GB:activations=1GB", "write --memory 6GB --activation-memory 1GB"),
+        ("--reward-options seconds=5,top_p=1", "write --reward-seconds 5 --top-p 1"),
+        ("--train-on all:rendered_at=2026-01-02", "write --train-on all --rendered-at 2026-01-02"),
+        ("--evaluation 0.1", "'0.1' as --evaluation; .* write --eval-split 0.1"),
     ],
-    ids=" ".join,
 )
-def test_what_is_now_a_setting_is_named_as_one(written: tuple[str, ...], told: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        parse_command("train", Train, written)
-    assert told in str(refused.value)
-
-
-SETTINGS_GIVEN: dict[str, dict[str, Any]] = {
-    "--columns text=a,prompt=b,completion=c,label=d,messages=e": {
-        "text_column": "a",
-        "prompt_column": "b",
-        "completion_column": "c",
-        "label_column": "d",
-        "messages_column": "e",
-    },
-    "--train-on all:rendered_at=2026-01-02": {"train_on": "all", "rendered_at": "2026-01-02"},
-    "--precision mixed:transfer=float8": {"precision": "mixed", "transfer_dtype": "float8"},
-    "--objective dpo:beta=0.3": {"objective": "dpo", "beta": 0.3},
-    "--method adamw:betas=0.8,0.9,state_bits=8": {
-        "method": "adamw",
-        "betas": (0.8, 0.9),
-        "state_bits": 8,
-    },
-    "--method adamw:delayed_update": {"method": "adamw", "delayed_update": True},
-    "--method lomo:stream_blocks,loss_scaling": {
-        "method": "lomo",
-        "stream_blocks": True,
-        "loss_scaling": True,
-    },
-    "--method sgd:momentum=0.5": {"method": "sgd", "momentum": 0.5},
-    "--method badam:switch_every=7": {"method": "badam", "switch_every": 7},
-    "--clip norm=1,value=2": {"max_grad_norm": 1.0, "max_grad_value": 2.0},
-    "--clip projected=3,median=4": {"clip_grad": 3.0, "clip_median": 4.0},
-    "--estimator es:exact,fitness=ranks": {
-        "estimator": EstimatorName.ES,
-        "exact_mezo": True,
-        "fitness": Fitness.RANKS,
-    },
-    "--rank 4:period=5,stack=6": {"rank": 4, "period": 5, "stack": 6},
-    "--reward-options "
-    "max_new_tokens=6,temperature=0.5,top_p=0.7,seconds=8,memory=2GiB,max_drift=0.2": {
-        "max_new_tokens": 6,
-        "temperature": 0.5,
-        "top_p": 0.7,
-        "reward_seconds": 8.0,
-        "reward_memory": "2GiB",
-        "max_drift": 0.2,
-    },
-    "--memory 2GiB:activations=1GiB": {"memory": "2GiB", "activation_memory": "1GiB"},
-    "--evaluation 0.25": {"eval_split": 0.25},
-}
-
-
-def test_each_setting_is_what_it_is_called() -> None:
-    for written, expected in SETTINGS_GIVEN.items():
-        command = parse_command("train", Train, written.split())
-        assert {
-            name: value for name, value, default in option_table.leaves(command) if value != default
-        } == expected, written
-    assert SETTING_OF.keys() <= {name for expected in SETTINGS_GIVEN.values() for name in expected}
+def test_what_was_a_setting_is_refused_with_the_option_that_it_is_now(
+    written: str, told: str
+) -> None:
+    with pytest.raises(OptionError, match=told):
+        parse_command("train", Train, written.split())
+    command = parse_command("train", Train, ["--objective", "own.py:beta", "--memory", "2GiB"])
+    assert (command.objective, command.storage.memory) == ("own.py:beta", "2GiB")
 
 
 RUN = (
@@ -616,7 +525,7 @@ def test_runs_that_go_on_refuse_other_options_and_take_some(
     monkeypatch.chdir(tmp_path)
     Path("runs.yaml").write_text("one: {rank: 2}\n")
     assert run_here(*RUN, "--steps", 2, "--lr", 1e-3).status == 0
-    changes = ("--seed", 3), ("--lr", 2e-3), ("--weight-decay", 0.1), ("--evaluation", 0.5)
+    changes = ("--seed", 3), ("--lr", 2e-3), ("--weight-decay", 0.1), ("--eval-split", 0.5)
     for option, value in changes:
         told = refusal(*RUN, "--steps", 3, "--lr", 1e-3, option, value)
         assert told.startswith(f"zo2: one, {option}: found {value}; expected ")
@@ -781,7 +690,8 @@ def test_a_plan_takes_the_options_of_a_run(here: Path) -> None:
         "--seed",
         3,
         "--estimator",
-        "mezo:exact",
+        "mezo",
+        "--exact-mezo",
         "--no-guard",
         "--samples",
         2,

@@ -878,7 +878,7 @@ def test_a_quantised_base_on_the_command_line(tmp_path: Path) -> None:
         "1e-3",
     ]
     assert "--rank" in refusal(*train)
-    done(*train, "--rank", "2:period=2")
+    done(*train, "--rank", "2", "--period", "2")
     assert "--rank" in refusal("plan", "--model", quantised)
     said = done("plan", "--model", quantised, "--rank", "2").out
     assert "factors of directions" in said

@@ -475,7 +475,7 @@ def test_drift_is_what_the_base_wrote_becoming_less_likely(here: Path) -> None:
         for _ in range(10):
             task.step(engine, rows.rows[:2], {})
         with pytest.raises(
-            DivergenceError, match=r"step 10: found a drift of .*max_drift of the run"
+            DivergenceError, match=r"step 10: found a drift of .*the run.s --max-drift"
         ):
             task.step(engine, rows.rows[:2], {})
         assert engine.version == 10, "a step that is refused is not taken"
@@ -531,8 +531,10 @@ def asked(reward: str, *more: object, output: str = "run", steps: int = 6) -> li
         *given,
         "--batch-size",
         3,
-        "--reward-options",
-        "max_new_tokens=5,temperature=0.8",
+        "--max-new-tokens",
+        "5",
+        "--temperature",
+        "0.8",
         *more,
     ]
 
@@ -628,13 +630,11 @@ def pauses(prompt, completion, row):
 @pytest.mark.long_profile
 def test_a_run_that_a_reward_ended_resumes_with_its_bits_and_another_limit(here: Path) -> None:
     Path("pauses.py").write_text(PAUSES)
-    told = refusal(*asked("pauses.py:pauses", "--reward-options", "seconds=0.5"))
+    told = refusal(*asked("pauses.py:pauses", "--reward-seconds", "0.5"))
     assert "of --data: found TimeoutError: it takes longer than 0.5 s" in told
     assert "resume with more seconds" in told
     assert len(steps_of("run")) == 2, "18 calls a step"
-    done(
-        "train", "--resume", "run", "--reward-options", "seconds=5", "--reward", "pauses.py:pauses"
-    )
+    done("train", "--resume", "run", "--reward-seconds", "5", "--reward", "pauses.py:pauses")
     done(*asked("pauses.py:pauses", output="whole"))
     assert journal_of("run") == journal_of("whole")
 
@@ -671,7 +671,7 @@ def test_prompts_without_room_and_rewards_that_fail_are_told_by_their_row(
         assert "long.jsonl, line 5: found a prompt of 40 tokens, which leaves no token" in told
     else:
         assert (
-            "max_new_tokens of --reward-options: found 5; expected at most 2, with which the "
+            "--max-new-tokens: found 5; expected at most 2, with which the "
             "prompt of 30 tokens" in told
         )
         assert f"line 5 of {option}" in told

@@ -610,7 +610,7 @@ def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_
         RowReader(TOKENIZER, 99, RowOptions(text_column="txt")).read(path)
     assert caught.value.where == f"{path}, {'line' if name.endswith('jsonl') else 'row'} 1"
     assert "'txt'" in caught.value.found
-    assert "--columns text" in caught.value.expected
+    assert "--text-column" in caught.value.expected
     assert "'text'" in caught.value.remedy
 
 
@@ -1104,7 +1104,7 @@ def test_a_column_of_true_and_false_is_told_with_its_numbers_and_rows_for_kto_ar
         assert RowReader(TOKENIZER, 99).read(path).use.unread == ["label"], "all are good"
         path = written(name, BLUE, "label", True, False)
         told = "found the column 'label', true in 1 row, false in 1 row, beside completions"
-        with pytest.raises(DataError, match=f"{name}: {told}.*--columns completion=completion"):
+        with pytest.raises(DataError, match=f"{name}: {told}.*--completion-column completion"):
             RowReader(TOKENIZER, 99).read(path)
         every = RowOptions(completion_column="completion")
         assert len(RowReader(TOKENIZER, 99, every).read(path)) == 2

@@ -406,7 +406,7 @@ def test_a_run_killed_as_it_was_lengthened_goes_on(
 
 
 @pytest.mark.parametrize(
-    "labels", [[], ["--prompt-template", "{prompt} it is", "--columns", "label=completion"]]
+    "labels", [[], ["--prompt-template", "{prompt} it is", "--label-column", "completion"]]
 )
 def test_a_run_opens_its_data_once(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch, labels: list[str]
@@ -875,8 +875,8 @@ def test_a_branch_takes_optimisation_options_anew_and_can_itself_be_resumed(
         0,
         "--steps",
         9,
-        "--clip",
-        "projected=0.5",
+        "--clip-grad",
+        "0.5",
     ]
     done("train", "--resume", options.output, "--from-step", 2, "--output", new, *anew)
     then, now = (Journal(run / "journal.jsonl") for run in (options.output, new))
@@ -936,8 +936,8 @@ REFUSED = {  # options of a branch at step 2, the last of which count
     "--batch-size 2": "--batch-size: found 2; expected 3",
     "--seed 4": "--seed: found 4; expected 3",
     "--noise mezo": "--noise: found mezo",
-    "--estimator mezo:exact": "exact of --estimator: found true",
-    "--clip median=0.5": "median of --clip: found 0.5",
+    "--exact-mezo": "--exact-mezo: found true",
+    "--clip-median 0.5": "--clip-median: found 0.5",
     "--memory 1MiB": "--memory",
 }
 
@@ -1021,7 +1021,7 @@ def test_rounded_away_steps_are_told_once(
     ("chosen", "remedy"),
     [
         ("exact", "(--precision mixed, or --dtype float32)"),
-        ("mixed:transfer=float16-back", "(--precision mixed:transfer=float16)"),
+        ("mixed --transfer-dtype float16-back", "(--transfer-dtype float16)"),
     ],
 )
 def test_what_is_proposed_against_rounding_is_what_the_run_lacks(
@@ -1047,7 +1047,7 @@ def test_what_is_proposed_against_rounding_is_what_the_run_lacks(
         "--lr",
         1e-9,
         "--precision",
-        chosen,
+        *chosen.split(),
     ]
     assert f"keep them in float32 {remedy}" in done(*arguments).err
 

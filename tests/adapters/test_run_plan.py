@@ -53,10 +53,10 @@ NAMED: dict[str, Any] = {"model": "base", "data": Path("rows.jsonl"), "output": 
 CONFIGURATIONS = {
     "default": [],
     "rank": ["--rank", "2"],
-    "rank, one evaluation at a time": ["--rank", "2:stack=1", "--queries", "2"],
+    "rank, one evaluation at a time": ["--rank", "2", "--stack", "1", "--queries", "2"],
     "rank, per row": ["--rank", "4", "--per-row"],
     "exact": ["--precision", "exact"],
-    "exact MeZO": ["--estimator", "mezo:exact"],
+    "exact MeZO": ["--exact-mezo"],
     "packed": ["--pack"],
     "micro-batches": ["--micro-batch-size", "1"],
     "one-sided": ["--estimator", "fzoo", "--queries", "4"],
@@ -127,7 +127,7 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
         "--lora-rank 2",
         "--method adamw --lora-rank 2",
         "--method adamw",
-        "--method badam:stream_blocks",
+        "--method badam --stream-blocks",
         "--rank 2 --runs 3",
         "--device-memory 1GB",
     ],
@@ -153,7 +153,7 @@ def test_the_first_lines_say_whether_it_fits_how_long_it_takes_and_what_it_write
     ]
     assert method.endswith(": 7 steps of 16 rows")
     assert memory.startswith("Memory: it fits, with ")
-    assert " of 2.00 GB; all blocks stay in memory" in memory or "stream_blocks" in given
+    assert " of 2.00 GB; all blocks stay in memory" in memory or "--stream-blocks" in given
     if not on_device:
         planned = parse_size("".join(memory.removeprefix("Memory: it fits, with ").split()[:2]))
         assert planned == pytest.approx(plan["nbytes"], rel=0.1), (
@@ -627,7 +627,7 @@ def lines(*more: object) -> list[str]:
         ),
         (FIRST_ORDER, "AdamW trains LoRA of rank 2: 2 steps of 3 rows, about "),
         (
-            [*FIRST_ORDER, "--evaluation", 0.3],
+            [*FIRST_ORDER, "--eval-split", 0.3],
             "AdamW trains LoRA of rank 2: 2 steps of 3 rows, 2 evaluations, about ",
         ),
     ],

@@ -284,7 +284,7 @@ def test_a_plan_of_runs_counts_what_they_generate(
     memory = f"{(process_memory >> 20) + 400}MiB"
     given = ("--rank", 2, "--runs", 2, "--batch-size", 2, "--reward", "length", "--memory", memory)
     short, long = (
-        plan_of(options, *given, "--reward-options", f"max_new_tokens={tokens}")["memory_a_run"]
+        plan_of(options, *given, "--max-new-tokens", f"{tokens}")["memory_a_run"]
         for tokens in (1, 8)
     )
     assert long > short

@@ -68,7 +68,7 @@ from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 from zo2core.sweep.activations import storage_bytes
 
 NOUNS = WORDS[3:]
-COMMON = "--steps 4 --batch-size 4 --lr 2e-2 --zo-eps 5e-2 --estimator mezo:exact --no-guard"
+COMMON = "--steps 4 --batch-size 4 --lr 2e-2 --zo-eps 5e-2 --exact-mezo --no-guard"
 
 
 @pytest.fixture
@@ -266,10 +266,11 @@ CLAIMS = {
     ),
     "beta": Claim(
         "preferences",
-        "dpo:beta=2.0",
+        "dpo",
         dpo(2.0),
         {"objective": "dpo", "beta": 2.0},
         JUDGED,
+        more=("--beta", "2.0"),
         is_exact=False,
     ),
     "micro": Claim(
@@ -370,7 +371,7 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
 def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(
     here: Path, transfer_dtype: str
 ) -> None:
-    opening = ("--model", "model", "--precision", f"mixed:transfer={transfer_dtype}")
+    opening = ("--model", "model", "--precision", "mixed", "--transfer-dtype", f"{transfer_dtype}")
     rows = ("--data", "preferences.jsonl", "--evaluation", "preferences.jsonl")
     ended = run_here("train", *opening, *rows, "--output", "run", "--steps", 2, "--lr", 1e-3)
     assert ended.status == 0, ended.err

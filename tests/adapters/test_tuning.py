@@ -230,7 +230,7 @@ METHODS = {
     "adamw": ["--method", "adamw", "--lora-rank", 2],
     "all parameters": ["--method", "lomo"],
 }
-DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--evaluation", 0.3, "--keep-best"]
+DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--eval-split", 0.3, "--keep-best"]
 STEPS = 12
 
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -351,7 +351,7 @@ def test_the_best_of_the_trials_is_chosen_the_same_each_time_and_what_they_cost_
 
 @pytest.mark.long_profile
 def test_a_run_of_streamed_blocks_says_before_its_trials_what_it_writes(here: Path) -> None:
-    before, _, _ = done(*train("run", "--method", "lomo:stream_blocks")).err.partition(
+    before, _, _ = done(*train("run", "--method", "lomo", "--stream-blocks")).err.partition(
         "round 1 of 2"
     )
     assert "Disk writes: changed blocks with their states, a commit every step, " in before
@@ -420,7 +420,7 @@ def test_trials_that_a_killed_process_left_after_its_choice_are_removed(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run_directory.RunDirectory, "remove_trials", lambda run: None)
-        done(*train("run", "--evaluation", 0.3))
+        done(*train("run", "--eval-split", 0.3))
     [left] = Path("run").glob("tune-*")
     for trial in left.glob("lr-*"):
         assert "evaluation" not in (trial / "metrics.jsonl").read_text(), (

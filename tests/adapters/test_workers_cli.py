@@ -171,7 +171,7 @@ OTHER_COMMANDS = [  # of worker 1, and what all workers say of it
     (("--samples", "1"), "found --samples 1; expected --samples 0, as worker 0"),
     (("--split", "rows"), "found --split rows; expected --split auto, as worker 0"),
     (("--evaluation", "f"), "found --evaluation given; expected --evaluation left out, as worker"),
-    (("--clip", "projected=1"), "found projected of --clip 1.0; expected projected of --clip left"),
+    (("--clip-grad", "1"), "found --clip-grad 1.0; expected --clip-grad left"),
 ]
 
 
@@ -425,7 +425,7 @@ def train(place: Path, output: Path, *more: object, steps: int = TAKEN) -> list[
         "--batch-size",
         4,
     ]
-    return [*named, "--clip", "norm=0.5", *more]
+    return [*named, "--max-grad-norm", "0.5", *more]
 
 
 def evaluated(place: Path) -> list[object]:

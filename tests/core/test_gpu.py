@@ -241,7 +241,9 @@ def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--precision", "mixed:transfer=bfloat16", "--dtype", "bfloat16"]], ids=str
+    "more",
+    [[], ["--precision", "mixed", "--transfer-dtype", "bfloat16", "--dtype", "bfloat16"]],
+    ids=str,
 )
 def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(
     more: list[str], tmp_path: Path

@@ -433,7 +433,9 @@ def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path) -> None:
         "--data",
         str(options.data),
         "--precision",
-        "mixed:transfer=float16",
+        "mixed",
+        "--transfer-dtype",
+        "float16",
     )
 
 
@@ -455,7 +457,9 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
             [
                 *plan,
                 "--precision",
-                f"mixed:transfer={transfer_dtype}",
+                "mixed",
+                "--transfer-dtype",
+                f"{transfer_dtype}",
                 "--device-memory",
                 "30000B",
                 "--micro-batch-size",
@@ -472,9 +476,9 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--precision", "mixed:transfer=float8", "--estimator", "mezo:exact"], "noise"),
+        (["--precision", "mixed", "--transfer-dtype", "float8", "--exact-mezo"], "noise"),
         (
-            ["--precision", "exact:transfer=float16", "--dtype", "bfloat16"],
+            ["--precision", "exact", "--transfer-dtype", "float16", "--dtype", "bfloat16"],
             "precision.transfer_dtype",
         ),
     ],

@@ -411,7 +411,7 @@ def test_rows_that_cannot_be_dealt_are_refused_and_losses_of_ones_own_where_they
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--rank", "2:stack=0"], "stack of --rank"),
+        (["--rank", "2", "--stack", "0"], "--stack"),
         (["--rank", "2", "--noise", "mezo"], "--noise"),
         (["--rank", "2", "--weight-decay", "0.1"], "--weight-decay"),
         (["--rank", "2", "--estimator", "fzoo", "--queries", "2"], "--estimator"),

@@ -102,10 +102,10 @@ def trained(
 
 
 ADAPTER = "--method adamw --lora-rank 2"
-MEZO = "--estimator mezo:exact --zo-eps 1e-2 --weight-decay 0.1"
+MEZO = "--exact-mezo --zo-eps 1e-2 --weight-decay 0.1"
 MIXED = "--precision mixed --dtype bfloat16"
-FULL = "--weight-decay 0.1 --clip norm=0.5"
-SCHEDULED = f"{MIXED} --queries 3 --decay linear --warmup-steps 2 --clip median=1.5"
+FULL = "--weight-decay 0.1 --max-grad-norm 0.5"
+SCHEDULED = f"{MIXED} --queries 3 --decay linear --warmup-steps 2 --clip-median 1.5"
 HALF = torch.bfloat16
 COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
     "mezo, exact, float32, read": partial(trained, f"{MEZO} --write-back-every 2", read=True),
@@ -116,13 +116,13 @@ COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
     "mezo, mixed, 3 queries, linear decay, clipped": partial(trained, SCHEDULED, dtype=HALF),
     "mezo, gaussian, micro-batches": partial(trained, "--noise gaussian --micro-batch-size 1"),
     "fzoo": partial(trained, "--estimator fzoo --queries 3"),
-    "evolution strategies, ranks": partial(trained, "--estimator es:fitness=ranks --queries 4"),
-    "low-rank, read": partial(trained, "--rank 2:period=3 --queries 2", read=True),
+    "evolution strategies, ranks": partial(trained, "--estimator es --fitness ranks --queries 4"),
+    "low-rank, read": partial(trained, "--rank 2 --period 3 --queries 2", read=True),
     "low-rank, bfloat16, a direction per row": partial(
         trained, "--rank 2 --per-row --zo-eps 1e-2", dtype=HALF
     ),
     "low-rank, nf4, resumed": partial(
-        trained, "--rank 2:period=3", quantized="nf4", resumed_after=2
+        trained, "--rank 2 --period 3", quantized="nf4", resumed_after=2
     ),
     "mezo, adapter on int8": partial(trained, "--lora-rank 2", quantized="int8"),
     "mezo, loss over candidates": partial(trained, rows=CANDIDATES),
@@ -132,23 +132,23 @@ COMMANDS: Mapping[str, Callable[..., Trajectory]] = {
     ),
     "adapter adamw, on nf4, read": partial(trained, ADAPTER, quantized="nf4", read=True),
     "adapter sgd with momentum, bfloat16": partial(
-        trained, "--method sgd:momentum=0.9 --lora-rank 2", dtype=HALF
+        trained, "--method sgd --momentum 0.9 --lora-rank 2", dtype=HALF
     ),
     "full adamw, micro-batches, read": partial(
         trained, f"--method adamw {FULL} --micro-batch-size 2", read=True
     ),
     "full adamw, streamed, resumed": partial(
-        trained, f"--method adamw:stream_blocks {FULL}", resumed_after=3
+        trained, f"--method adamw --stream-blocks {FULL}", resumed_after=3
     ),
     "full adamw, one step late, mixed": partial(
-        trained, f"--method adamw:delayed_update {MIXED}", dtype=HALF
+        trained, f"--method adamw --delayed-update {MIXED}", dtype=HALF
     ),
     "lomo, bfloat16": partial(
-        trained, f"--method lomo {FULL} --clip norm=0.5,value=0.1", dtype=HALF
+        trained, f"--method lomo {FULL} --max-grad-norm 0.5 --max-grad-value 0.1", dtype=HALF
     ),
     "adalomo": partial(trained, f"--method adalomo {FULL}"),
-    "badam, resumed": partial(trained, f"--method badam:switch_every=2 {FULL}", resumed_after=3),
+    "badam, resumed": partial(trained, f"--method badam --switch-every 2 {FULL}", resumed_after=3),
     "badam, streamed, bfloat16": partial(
-        trained, "--method badam:switch_every=2,stream_blocks", dtype=HALF
+        trained, "--method badam --switch-every 2 --stream-blocks", dtype=HALF
     ),
 }

@@ -172,7 +172,7 @@ def zeroth(
 
 
 def first_order(method: str, *more: object) -> tuple[object, ...]:
-    turns = ("--method", "switch_every=2") if method == "badam" else ()
+    turns = ("--switch-every", "2") if method == "badam" else ()
     return (
         "--model",
         "base",
@@ -189,7 +189,7 @@ def first_order(method: str, *more: object) -> tuple[object, ...]:
 
 SNAPSHOTS_KEPT = ("--keep-best", "--snapshot-every", 2)
 ADAPTER = ("--lora-rank", 3, "--lora-alpha", 16)
-STREAMED = ("--method", "stream_blocks")
+STREAMED = ("--stream-blocks",)
 REWARDS = ("rewards.py:fingerprint", "length=0.1")
 
 
@@ -209,7 +209,7 @@ def rewarded(*more: object, patch: str = "") -> Kind:
         "--zo-eps",
         0.1,
     )
-    options += ("--reward-options", "max_new_tokens=4", "--evaluate-every", 4, "--samples", 2)
+    options += ("--max-new-tokens", "4", "--evaluate-every", 4, "--samples", 2)
     temporary = beforehand(keep_temporary_files, "temporary")
     return Kind((*options, *more), {}, None, temporary + patch, 12, ("--reward", *REWARDS))
 
@@ -230,8 +230,8 @@ KINDS: dict[str, Kind] = {
             "adamw",
             *ADAPTER,
             *SNAPSHOTS_KEPT,
-            "--memory",
-            "activations=1B",
+            "--activation-memory",
+            "1B",
             "--micro-batch-size",
             1,
         ),
@@ -248,18 +248,22 @@ KINDS: dict[str, Kind] = {
         first_order("adalomo", *STREAMED, "--snapshot-every", 2), {}, "adalomo"
     ),
     "rewards": rewarded(
-        "--model", "base", "--rank", 2, "--reward-options", "temperature=0.8,seconds=500"
+        "--model", "base", "--rank", 2, "--temperature", "0.8", "--reward-seconds", "500"
     )._replace(places=REWARD_PLACES),
     "rewards, a quantised base, one row at a time": rewarded(
         *(
             "--model",
             "nf4",
             "--rank",
-            "2:period=3",
-            "--memory",
-            "activations=1B",
+            "2",
+            "--period",
+            "3",
+            "--activation-memory",
+            "1B",
             "--estimator",
-            "es:fitness=ranks",
+            "es",
+            "--fitness",
+            "ranks",
         ),
         patch=TIGHT,
     ),
@@ -269,8 +273,10 @@ KINDS: dict[str, Kind] = {
             "base",
             "--write-back-every",
             2,
-            "--reward-options",
-            "temperature=0.8,top_p=0.9",
+            "--temperature",
+            "0.8",
+            "--top-p",
+            "0.9",
         ),
         patch=TIGHT,
     ),
@@ -589,7 +595,7 @@ def test_a_run_killed_while_its_rewards_are_computed_leaves_no_process(runs: Run
 @pytest.mark.long_profile
 def test_a_resumed_run_has_the_drift_that_ends_it(here: Path, apart: Apart) -> None:
     kind = KINDS["rewards"]
-    bounded = [*kind.command, "--reward-options", "max_drift=1e-9"]
+    bounded = [*kind.command, "--max-drift", "1e-9"]
     told = refusal(*bounded)
     assert "step 10: found a drift of" in told
     shutil.move("run", "whole")

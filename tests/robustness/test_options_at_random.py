@@ -56,7 +56,7 @@ VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has i
     ),
     **dict.fromkeys(("lr", "zo-eps", "weight-decay", "temperature", "top-p"), REAL),
     **dict.fromkeys(("memory", "device-memory", "activation-memory", "bus"), SIZES),
-    **dict.fromkeys(("perturb-in-place", "json"), FLAG),
+    **dict.fromkeys(("exact-mezo", "json"), FLAG),
     **dict.fromkeys(("data", "evaluation"), DATA),
     **dict.fromkeys(("output", "trace"), OUTPUTS),
     **dict.fromkeys(("run", "resume", ""), RUNS),  # "": an argument that is no option's value
@@ -69,10 +69,11 @@ VALUES: dict[str, list[Any] | None] = {  # of an option, whichever command has i
     "steps": [1, 2, 3, 0, -1, "1e3", "x"],
     "noise": ["mezo", "gaussian", "rademacher", "white"],
     "decay": ["constant", "linear", "cosine", "steep"],
-    "estimator": ["mezo", "fzoo", "adam", "mezo:exact", "exact=no", "es:fitness=ranks,exact"],
+    "estimator": ["mezo", "fzoo", "adam", "mezo:exact", "es:fitness=ranks,exact"],
+    "fitness": ["scaled", "ranks", "odd"],
     "queries": [1, 2, 3, 0, -1, 2**63, "x"],
     "write-back-every": [*WHOLE, "auto", "never"],
-    "clip": ["norm=1", "projected=0", "median=nan,value=2", "norm", ""],
+    **dict.fromkeys(("max-grad-norm", "max-grad-value", "clip-grad", "clip-median"), REAL),
     "scheduler": ["serial", "overlapped", "none"],
     "prompt": ["the cat", "", "the", "nothing known", " " * 9, "\udcff"],
 }
@@ -81,12 +82,16 @@ STEP = ["model", "journal", "run", "at", "dtype", "memory", "device", "device-me
 STEPS = ["steps", "seed", "lr", "zo-eps", "weight-decay"]
 RUN = [
     "evaluate-every",
-    "perturb-in-place",
     "decay",
     "warmup-steps",
     "write-back-every",
     "snapshot-every",
-    "clip",
+    "max-grad-norm",
+    "max-grad-value",
+    "clip-grad",
+    "clip-median",
+    "exact-mezo",
+    "fitness",
     "trace",
 ]
 MODEL = ["model", "dtype", "noise", "estimator", "queries", "memory", "device-memory"]

@@ -57,7 +57,7 @@ BFLOAT16 = "--precision exact --dtype bfloat16 --loss-chunk 64"
 # weights in float32; the dtype is fixed, not chosen by speed
 MIXED = "--precision mixed --dtype bfloat16"
 LORA = "--lora-rank 8 --lora-targets q_proj v_proj --lora-alpha 16"
-CLIPPED = "--clip norm=1 --warmup-steps 10"
+CLIPPED = "--max-grad-norm 1 --warmup-steps 10"
 # FZOO's are lengths: it normalises its steps
 ADAMW_LRS, FZOO_LRS = (5e-6, 1e-5, 2e-5, 5e-5), (1e-3, 3e-3, 6e-3, 1.2e-2)
 PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2, 1e-1), (1e-3,)
@@ -65,19 +65,17 @@ PER_ROW_LRS, LORA_FA_LRS, SUMS_LRS = (1e-5, 2e-5, 4e-5, 8e-5), (3e-3, 1e-2, 3e-2
 # rows.
 LORA_FA = f"--no-guard --noise gaussian --zo-eps 1e-2 {LORA} --adapter-frozen lora_A {BFLOAT16}"
 VARIANTS = {
-    "mezo-float32": Variant("--no-guard --estimator mezo:exact --precision exact --dtype float32"),
+    "mezo-float32": Variant("--no-guard --exact-mezo --precision exact --dtype float32"),
     "rademacher-float32": Variant(f"--no-guard {FLOAT32}"),
     "rademacher-bfloat16": Variant(f"--no-guard {BFLOAT16}"),
     "rademacher-mixed": Variant(f"--no-guard {MIXED}"),
-    "rademacher-mixed-float8-carried": Variant(f"--no-guard {MIXED} --precision transfer=float8"),
-    "rademacher-mixed-bfloat16-carried": Variant(
-        f"--no-guard {MIXED} --precision transfer=bfloat16"
-    ),
+    "rademacher-mixed-float8-carried": Variant(f"--no-guard {MIXED} --transfer-dtype float8"),
+    "rademacher-mixed-bfloat16-carried": Variant(f"--no-guard {MIXED} --transfer-dtype bfloat16"),
     "rademacher-mixed-float8-both-ways": Variant(
-        f"--no-guard {MIXED} --precision transfer=float8-back"
+        f"--no-guard {MIXED} --transfer-dtype float8-back"
     ),
     "rademacher-mixed-bfloat16-both-ways": Variant(
-        f"--no-guard {MIXED} --precision transfer=bfloat16-back"
+        f"--no-guard {MIXED} --transfer-dtype bfloat16-back"
     ),
     "rademacher-4-queries-float32": Variant(f"--no-guard --queries 4 {FLOAT32}", forwards=8),
     "gaussian-float32": Variant(f"--no-guard --noise gaussian {FLOAT32}"),
@@ -104,7 +102,7 @@ VARIANTS = {
         f"--no-guard --estimator fzoo --queries 8 {FLOAT32}", FZOO_LRS, forwards=9
     ),
     "lora-adamw-bfloat16": Variant(
-        f"--method adamw --clip norm=1 --weight-decay 0 {LORA} --dtype bfloat16",
+        f"--method adamw --max-grad-norm 1 --weight-decay 0 {LORA} --dtype bfloat16",
         (5e-4, 1e-3, 2e-3, 4e-3),
         forwards=3,
     ),
@@ -116,14 +114,14 @@ VARIANTS = {
     ),
     "lomo-mixed": Variant(f"--method lomo {CLIPPED} {MIXED}", (3e-3, 1e-2, 3e-2, 1e-1), forwards=5),
     "badam-mixed": Variant(
-        f"--method badam:switch_every=3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3
+        f"--method badam --switch-every 3 {MIXED}", (1e-5, 3e-5, 1e-4, 3e-4), forwards=3
     ),
 }
 # On sums: forwards are completions that are written, or rows that are read.
 SUMS = {
     "es": Variant(
-        "--no-guard --estimator es --reward arithmetic --reward-options "
-        f"max_new_tokens={NEW_TOKENS} --queries 8 "
+        "--no-guard --estimator es --reward arithmetic "
+        f"--max-new-tokens {NEW_TOKENS} --queries 8 "
         "--rank 8 --zo-eps 1e-2 --batch-size 8",
         (6e-3,),
         forwards=128,

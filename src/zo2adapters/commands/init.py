@@ -31,7 +31,9 @@ class Init(Command):
     """
 
     needs: ClassVar = ("zo2adapters.trainers.initial_recipe",)
-    first_options: ClassVar = "model data output evaluation prompt_template columns memory"
+    first_options: ClassVar = (
+        "model data output evaluation prompt_template prompt_column completion_column memory"
+    )
 
     model: str
     """Model directory with safetensors weights, or a hub id."""

@@ -26,19 +26,16 @@ from dataclasses import MISSING, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 from zo2adapters.commands.guarded_stream import STREAMS
 from zo2adapters.trainers.option_table import (
     DECIDING,
+    OPTIONS,
     SECTIONS,
-    SETTING_OF,
     described,
     filled,
-    flag,
-    section_of,
-    setting_text,
     yaml_kind,
 )
 from zo2core.errors import (
@@ -61,7 +58,6 @@ _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 _NUMBERS = {int: "a whole number", float: "a number"}
 _SECTION = re.compile(rf"^--(?:{'|'.join(SECTIONS)})[.]")  # --method.lr is --lr
 _MOST_LISTED = 20  # options that a message lists
-_SIZES = ("memory", "rank")  # options whose settings stay as they are when another value is given
 # similarity above which a name is a misspelling; below it, a name contained in the unknown one is
 # better
 _ALIKE = 0.75
@@ -160,14 +156,11 @@ class OptionField(NamedTuple):
     owner: type  # the dataclass that has the field
     field: str
     name: str  # on the command line, with underscores
-    # the option on the command line, such as --batch-size, or which setting it is of which option
-    flag: str
+    flag: str  # on the command line, such as --batch-size
     type: Any  # without marks
     default: Any = None  # MISSING: the option is required
     aliases: tuple[str, ...] = ()  # further names, with hyphens
     is_positional: bool = False
-    # that the value has after a colon, or alone
-    settings: Mapping[str, OptionField] = MappingProxyType({})
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -208,50 +201,24 @@ class OptionField(NamedTuple):
         """How the option is written, with the kind of its value, such as ``--steps INT``."""
         if self.is_positional:
             return self.field.upper() + (" ..." if self.items else "")
-        settings = "KEY=VALUE,..." if any(self.settings) else ""
-        if self.type is NoneType:
-            return f"{self.flag} {settings}"
-        number = f"|{self.settings[''].kind}" if "" in self.settings else ""
-        kind = "" if self.type is bool else f" {self.kind}{number}"
-        return ", ".join(self.flags) + kind + (f"[:{settings}]" if settings else "")
+        kind = "" if self.type is bool else f" {self.kind}"
+        return ", ".join(self.flags) + kind
 
     @property
     def kind(self) -> str:
         """The kind of its value, such as ``INT`` or ``auto|FLOAT``."""
         if self.items:
-            between = " " if self.flag.startswith("--") else ","  # of the items of a setting
-            return between.join("..." if item is Ellipsis else _KINDS[item] for item in self.items)
+            return " ".join("..." if item is Ellipsis else _KINDS[item] for item in self.items)
         return "|".join([*self.named, *(_KINDS[kind] for kind in self.kinds if kind in _KINDS)])
 
 
 def option_fields(command: Any) -> list[OptionField]:
-    """The options of a command, and where it has groups of options, those of each, with their
-    settings.
-    """
-    listed: dict[str, OptionField] = {}
-    for found in _fields(command):
-        definition = next(
-            base for base in found.owner.__mro__ if found.field in inspect.get_annotations(base)
-        )
-        # no setting of an option that runs have
-        is_own = definition.__module__.startswith("zo2adapters.commands")
-        option, key = (
-            (found.name, None) if is_own else SETTING_OF.get(found.field, (found.name, None))
-        )
-        if key is None:
-            listed[option] = found
-            continue
-        holder = listed.get(
-            option, OptionField(found.owner, option, option, flag(option), NoneType)
-        )
-        listed[option] = holder._replace(
-            settings={**holder.settings, key: found._replace(flag=flag(found.field))}
-        )
-    return list(listed.values())
+    """The options of a command, and where it has groups of options, those of each."""
+    return list(_fields(command))
 
 
 def _fields(command: Any) -> Iterator[OptionField]:
-    """Yield the fields of a command and of its groups that are options or settings."""
+    """Yield the fields of a command and of its groups."""
     for owner, field, hint, default in described(command):
         kind, mark = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
         name, aliases = mark if isinstance(mark, Written) else Written()
@@ -328,15 +295,13 @@ def with_given(command: Any, given: Iterable[str]) -> Any:
 
 
 def _values(name: str, options: Any, arguments: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-    """The values of arguments by field, and the fields that are given: others are the defaults of
-    settings that a later argument has dropped.
-    """
+    """The values of arguments by field, and the fields that are given."""
     listed = option_fields(options)
     see = f"see zo2 {name} --help"
+    written = [_with_hyphens(argument) for argument in arguments]
+    _refuse_former(written)
     try:
-        parsed, stray = _parser(listed, see).parse_known_args(
-            [_with_hyphens(argument) for argument in arguments]
-        )
+        parsed, stray = _parser(listed, see).parse_known_args(written)
     except argparse.ArgumentError as error:
         if isinstance(error.__context__, OptionError):  # of a value
             raise error.__context__ from None
@@ -346,17 +311,71 @@ def _values(name: str, options: Any, arguments: Sequence[str]) -> tuple[dict[str
         raise _refused(f"a value after {called}", "none", see) from None
     _refuse_stray(name, options, listed, stray)
     values = vars(parsed)
-    given = set(values)
     for option in listed:
-        if option.settings:
-            given.discard(option.field)
-            for found in values.pop(option.field, ()):
-                # a later one without a value changes settings alone
-                values |= found.dropped | found.written
-                given = (given - found.dropped.keys()) | found.written.keys()
-        elif isinstance(items := values.get(option.field), list):
-            values[option.field] = None if items == [None] else tuple(items)
-    return values, given
+        if isinstance(items := values.get(option.field), list):
+            values[option.field] = _several(option, items, see)
+    return values, set(values)
+
+
+def _several(option: OptionField, items: list[Any], see: str) -> tuple[Any, ...] | None:
+    """The values of an option that takes several, as many as it has."""
+    if items == [None]:
+        return None
+    if option.items[-1] is not Ellipsis and len(items) != len(option.items):
+        count = counted(len(items), "value")
+        raise _refused(f"{count} after {option.flag}", f"{len(option.items)} values", see)
+    return tuple(items)
+
+
+# Settings that were written in the value of an option before each became an option of its own:
+# the option, and each setting with its present name where that differs; ! marks switches.
+_FORMER: Mapping[str, str] = {
+    "columns": "text=text_column prompt=prompt_column completion=completion_column "
+    "label=label_column messages=messages_column",
+    "train-on": "rendered_at",
+    "precision": "transfer=transfer_dtype",
+    "objective": "beta",
+    "method": "betas momentum switch_every state_bits delayed_update! stream_blocks! loss_scaling!",
+    "clip": "norm=max_grad_norm value=max_grad_value projected=clip_grad median=clip_median",
+    "estimator": "exact!=exact_mezo fitness",
+    "rank": "period stack",
+    "reward-options": "max_new_tokens temperature top_p seconds=reward_seconds "
+    "memory=reward_memory max_drift",
+    "memory": "activations=activation_memory",
+    "evaluation": "=eval_split",
+}
+
+
+def _refuse_former(arguments: Sequence[str]) -> None:
+    """Refuse values with settings, as earlier versions had them, with the options of today."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        called, equals, value = argument.partition("=")
+        text = value if equals else following
+        names = _FORMER.get(called.removeprefix("--"), "")
+        present = _in_present_options(called, text, names) if called.startswith("--") else None
+        if present is not None:
+            raise _refused(f"{text!r:.80} as {called}", "each option by itself", f"write {present}")
+
+
+def _in_present_options(called: str, text: str, names: str) -> str | None:
+    """A value with former settings as it is written today; None: it has none."""
+    pairs = [word.partition("=")[::2] for word in names.split()]
+    present = {key.rstrip("!"): name or key.rstrip("!") for key, name in pairs}
+    if "" in present:  # a number in place of another value
+        with contextlib.suppress(ValueError):
+            return f"--{present['']} {float(text):g}".replace("_", "-")
+        return None
+    switches = (rf"{key[:-1]}(?=,|$)" for key, _ in pairs if key.endswith("!"))
+    starts = "|".join([*(f"{key}=" for key in present), *switches])
+    found = re.fullmatch(rf"(?:([^=]*?):)?((?:{starts}).*)", text) if pairs else None
+    if found is None:
+        return None
+    written = [] if found[1] is None else [f"{called} {found[1]}"]
+    for part in re.split(rf",(?={starts})", found[2]):
+        key, _, value = part.partition("=")
+        option = f"--{present[key].replace('_', '-')}"
+        written.append(f"{option} {value.replace(',', ' ')}".rstrip())
+    return " ".join(written)
 
 
 def _refuse_stray(
@@ -413,87 +432,9 @@ def _parser(listed: Iterable[OptionField], see: str) -> argparse.ArgumentParser:
             parser.add_argument(
                 option.flag, dest=option.field, action=argparse.BooleanOptionalAction
             )
-        elif option.settings:
-            convert = partial(_with_its_settings, option, see)
-            parser.add_argument(*option.flags, dest=option.field, type=convert, action="append")
         else:
             parser.add_argument(*option.flags, dest=option.field, type=convert, nargs=count)
     return parser
-
-
-class _WithSettings(NamedTuple):
-    """The values of an option and of its settings, by field."""
-
-    written: dict[str, Any]
-    dropped: Mapping[str, Any] = MappingProxyType({})  # defaults of settings written before
-
-
-def _with_its_settings(option: OptionField, see: str, text: str) -> _WithSettings:
-    """The values of an option and of its settings.
-
-    Another method, but no other size, drops earlier settings.
-    """
-    is_kept = option.name in _SIZES
-    defaults = (
-        {} if is_kept else {setting.field: setting.default for setting in option.settings.values()}
-    )
-    if "" in option.settings:
-        with contextlib.suppress(ValueError):
-            return _WithSettings({option.field: None, option.settings[""].field: float(text)})
-        return _WithSettings({option.field: _converted(option, see, text)}, defaults)
-    see = f"{see}-all"
-    main, parts = _split_settings(option, see, text)
-    values = {} if main is None else {option.field: _converted(option, see, main)}
-    for part in parts:
-        setting = option.settings[part.partition("=")[0]]
-        values[setting.field] = _setting_value(option, setting, see, part)
-    return _WithSettings(values, {} if main is None else defaults)
-
-
-def _split_settings(option: OptionField, see: str, text: str) -> tuple[str | None, list[str]]:
-    """The option's own value, or None if there is none, and its settings as they are written."""
-    switches = [f"{key}(?=,|$)" for key, setting in option.settings.items() if setting.type is bool]
-    starts = "|".join([*(f"{key}=" for key in option.settings), *switches])
-    found = re.fullmatch(rf"(?:(.*?):)?((?:{starts}).*)", text, re.DOTALL)
-    if found is None:
-        _require_no_setting(option, see, text)
-        return text, []
-    main, written = found.groups()
-    return main, re.split(rf",(?=(?:{starts}))", written)
-
-
-def _require_no_setting(option: OptionField, see: str, text: str) -> None:
-    """Refuse a text in which no setting is known, if it has one, or if the option has nothing
-    else.
-    """
-    unknown = re.fullmatch(r"[^=]*:(\w+)=.*", text, re.DOTALL)
-    if unknown is not None:
-        near = nearest_name(unknown[1], option.settings)
-        raise _refused(
-            f"the setting {unknown[1]:.80} of {option.flag}",
-            f"one of {', '.join(option.settings)}{_meant(near)}",
-            see,
-        )
-    if option.type is NoneType:
-        expected = " or ".join(f"{key}=VALUE" for key in option.settings)
-        raise _refused(f"{text!r:.80} as {option.flag}", expected, see)
-
-
-def _setting_value(option: OptionField, setting: OptionField, see: str, part: str) -> Any:
-    """The value of a setting that is written as ``KEY=VALUE``, or of a switch as ``KEY``."""
-    key, _, value = part.partition("=")
-    if setting.type is bool:
-        switch = _SWITCHES.get(value.lower() or "true")
-        if switch is None:
-            raise _refused(f"{part!r:.80} in {option.flag}", f"{key}, or {key}=false", see)
-        return switch
-    if not setting.items or value == "None":
-        return _converted(setting, see, value)
-    items = value.split(",")
-    if len(items) != len(setting.items):
-        told = f"{counted(len(items), 'value')} after {setting.flag}"
-        raise _refused(told, f"{len(setting.items)} values", see)
-    return tuple(_converted(setting, see, item) for item in items)
 
 
 def _converted(option: OptionField, see: str, text: str) -> Any:
@@ -538,43 +479,20 @@ def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) 
     listed = {option.name: option for option in option_fields(options)}
     arguments = list[str]()
     seen = set[str]()
-    for name, key, value in _settings_last(_flat(values, where)):
-        option, setting = SETTING_OF.get(name, (name, ""))
-        if option not in listed:
+    for key, value in _flat(values, where):
+        name = str(key).replace("-", "_")
+        if name not in listed:
             found = f"the key {str(key)[:80]}"
             raise unknown_option(where, found, name, listed.values(), "zo2 train")
-        own_name = name if setting else option
-        if own_name in seen:
-            found = f"the key {option} twice"
-            raise OptionError(where, found, "each option once", "remove one of the two")
-        seen.add(own_name)
-        written = _recipe_value(listed[option], setting, key, value, where)
-        _require_written(listed[option], key, written, where)
-        arguments += _as_arguments(option, written)
+        if name in seen:
+            raise OptionError(
+                where, f"the key {name} twice", "each option once", "remove one of the two"
+            )
+        seen.add(name)
+        written = _switched(listed[name], key, value, where)
+        _require_written(listed[name], key, written, where)
+        arguments += _as_arguments(name, written)
     return arguments
-
-
-def _recipe_value(
-    option: OptionField, setting: str, key: object, value: object, where: str
-) -> object:
-    """A value of a recipe as the command line takes it, where settings are a text.
-
-    Args:
-        option: The option.
-        setting: The key of the option's setting; empty: it is the option itself.
-        key: What the recipe calls it.
-        value: As the recipe has it.
-        where: The recipe.
-    """
-    settings = option.settings
-    if setting:
-        return setting_text(None, {setting: _switched(settings[setting], key, value, where)})
-    if settings and isinstance(value, Mapping):
-        return setting_text(
-            None,
-            {name: _switched(settings.get(name), name, one, where) for name, one in value.items()},
-        )
-    return _switched(option, key, value, where)
 
 
 def _require_written(option: OptionField, key: object, value: object, where: str) -> None:
@@ -617,17 +535,15 @@ def _item_text(item: object) -> str:
     return str(item.value if isinstance(item, Enum) else item)
 
 
-def _switched(option: OptionField | None, key: object, value: object, where: str) -> object:
-    """A value of a recipe, which is a bool if the option or setting is a switch, and else none.
+def _switched(option: OptionField, key: object, value: object, where: str) -> object:
+    """A value of a recipe, which is a bool if the option is a switch, and else none.
 
     Args:
-        option: The option or setting; None: it is unknown, which is told later.
+        option: The option.
         key: What the recipe calls it.
         value: As the recipe has it; a bool may be a text there, such as on.
         where: The recipe.
     """
-    if option is None:
-        return value
     if option.type is bool:
         switch = _SWITCHES.get(str(value).lower())
         if switch is None:
@@ -642,23 +558,6 @@ def _switched(option: OptionField | None, key: object, value: object, where: str
     return value
 
 
-def _settings_last(values: Iterable[tuple[Any, object]]) -> list[tuple[str, Any, object]]:
-    """Names, keys and values of a recipe.
-
-    Settings with keys of their own, as in earlier versions, follow their options.
-    """
-    listed = [(str(key).replace("-", "_"), key, value) for key, value in values]
-    given = {name: value for name, _, value in listed}
-    # Of a file and a share of rows to evaluate on, a recipe may say that it is not the other one.
-    if given.keys() >= {"evaluation", "eval_split"} and None in (
-        given["evaluation"],
-        given["eval_split"],
-    ):
-        without = "eval_split" if given["eval_split"] is None else "evaluation"
-        listed = [item for item in listed if item[0] != without]
-    return sorted(listed, key=lambda item: item[0] in SETTING_OF)
-
-
 def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, object]]:
     """Keys and values of a recipe, which may have them in sections."""
     for key, value in values.items():
@@ -666,14 +565,11 @@ def _flat(values: Mapping[Any, object], where: str) -> Iterator[tuple[Any, objec
             yield key, value
             continue
         for name, of_section in value.items():
-            section = section_of(str(name).replace("-", "_"))
-            if section not in (None, key):
-                raise OptionError(
-                    where,
-                    f"{name} in the section {key}",
-                    f"it in the section {section}",
-                    "move it there",
-                )
+            option = OPTIONS.get(str(name).replace("-", "_"))
+            if option is not None and option.section != key:
+                expected = f"it in the section {option.section}"
+                found = f"{name} in the section {key}"
+                raise OptionError(where, found, expected, "move it there")
             yield name, of_section
 
 
@@ -687,12 +583,11 @@ def unknown_option(
     known = [option for option in listed if not option.is_positional]
     written = {option.name: option.flag if is_flag else option.name for option in known}
     names = ", ".join(written.values())
-    for option in known:
-        for key, setting in option.settings.items():
-            value = _written_setting(key, setting, "VALUE" if key else "SHARE")
-            written.setdefault(
-                setting.field, f"{written[option.name]}{' ' if is_flag else ': '}{value}"
-            )
+    former = _FORMER.get(name.removeprefix("--").replace("_", "-"))
+    if former is not None:
+        present = [word.rpartition("=")[2].rstrip("!") for word in former.split()]
+        expected = ", ".join(written[one] for one in present if one in written)
+        return OptionError(where, found, f"{expected}: each is an option", "write these instead")
     nearest = nearest_name(name.removeprefix("--").replace("-", "_"), written)
     if nearest is None:
         every, text = ("-all", "") if len(known) > _MOST_LISTED else ("", f": {names}")
@@ -778,7 +673,7 @@ def command_help(name: str, options: Any, *, lists_all: bool) -> str:
     ):
         lines += ["", "Options" if owner is options else _heading(owner)]
         for option in group:
-            lines += _option_lines(option, lists_settings=rest == 0)
+            lines += [f"  {option.written}", *_wrapped(_text(option), _INDENT)]
     if rest:
         lines += ["", f"{rest} more options: zo2 {name} --help-all"]
     return "\n".join(lines)
@@ -806,24 +701,6 @@ def _shown_options(
 def _heading(owner: type) -> str:
     """The heading of a group of options: the first line of its docstring."""
     return (inspect.getdoc(owner) or "").partition("\n")[0].rstrip(".")
-
-
-def _option_lines(option: OptionField, *, lists_settings: bool) -> list[str]:
-    """The help of an option."""
-    text = "One or several settings:" if option.type is NoneType else _text(option)
-    lines = [f"  {option.written}", *_wrapped(text, _INDENT)]
-    if lists_settings:
-        for key, setting in option.settings.items():
-            lines.append(f"    {_written_setting(key, setting, setting.kind)}")
-            lines += _wrapped(_text(setting), _INDENT)
-    return lines
-
-
-def _written_setting(key: str, setting: OptionField, value: str) -> str:
-    """How a setting is written; the one without a key stands for the option's own value."""
-    if setting.type is bool:
-        return key
-    return f"{key}={value}" if key else value
 
 
 def _usage(name: str, options: Any, listed: list[OptionField]) -> str:
@@ -951,7 +828,7 @@ _IN_FLAGS: Mapping[str, str] = {
     "ZerothOrder": "zeroth-order steps (no --method)",
     "every=None": "--write-back-every never",
     "loss_chunk=None": "no --loss-chunk",
-    "perturb_in_place=False": "no exact of --estimator",
+    "perturb_in_place=False": "no --exact-mezo",
     "precision='exact'": "--precision exact",
     "precision='mixed'": "--precision mixed",
     "weight_decay=0": "--weight-decay 0",
@@ -1063,11 +940,8 @@ def error_line(error: ZO2Error, command: Any) -> str:
 
 
 def _flags_of(listed: Sequence[OptionField]) -> dict[str, str]:
-    """Options as flags, by their names, those of their fields and settings, and the library's."""
+    """Options as flags, by their names, those of their fields, and the library's."""
     flags = {name: option.flag for option in listed for name in (option.name, option.field)}
-    flags |= {
-        setting.field: setting.flag for option in listed for setting in option.settings.values()
-    }
     return flags | {
         name: flags[option]
         for option, names in _LIBRARY_NAMES.items()

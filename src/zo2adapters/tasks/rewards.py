@@ -182,7 +182,7 @@ class Rewards:
                     f"a file that Python runs in {self._start_seconds:g} s, with the function "
                     f"{name.name}"
                 )
-                remedy = "correct the file, or raise memory of --reward-options if it needs more"
+                remedy = "correct the file, or raise --reward-memory if it needs more"
                 raise OptionError("reward", f"{name.file}: {error}", expected, remedy) from error
 
     def of(self, completions: Sequence[Completion], *, option: str = "data") -> list[list[float]]:
@@ -262,8 +262,8 @@ class Rewards:
             "and memory"
         )
         remedy = (
-            "correct row or function and begin anew, or resume with more seconds or memory in "
-            "--reward-options"
+            "correct row or function and begin anew, or resume with higher --reward-seconds or "
+            "--reward-memory"
         )
         return DataError(
             f"reward {self.names[index]}, row on line {completion.line} of --{option}",

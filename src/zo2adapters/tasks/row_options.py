@@ -179,7 +179,7 @@ class RowOptions:
         if self.labels and not are_labelled:
             found = f"{' '.join(self.labels)} for rows without labels"
             raise without_effect(
-                "labels", found, "rows with a prompt and a label, or --columns label=NAME"
+                "labels", found, "rows with a prompt and a label, or --label-column NAME"
             )
 
     @property
@@ -236,7 +236,7 @@ class RowOptions:
     def _named_values(self, row: Row, *, takes_labels: bool) -> dict[str, Any]:
         """The values of the named columns and of the template, or else the row's own text."""
         named = {
-            key: _column(row, column, f"--columns {key}") for key, column in self._columns.items()
+            key: _column(row, column, f"--{key}-column") for key, column in self._columns.items()
         }
         if self.prompt_template is not None:
             named["text" if takes_labels else "prompt"] = self._filled(self.prompt_template, row)
@@ -263,7 +263,7 @@ class RowOptions:
             return
         others = ", ".join(map(repr, formed.keys() - {"label"})) or "no text"
         column = next((name for name in row if name != label and is_column(name)), "text")
-        remedy = f"pass --columns prompt=NAME, or --prompt-template such as '{{{column}}} Label:'"
+        remedy = f"pass --prompt-column NAME, or --prompt-template such as '{{{column}}} Label:'"
         raise row_error(f"a label, and {others}", "a prompt before the label", remedy)
 
     def _require_label(self, row: Row, *, is_learned: bool = False) -> None:
@@ -369,7 +369,7 @@ def require_columns(path: Path, options: RowOptions) -> None:
     if numbered is None:
         return
     number, row = numbered
-    named = {column: f"--columns {key}" for key, column in options._columns.items()}
+    named = {column: f"--{key}-column" for key, column in options._columns.items()}
     if options.prompt_template is not None:
         named |= dict.fromkeys(options.prompt_columns, "--prompt-template")
     with at_row(path, number):
@@ -658,15 +658,16 @@ def _named(path: Path, rows: Sequence[Row], options: RowOptions) -> RowOptions:
     if set(columns) & _KNOWN:
         return options
     found = ", ".join(map(repr, columns[:_LISTED]))
-    example = f"text={columns[0]}"
+    example = f"--text-column {shlex.quote(columns[0])}"
     if len(columns) > 1:
-        example = f"prompt={columns[0]},completion={columns[1]}"
+        prompt, completion, *_ = map(shlex.quote, columns)
+        example = f"--prompt-column {prompt} --completion-column {completion}"
     expected = "columns of a prompt and of a completion or label, text, or messages"
     raise DataError(
         path,
         f"the columns {found}",
         expected,
-        f"name them, such as --columns {shlex.quote(example)}",
+        f"name them, such as {example}",
     )
 
 

@@ -481,7 +481,7 @@ class RowReader:
         if judged is not None and "label" in use.unread and "completion" in use.read:
             found = f"the column 'label', {judged}, beside completions, as in rows for KTO"
             remedy = (
-                "keep the rows whose label is true, or pass --columns completion=completion to "
+                "keep the rows whose label is true, or pass --completion-column completion to "
                 "learn all of them"
             )
             raise DataError(path, found, "rows whose completions are all learned", remedy)
@@ -657,7 +657,7 @@ class RowReader:
             case present:
                 remedy = "keep the keys of one of these formats"
                 if not present and row:
-                    remedy += ", or name columns, such as --columns text=NAME or --prompt-template"
+                    remedy += ", or name columns, such as --text-column NAME or --prompt-template"
                 contents = {key: row[key] for key in present or row}
                 raise row_error(
                     Row(contents, empty=row.empty).contents,
@@ -731,7 +731,7 @@ def with_labels(options: RowOptions, path: Path) -> RowOptions:
 def _with_labels(options: RowOptions, file: DataFile) -> RowOptions:
     labels = options.labels or options.labels_in(row for _, row in file.rows())
     if len(labels) == 1:
-        remedy = "name all labels with --labels, or pass --columns completion=NAME"
+        remedy = "name all labels with --labels, or pass --completion-column NAME"
         found = f"the label {labels[0]!r} in every row"
         raise DataError(file.path, found, "at least two labels, which are compared", remedy)
     return replace(options, labels=tuple(labels))

@@ -734,7 +734,7 @@ class RewardTask(GeneratedTask):
         most = self._settings.max_drift
         if most is not None and drift.get("drift", 0.0) > most:
             found = f"a drift of {drift['drift']:.3g} nats a token from the base"
-            expected = f"at most {most:g}, the max_drift of the run's --reward-options"
+            expected = f"at most {most:g}, the run's --max-drift"
             remedy = (
                 "export an earlier step with --at, or branch from one with a lower `lr`; the step "
                 "was not taken"

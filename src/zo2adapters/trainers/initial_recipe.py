@@ -21,7 +21,7 @@ from zo2adapters.tasks.rows import RowReader, Rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Decay, FirstOrderOptions, Optimization
-from zo2adapters.trainers.option_table import OPTIONS, SETTING_OF, by_option, leaves, plain
+from zo2adapters.trainers.option_table import OPTIONS, leaves, plain
 from zo2adapters.trainers.options import DEFAULT_LENGTH, EVERY, TrainOptions
 from zo2adapters.trainers.probes import hands_over_tensors, require_packable
 from zo2adapters.trainers.run_inputs import RunInputs, dtype_name
@@ -33,7 +33,14 @@ from zo2core.planning.memory import free_memory
 from zo2core.ranges import counted, parse_size
 from zo2core.types import shown_bytes
 
-_ROW_OPTIONS = ("prompt_template", "columns")
+_ROW_OPTIONS = (
+    "prompt_template",
+    "text_column",
+    "prompt_column",
+    "completion_column",
+    "label_column",
+    "messages_column",
+)
 LORA_RANK = 8
 _BATCH = 16  # rows
 # rows that run at a time, of which the first that fits is chosen
@@ -78,7 +85,7 @@ class InitialRecipe:
             if value != default or name in reasons
         }
         return cls(
-            values=by_option({name: named.get(name) for name in OPTIONS}),
+            values={name: named[name] for name in OPTIONS if named.get(name) is not None},
             reasons=reasons,
             summary=summary,
         )
@@ -98,8 +105,7 @@ class InitialRecipe:
     def text(self) -> str:
         """The recipe as YAML, with the reasons as comments."""
         lines: list[str] = []
-        # an option stands where its first setting does
-        order = [SETTING_OF.get(name, (name, ""))[0] for name in OPTIONS]
+        order = list(OPTIONS)
         for name in sorted({**self.values, **self.reasons}, key=order.index):
             comment = [f"# {line}" for line in textwrap.wrap(self.reasons.get(name, ""), 98)]
             lines += ["", *comment] if comment else []
@@ -184,7 +190,7 @@ def _with_method(request: TrainOptions, rows: RowFormat) -> _Opened:
                         "auto is every linear layer but the head; of a mixture, outside its "
                         "experts."
                     ),
-                    "clip": "Scales down gradients that are unusually large.",
+                    "max_grad_norm": "Scales down gradients that are unusually large.",
                     "decay": "The rate falls towards 0, so that the last steps settle.",
                 }
                 return _with_precision(adamw, model, reasons)
@@ -436,9 +442,10 @@ def _reasons(
     reasons["keep_best"] = "The result is the model of the best evaluation, not of the last step."
     count = len(inputs.evaluation)
     seconds = duration(plan.evaluation_seconds)
-    reasons["evaluation"] = (
-        f"About {seconds} each time, on {counted(count, 'row')} instead of training on them."
-    )
     if options.evaluation is not None:
         reasons["evaluation"] = f"An evaluation on {count} rows takes about {seconds}."
+        return reasons
+    reasons["eval_split"] = (
+        f"About {seconds} each time, on {counted(count, 'row')} instead of training on them."
+    )
     return reasons

@@ -517,11 +517,7 @@ class ZerothOrderRun(RunMethod):
         ):
             self._warned_of_rounding = True
             name, _, back = self.options.model_options.transfer_dtype.partition("-")
-            remedy = (
-                f"--precision mixed:transfer={name}"
-                if back
-                else "--precision mixed, or --dtype float32"
-            )
+            remedy = f"--transfer-dtype {name}" if back else "--precision mixed, or --dtype float32"
             lines.append(
                 f"step {report.step}: the update changed {report.share_applied:.0%} of the stored "
                 "weights; the "
@@ -900,9 +896,7 @@ class GradientRun(RunMethod):
         if 1000 * nbytes > limit * 1e12:
             turns = self.update is not None and self.update.turn is not None
             remedy = (
-                "switch_every of --method"
-                if turns
-                else "--snapshot-every, where memory has room for blocks"
+                "--switch-every" if turns else "--snapshot-every, where memory has room for blocks"
             )
             found = (
                 f"{'none, which is ' if given is None else ''}{limit:g}, and a run that writes "

@@ -185,44 +185,6 @@ OPTIONS = {
 }
 
 
-def _same(keys: str) -> Mapping[str, str]:
-    """Settings that are called as their fields."""
-    return {key: key for key in keys.split()}
-
-
-# Options whose value has settings after a colon, such as adamw:betas=0.9,0.95, or settings alone,
-# and the field of each. The setting without a name is a number in place of another value.
-SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "columns": {
-        key: f"{key}_column" for key in ("text", "prompt", "completion", "label", "messages")
-    },
-    "train_on": _same("rendered_at"),
-    "precision": {"transfer": "transfer_dtype"},
-    "objective": _same("beta"),
-    "method": _same(
-        "betas momentum switch_every state_bits delayed_update stream_blocks loss_scaling"
-    ),
-    "clip": {
-        "norm": "max_grad_norm",
-        "value": "max_grad_value",
-        "projected": "clip_grad",
-        "median": "clip_median",
-    },
-    "estimator": {"exact": "exact_mezo", "fitness": "fitness"},
-    "rank": _same("period stack"),
-    "reward_options": {
-        **_same("max_new_tokens temperature top_p"),
-        "seconds": "reward_seconds",
-        "memory": "reward_memory",
-        **_same("max_drift"),
-    },
-    "memory": {"activations": "activation_memory"},
-    "evaluation": {"": "eval_split"},
-}
-SETTING_OF = {
-    name: (option, key) for option, settings in SETTINGS.items() for key, name in settings.items()
-}
-
 # Pairs of options that exclude each other, and what the first one needs instead.
 EXCLUDED: Sequence[tuple[str, str, str]] = [
     ("eval_split", "evaluation", "one source of rows to evaluate on"),
@@ -257,7 +219,17 @@ NEEDED: Sequence[tuple[str, Sequence[str]]] = [
     ("adapter_frozen", ["adapter", "lora_rank"]),
     ("period", ["rank"]),
     ("stack", ["rank"]),
-    *((name, ["reward"]) for name in SETTINGS["reward_options"].values()),
+    *(
+        (name, ["reward"])
+        for name in (
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "reward_seconds",
+            "reward_memory",
+            "max_drift",
+        )
+    ),
     ("keep_best", ["evaluation", "eval_split"]),
     ("evaluate_every", ["evaluation", "eval_split"]),
 ]
@@ -343,10 +315,7 @@ def _require_effect(
 
 def _lacks_needed(name: str, value: str, others: Collection[str]) -> OptionError:
     """The error about an option without any of those that it needs."""
-    needed = " or ".join(dict.fromkeys(map(flag, others)))
-    if SETTING_OF.get(name, ("",))[0] in others:
-        remedy = "write it before a colon, or leave this out"
-        return OptionError(name, value, f"{needed} with a value, too", remedy)
+    needed = " or ".join(map(flag, others))
     return OptionError(name, value, needed, "pass it, or leave this out")
 
 
@@ -357,7 +326,7 @@ def _without_effect_on(
     beside = "without --method" if method is None else f"with --method {method}"
     remedy = "leave one of the two out"
     if method is None and name == "max_grad_norm":
-        remedy = "pass --method, or --clip projected=1, for zeroth-order steps"
+        remedy = "pass --method, or --clip-grad, for zeroth-order steps"
     return OptionError(
         name,
         f"{value} {beside}{' and an adapter' if trains_adapter else ''}",
@@ -367,45 +336,8 @@ def _without_effect_on(
 
 
 def flag(name: str) -> str:
-    """An option as it is written on the command line, or which setting of an option a field is."""
-    option, key = SETTING_OF.get(name, (name, ""))
-    written = f"--{option.replace('_', '-')}"
-    return f"{key} of {written}" if key else written
-
-
-def section_of(option: str) -> str | None:
-    """The section of an option in recipes; None: there is no such option."""
-    row = OPTIONS.get(next(iter(SETTINGS[option].values())) if option in SETTINGS else option)
-    return None if row is None else row.section
-
-
-def setting_text(main: object, settings: Mapping[str, object]) -> str:
-    """An option's value with its settings as text; without a value None is passed."""
-    texts = {
-        key: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for key, value in settings.items()
-    }
-    written = ",".join(f"{key}={value}" for key, value in texts.items())
-    return written if main is None else f"{main}:{written}"
-
-
-def by_option(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of options and settings by field as values of options; None stands for what is left
-    out.
-    """
-    written = dict[str, Any]()
-    settings = dict[str, dict[str, Any]]()
-    for name, value in values.items():
-        option, key = SETTING_OF.get(name, (name, ""))
-        if value is None or (key and value is False):
-            continue
-        if key:
-            settings.setdefault(option, {})[key] = value
-        else:
-            written[option] = value
-    return written | {
-        option: setting_text(written.get(option), found) for option, found in settings.items()
-    }
+    """An option as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def plain(value: object) -> Any:
@@ -571,10 +503,12 @@ def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) 
         "output": str(options.output.resolve()),
         **(branch or {}),
     }
-    written = by_option({name: values.get(name) for name in OPTIONS})
+    written = {name: values[name] for name in OPTIONS if values.get(name) is not None}
     text = _HEAD
     for section in SECTIONS:
-        of_section = {name: value for name, value in written.items() if section_of(name) == section}
+        of_section = {
+            name: value for name, value in written.items() if OPTIONS[name].section == section
+        }
         text += (
             "\n# "
             f"{section}\n"

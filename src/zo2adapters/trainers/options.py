@@ -205,8 +205,8 @@ class ModelOptions:
     precision: PrecisionName = "auto"
     """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small
     updates are lost. mixed keeps the weights in float32 and computes under autocast. auto is mixed
-    for 16-bit weights on the CPU. It is exact with --rank or an --estimator that is exact, for a
-    --journal without its run, and on a GPU, where float32 weights take twice as long to transfer.
+    for 16-bit weights on the CPU. It is exact with --rank or --exact-mezo, for a --journal without
+    its run, and on a GPU, where float32 weights take twice as long to transfer.
     """
 
 
@@ -373,9 +373,7 @@ class RunOptions:
     """Optional settings of a fine-tuning run."""
 
     evaluation: Path | None = None
-    """File to evaluate on, before the first step and after the last one; or a share of the training
-    rows to hold out, such as 0.1.
-    """
+    """File to evaluate on, before the first step and after the last one."""
     eval_split: float | None = None
     """Share of the training rows, such as 0.1, that is evaluated on instead of trained on."""
     evaluate_every: int | None = None
@@ -394,7 +392,7 @@ class RunOptions:
     candidates, dpo for preferences, and loss otherwise.
     """
     beta: float | None = None
-    """Strength of the penalty for moving away from the base, in dpo; by default 0.1."""
+    """With --objective dpo: strength of the penalty for leaving the base, by default 0.1."""
     keep_best: bool = False
     """Export the model of the step with the best evaluation instead of the last step's."""
     report_to: TrackerName = "none"
@@ -560,7 +558,7 @@ class RunOptions:
             and self.first_order.stream_blocks
             and self.storage.snapshot_every is not None
         ):
-            found = f"{self.storage.snapshot_every} with stream_blocks of --method"
+            found = f"{self.storage.snapshot_every} with --stream-blocks"
             raise without_effect(
                 "snapshot_every", found, "none with badam: the end of a turn is committed"
             )

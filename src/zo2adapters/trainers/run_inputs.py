@@ -439,7 +439,7 @@ def row_notices(rows: Rows, used_for: str, *, others: Rows | None = None) -> lis
     """
     lines = rows.use.notices(used_for)
     if lines and not rows.options.names_columns:
-        lines[0] += ". --prompt-template and --columns, or zo2 init, use more"
+        lines[0] += ". --prompt-template and --prompt-column, or zo2 init, use more"
     if others is not None and {*others.use.unread} >= {*rows.use.unread}:
         lines = []
     numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
