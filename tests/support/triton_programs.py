@@ -30,7 +30,7 @@ KINDS = {
     "*i64": ("directions", "places"),
     "i32": ("in_place", "length", "numel", "parameter", "first", "rows", "columns", "rank"),
     "i64": ("start", "seed"),
-    "constexpr": ("HIGH", "WIDE", "GIVEN", "GAUSSIAN", "ROWS", "BLOCK"),
+    "constexpr": ("GIVEN", "GAUSSIAN", "ROWS", "BLOCK"),
 }
 ARGUMENTS = {name: kind for kind, names in KINDS.items() for name in names}
 
@@ -128,9 +128,7 @@ def compile_to_ptx() -> None:
         (kernel, {**constants, "ROWS": 16, "BLOCK": triton_kernels.BLOCK})
         for kernel, constants in one_dimension
     ]
-    variants.append(
-        (triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True)))
-    )
+    variants.append((triton_kernels._form, {}))
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
             fn=kernel,

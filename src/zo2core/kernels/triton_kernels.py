@@ -25,13 +25,10 @@ from zo2core.kernels.programs import table
 from zo2core.types import Distribution, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups
-TILE = 16, 128  # rows and columns that a program instance forms
+# rows and columns that a program instance forms
+HIGH = tl.constexpr(16)
+WIDE = tl.constexpr(128)
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-
-
-@triton.jit
-def _horner7(x, a, b, c, d, e, f, g, h):
-    return ((((((a * x + b) * x + c) * x + d) * x + e) * x + f) * x + g) * x + h
 
 
 @triton.jit
@@ -46,17 +43,8 @@ def _box_muller(radial, angular):
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    p = _horner7(
-        f,
-        0.20213786,
-        -0.3244516,
-        0.3450166,
-        -0.3980033,
-        0.4993982,
-        -0.6667012,
-        1.0000073,
-        -1.9999999,
-    )
+    p = _horner3(f, 0.20213786, -0.3244516, 0.3450166, -0.3980033)
+    p = _horner3(f, p, 0.4993982, -0.6667012, 1.0000073) * f - 1.9999999
     radius = tl.sqrt_rn(p * f + (exponent - 31).to(tl.float32) * -1.3862944)
 
     quarter = angular + 0x20000000
@@ -199,7 +187,7 @@ def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "rank"])
-def _form(base, out, left, right, rows, columns, rank, HIGH: tl.constexpr, WIDE: tl.constexpr):
+def _form(base, out, left, right, rows, columns, rank):
     row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     at = row[:, None] * columns + column[None, :]
@@ -364,11 +352,9 @@ def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch
     rows, columns = base.shape
     if base.numel() == 0:
         return
-    tiles = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
+    tiles = triton.cdiv(rows, HIGH.value), triton.cdiv(columns, WIDE.value)
     with _current(base):
-        _form[tiles](
-            base, out, left, right, rows, columns, len(right), HIGH=TILE[0], WIDE=TILE[1], **LAUNCH
-        )
+        _form[tiles](base, out, left, right, rows, columns, len(right), **LAUNCH)
 
 
 def _current(tensor: torch.Tensor) -> AbstractContextManager[object]:
