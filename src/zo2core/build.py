@@ -655,10 +655,10 @@ def _begin(start: _Start) -> None:
     )
     policy = start.options.write_back
     if factors is not None and policy is not None:
-        kept = factors.keep_periods(
+        period_file = factors.keep_periods(
             Path(policy.directory), model.layouts, journal, policy.bytes_a_step
         )
-        start.opened.callback(kept.close)
+        start.opened.callback(period_file.close)
 
 
 def _header(start: _Start) -> Mapping[str, Any]:

@@ -376,19 +376,21 @@ class Engine:
         """
         self._run.use.require_open()
         merged: dict[Evaluation | None, list[Batch]] = {}  # a sweep has each evaluation once
-        for at, batches in groups:
-            merged.setdefault(at, []).extend(batches)
+        for evaluation, batches in groups:
+            merged.setdefault(evaluation, []).extend(batches)
         path: Groups = [*merged.items()]
-        if any(at is not None for at in merged):
+        if any(evaluation is not None for evaluation in merged):
             path = self._zeroth_order("forwards_at").path_through(path)
-        prepared = [(at, list(self._run.prepared(batches, forward))) for at, batches in path]
+        prepared = [
+            (evaluation, list(self._run.prepared(batches, forward))) for evaluation, batches in path
+        ]
         with self._run.recorder.sweep("evaluation"):
             outputs = self._run.evaluate(self.version, prepared, forward)
         left = {
-            at: iter(of_evaluation)
-            for (at, _), of_evaluation in zip(prepared, outputs, strict=True)
+            evaluation: iter(of_evaluation)
+            for (evaluation, _), of_evaluation in zip(prepared, outputs, strict=True)
         }
-        return [list(islice(left[at], len(batches))) for at, batches in groups]
+        return [list(islice(left[evaluation], len(batches))) for evaluation, batches in groups]
 
     def flush(self) -> None:
         """Bring every segment to the present version.

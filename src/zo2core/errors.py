@@ -175,9 +175,9 @@ def system_error(
     remedy = system_remedy(error, remedy)
     names = [os.fsdecode(name) for name in _files_of(error)]
     is_other = len(names) > 1 or any(os.path.basename(name) not in str(where) for name in names)
-    at = f" ({' to '.join(names)[:400]})" if is_other else ""
+    paths = f" ({' to '.join(names)[:400]})" if is_other else ""
     return kind(
-        where, reason(error) + at, expected, f"{remedy}; {afterwards}" if afterwards else remedy
+        where, reason(error) + paths, expected, f"{remedy}; {afterwards}" if afterwards else remedy
     )
 
 

@@ -193,11 +193,11 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def not_finite(
-    where: str, given: torch.Tensor, written: torch.Tensor, dtype: str | None = None
+    where: str, values: torch.Tensor, written: torch.Tensor, dtype: str | None = None
 ) -> CheckpointError:
     """The error for numbers of which what would be written, in a dtype, is not finite."""
     index = int((~written.float().isfinite()).view(-1).nonzero()[0])
-    value = given.reshape(-1)[index].item()
+    value = values.reshape(-1)[index].item()
     dtype = dtype or str(written.dtype).removeprefix("torch.")
     found = f"{value:g}"
     expected = "finite weights"

@@ -123,12 +123,12 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         with typed, open_regular(path) as file, open_safetensors(path) as shard:
             state = FileState.of(file.fileno())
             (header_bytes,) = struct.unpack("<Q", file.read(8))
-            found = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
+            slices = [(name, shard.get_slice(name)) for name in shard.offset_keys()]
     except SafetensorError as error:
         raise malformed(path, str(error), "a whole safetensors file") from error
     entries: dict[str, TensorEntry] = {}
     start = 8 + header_bytes
-    for name, tensor in found:
+    for name, tensor in slices:
         dtype = tensor.get_dtype()
         shape = tuple(tensor.get_shape())
         if dtype not in DTYPES:
@@ -260,9 +260,9 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
     missing = dict(weight_map)
     for shard in sorted(set(weight_map.values())):
         require_own_file(directory / shard, directory)
-        found = parse_header(directory / shard)
-        entries |= found
-        for name in found:
+        of_shard = parse_header(directory / shard)
+        entries |= of_shard
+        for name in of_shard:
             if missing.get(name) == shard:
                 del missing[name]
     for name, shard in missing.items():

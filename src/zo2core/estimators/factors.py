@@ -504,8 +504,8 @@ class FactorStore:
         """A vector's weights at the end of the last period on disk, else the base's."""
         while self._file is not None and self._file.periods > 0:
             period = self._file.periods - 1
-            if (kept := self._file.read(spec, period)) is not None:
-                return _Sums(kept.to(self._device), (period + 1) * self._settings.period)
+            if (saved := self._file.read(spec, period)) is not None:
+                return _Sums(saved.to(self._device), (period + 1) * self._settings.period)
         return _Sums(theta.to(self._device, torch.float32, copy=True))
 
     def _matrix_sums(self, spec: ParameterSpec) -> _Sums:
@@ -515,9 +515,9 @@ class FactorStore:
         period = self._settings.period
         columns: list[Factors] = []
         while self._file is not None and len(columns) < self._file.periods:
-            if (kept := self._file.read(spec, len(columns))) is None:
+            if (saved := self._file.read(spec, len(columns))) is None:
                 break
-            left = kept.to(self._device).view(rows, rank)
+            left = saved.to(self._device).view(rows, rank)
             right = self._draw_right(spec, len(columns) * period)
             columns.append(Factors(left, right))
         past = (

@@ -226,7 +226,7 @@ class _Stream:
         """Return to the last position up to this one that has a copy, or to the first element,
         unless the generator is nearer.
         """
-        nearest = max((kept for kept in self.copies if kept <= position), default=0)
+        nearest = max((start for start in self.copies if start <= position), default=0)
         if nearest <= self.position <= position:
             return
         self.generator = self.copies[nearest].copy() if nearest in self.copies else self._start()
@@ -257,9 +257,9 @@ class _DrawingOrder:
     def _jumps(self, layouts: Sequence[BlockLayout]) -> set[int]:
         visited = [place for layout in layouts for place in self._places_of(layout.used)]
         return {
-            self.positions[after]
-            for before, after in pairwise([-1, *visited])
-            if after not in (0, before + 1)
+            self.positions[current]
+            for previous, current in pairwise([-1, *visited])
+            if current not in (0, previous + 1)
         }
 
     def parameter_at(self, position: int) -> tuple[ParameterSpec, int]:

@@ -58,10 +58,10 @@ def distinct(seeds: Iterator[int], count: int) -> tuple[int, ...]:
 
     A repeated seed is skipped, so that q directions are different.
     """
-    taken: dict[int, None] = {}
-    while len(taken) < count:
-        taken[next(seeds)] = None
-    return tuple(taken)
+    chosen: dict[int, None] = {}
+    while len(chosen) < count:
+        chosen[next(seeds)] = None
+    return tuple(chosen)
 
 
 def require_distribution(estimator: ZOEstimator, noise: NoiseGenerator) -> None:

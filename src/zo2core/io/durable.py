@@ -75,13 +75,13 @@ class FileState(NamedTuple):
 
     def require(self, file: int | str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
         """Refuse an open file, or the file at a path, that is in another state."""
-        found = FileState.of(file)
-        if found.identity != self.identity and found.ctime_ns != self.ctime_ns:
+        present = FileState.of(file)
+        if present.identity != self.identity and present.ctime_ns != self.ctime_ns:
             raise DisturbedFileError(path, "another file in its place")
-        if found.size != self.size:
-            reason = f"{found.size} bytes, where there were {self.size} before"
+        if present.size != self.size:
+            reason = f"{present.size} bytes, where there were {self.size} before"
             raise DisturbedFileError(path, reason)
-        if found.mtime_ns != self.mtime_ns:
+        if present.mtime_ns != self.mtime_ns:
             reason = "that another process has written into the file meanwhile"
             raise DisturbedFileError(path, reason)
 

@@ -220,8 +220,8 @@ class Journal:
             self.header = None
             self._chain = [0]
             self._started_at = None
-            for kept in (self._steps, self.base_digests, self.evaluations, self.measured):
-                kept.clear()
+            for records in (self._steps, self.base_digests, self.evaluations, self.measured):
+                records.clear()
             if self._file is not None:
                 self._file.remove()
 
@@ -292,12 +292,12 @@ class Journal:
             self._note(MEASURED, self.measured, self.version, values)
 
     def _note(
-        self, kind: str, kept: Mapping[int, object], step: int, values: Mapping[str, float]
+        self, kind: str, noted: Mapping[int, object], step: int, values: Mapping[str, float]
     ) -> None:
         """Add a record of results of a step."""
         record = encode_results(kind, step, values)
-        before = kept.get(step)
-        self._write(record, partial(self._add, record), lambda: kept.get(step) is not before)
+        previous = noted.get(step)
+        self._write(record, partial(self._add, record), lambda: noted.get(step) is not previous)
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that has lost durable steps.
@@ -338,7 +338,9 @@ class Journal:
         copy.evaluations = {
             version: values for version, values in self.evaluations.items() if version <= step
         }
-        copy.measured = {taken: values for taken, values in self.measured.items() if taken < step}
+        copy.measured = {
+            noted_step: values for noted_step, values in self.measured.items() if noted_step < step
+        }
         copy._steps = self._steps[:step]
         copy._chain = self._chain[: step + 1]
         return copy
@@ -560,12 +562,12 @@ def branch_journal(
     finally:
         if opened is not source:
             opened.close()
-    before = {
+    origin = {
         "step": step,
         "checksum": f"{branch.checksum:08x}",
         "estimator": header.get("estimator"),
     }
-    header["branched"] = [*header.get("branched", ()), before]
+    header["branched"] = [*header.get("branched", ()), origin]
     for name, values in (("estimator", estimator), ("provenance", provenance)):
         if values is not None:
             header[name] = json_object(name, values)

@@ -210,9 +210,9 @@ def _of_repr(text: str) -> object:
         return text.strip("'")
 
 
-def _same(one: object, other: object) -> bool:
+def _same(value: object, other: object) -> bool:
     """Whether two JSON values are equal: numbers by their value, and true is not a number."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _described(header: Header, key: str) -> str:
@@ -338,7 +338,7 @@ def _written(kind: str, value: Any) -> object:
     return (
         _SCALARS[kind][0](value)
         if kind in _SCALARS
-        else [_written(_item(kind), one) for one in value]
+        else [_written(_item(kind), item) for item in value]
     )
 
 
@@ -358,7 +358,7 @@ def _read(kind: str, value: object, name: str) -> Any:
         return Evaluation(_read("int", value[0], "a seed"), _read("float", value[1], "a shift"))
     if not isinstance(value, list):
         raise ImpossibleRecordError(f"{name} {shown(value)}", f"a list as {name}")
-    return tuple(_read(_item(kind), one, f"an item of {name}") for one in value)
+    return tuple(_read(_item(kind), item, f"an item of {name}") for item in value)
 
 
 def _item(kind: str) -> str:

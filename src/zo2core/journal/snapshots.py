@@ -83,8 +83,8 @@ class Snapshots:
     @property
     def steps(self) -> list[int]:
         """The steps that have a file, ascending. Files are checked when they are read."""
-        found = (_NAME.fullmatch(path.name) for path in self._directory.glob("snapshot-*"))
-        return sorted(int(match[1]) for match in found if match is not None)
+        matches = (_NAME.fullmatch(path.name) for path in self._directory.glob("snapshot-*"))
+        return sorted(int(match[1]) for match in matches if match is not None)
 
     def write(self, snapshot: Snapshot, *, keep: Collection[int] = ()) -> None:
         """Write a snapshot durably, and remove older ones except the one before it, which serves as
@@ -95,10 +95,10 @@ class Snapshots:
         assert chain is not None, "the step was taken"
         tensors: dict[str, torch.Tensor] = {}
         self._replace(step, _to_parts(snapshot, chain, tensors))
-        kept = {step, self.last, *keep}
+        steps_to_keep = {step, self.last, *keep}
         self.last = step
         for other in self.steps:
-            if other not in kept:
+            if other not in steps_to_keep:
                 self.path(other).unlink(missing_ok=True)
 
     def content(self, step: int) -> bytes:

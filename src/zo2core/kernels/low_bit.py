@@ -115,10 +115,10 @@ def round_low_bit(spec: ParameterSpec, theta: Tensor, out: Tensor, memory: Tenso
     """
     assert spec.transfer_dtype is not None
     nbytes = spec.numel * spec.transfer_dtype.itemsize
-    at = _low_bit_bytes(spec)
+    offset = _low_bit_bytes(spec)
     encoded = memory[:nbytes].view(spec.transfer_dtype)
     scales = (
-        memory[at : at + _scales(spec).nbytes].view(torch.float32)
+        memory[offset : offset + _scales(spec).nbytes].view(torch.float32)
         if spec.transfer_dtype is FP8
         else None
     )

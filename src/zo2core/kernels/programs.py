@@ -80,11 +80,11 @@ def compile_copy(evaluation: Evaluation, zo_eps: float) -> Program:
     return Program((evaluation.seed,), (), Perturb(0, evaluation.shift, zo_eps))
 
 
-def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: float) -> Program:
+def compile_moves(start: Evaluation | None, end: Evaluation | None, zo_eps: float) -> Program:
     """Compile the perturbations from one evaluation to another; None stands for unperturbed
     weights.
     """
-    moves = _moves(before, after)
+    moves = _moves(start, end)
     seeds = tuple(dict.fromkeys(seed for seed, _ in moves))
     return Program(seeds, tuple(Perturb(seeds.index(seed), shift, zo_eps) for seed, shift in moves))
 
@@ -149,16 +149,16 @@ def _moves_of(update: Update) -> list[tuple[int, float]]:
     if not update.perturb_in_place:
         return []
     path: Sequence[Evaluation | None] = (None, *update.evaluations, None)
-    return [move for before, after in pairwise(path) for move in _moves(before, after)]
+    return [move for start, end in pairwise(path) for move in _moves(start, end)]
 
 
-def _moves(before: Evaluation | None, after: Evaluation | None) -> list[tuple[int, float]]:
+def _moves(start: Evaluation | None, end: Evaluation | None) -> list[tuple[int, float]]:
     """Return the perturbations between two evaluations' weights: seed and shift of each."""
-    if before is not None and after is not None and before.seed == after.seed:
-        moves = [(after.seed, after.shift - before.shift)]
+    if start is not None and end is not None and start.seed == end.seed:
+        moves = [(end.seed, end.shift - start.shift)]
     else:
-        back = [] if before is None else [(before.seed, -before.shift)]
-        out = [] if after is None else [(after.seed, after.shift)]
+        back = [] if start is None else [(start.seed, -start.shift)]
+        out = [] if end is None else [(end.seed, end.shift)]
         moves = back + out
     return [(seed, shift) for seed, shift in moves if shift != 0]
 

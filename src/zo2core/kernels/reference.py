@@ -115,7 +115,7 @@ def apply(
             for drawn, seed in zip(zs, program.seeds, strict=True):
                 fill(drawn, z.distribution, seed, z.parameter, z.start + first)
         else:
-            zs = [given[part] for given in z]
+            zs = [whole[part] for whole in z]
         for instruction in program.instructions:
             if isinstance(instruction, Perturb):
                 perturb(weights, weights, zs[instruction.direction], instruction)

@@ -80,9 +80,9 @@ class OpenStep(NamedTuple):
         """The evaluations of this worker."""
         return self.evaluations[self.indices.start : self.indices.stop]
 
-    def path_to(self, at: Evaluation) -> tuple[Evaluation, ...]:
+    def path_to(self, evaluation: Evaluation) -> tuple[Evaluation, ...]:
         """The evaluations up to this one, through which weights are perturbed in place."""
-        if at.rows is not None:
+        if evaluation.rows is not None:
             raise OptionError(
                 "estimator",
                 found="a direction for each group of rows, and batches that are not divided into "
@@ -90,10 +90,10 @@ class OpenStep(NamedTuple):
                 expected="step(batch), which divides them",
                 remedy="use MultiQueryRGE to compute the losses yourself",
             )
-        if at not in self.evaluations:
+        if evaluation not in self.evaluations:
             expected = "an evaluation that ask() returned"
-            raise OptionError("at", repr(at), expected, "pass an evaluation of this step")
-        return self.evaluations[: self.evaluations.index(at) + 1]
+            raise OptionError("at", repr(evaluation), expected, "pass an evaluation of this step")
+        return self.evaluations[: self.evaluations.index(evaluation) + 1]
 
 
 class JournalState(RunState):
@@ -193,8 +193,8 @@ class ZerothOrderSteps:
         indices = open_step.indices
         first = 0 if self._estimator.perturb_in_place else indices.start
         swept = [
-            (at, prepared[at.rows] if number in indices else ())
-            for number, at in enumerate(open_step.evaluations[first : indices.stop], first)
+            (evaluation, prepared[evaluation.rows] if number in indices else ())
+            for number, evaluation in enumerate(open_step.evaluations[first : indices.stop], first)
         ]
         outputs = self._run.evaluate(self._state.version, swept, forward)
         return outputs[len(outputs) - len(indices) :]
@@ -210,14 +210,22 @@ class ZerothOrderSteps:
         """
         batches = dict(groups)
         path = max(
-            (self._require_open_step().path_to(at) for at in batches if at is not None),
+            (
+                self._require_open_step().path_to(evaluation)
+                for evaluation in batches
+                if evaluation is not None
+            ),
             key=len,
             default=(),
         )
-        passed = [at for at in path if self._estimator.perturb_in_place or at in batches]
+        passed = [
+            evaluation
+            for evaluation in path
+            if self._estimator.perturb_in_place or evaluation in batches
+        ]
         return [
-            *((None, of_none) for at, of_none in groups if at is None),
-            *((at, batches.get(at, ())) for at in passed),
+            *((None, of_none) for evaluation, of_none in groups if evaluation is None),
+            *((evaluation, batches.get(evaluation, ())) for evaluation in passed),
         ]
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:

@@ -65,12 +65,12 @@ class Delayed(BlockUpdate):
 
     def states(self, layout: BlockLayout) -> Sequence[StateSpec]:
         """The optimizer's states, the weights after the update that is due, and its gradients."""
-        kept: list[StateSpec] = []
+        own_states: list[StateSpec] = []
         for spec in layout.parameters:
             dtype = torch.float32 if self.widens_gradients and spec.dtype in HALVES else spec.dtype
-            kept += [StateSpec(f"{spec.name}.next", spec.shape, spec.dtype)]
-            kept += [StateSpec(f"{spec.name}.gradient", spec.shape, dtype)]
-        return [StateSpec(_HAS_NEXT, (), torch.uint8), *kept, *self._update.states(layout)]
+            own_states += [StateSpec(f"{spec.name}.next", spec.shape, spec.dtype)]
+            own_states += [StateSpec(f"{spec.name}.gradient", spec.shape, dtype)]
+        return [StateSpec(_HAS_NEXT, (), torch.uint8), *own_states, *self._update.states(layout)]
 
     def apply(self, inputs: UpdateInputs) -> None:
         """Give a segment the weights of the update before, and start this one in another thread."""
@@ -85,12 +85,12 @@ class Delayed(BlockUpdate):
             else:
                 following[name].copy_(weight)
         states[_HAS_NEXT].fill_(1)
-        kept = {
+        gradients = {
             name: states[f"{name}.gradient"].copy_(gradient)
             for name, gradient in inputs.gradients.items()
         }
 
-        late = inputs._replace(weights=following, gradients=kept)
+        late = inputs._replace(weights=following, gradients=gradients)
         # it holds for one thread
         self._pending[segment] = self._worker.submit(torch.no_grad()(self._update.apply), late)
 

@@ -133,10 +133,10 @@ class AdaLOMO(LOMO):
             means = {"rows": squares.mean(dim=-1), "columns": squares.mean(dim=-2)}
         moments = {}
         for side, mean in means.items():
-            kept = states[f"{name}.{side}"]
-            moments[side] = kept.to(mean.device).mul_(decay).add_(mean, alpha=1.0 - decay)
-            if moments[side] is not kept:
-                kept.copy_(moments[side])
+            moment = states[f"{name}.{side}"]
+            moments[side] = moment.to(mean.device).mul_(decay).add_(mean, alpha=1.0 - decay)
+            if moments[side] is not moment:
+                moment.copy_(moments[side])
         if gradient.dim() < 2:
             return moments["squares"].rsqrt().mul_(gradient)
         rows = moments["rows"]

@@ -63,13 +63,13 @@ class StateMemory:
         for segment, states in state.items():
             if segment not in range(len(self._specs)) or not isinstance(states, Mapping):
                 raise unusable_state(f"optimizer states of segment {segment}")
-            kept = loaded[segment] = _Zeros(self._specs[segment])
+            of_segment = loaded[segment] = _Zeros(self._specs[segment])
             for name, value in states.items():
-                spec = kept.specs.get(name)
+                spec = of_segment.specs.get(name)
                 if spec is None or form_of(value) != (spec.shape, spec.stored_dtype):
                     raise unusable_state(f"{name}, an optimizer state of segment {segment}")
                 require_finite(name, value)
-                kept[name] = value.clone()
+                of_segment[name] = value.clone()
         self._states = loaded
 
 
@@ -133,8 +133,9 @@ def require_optimizer_state(
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter)
     with torch.random.fork_rng(devices=[]):
-        (own := factory(zeros)).step()
-    expected = own.state_dict()
+        expected_optimizer = factory(zeros)
+        expected_optimizer.step()
+    expected = expected_optimizer.state_dict()
     try:
         states = dict(state["state"])
         groups = list(map(_kind_of_group, state["param_groups"]))
@@ -169,7 +170,7 @@ def _kind_of_group(group: Mapping[str, Any]) -> tuple[list[int], dict[str, objec
 def _kind(option: Any) -> object:
     """What two values of an option have in common: numbers are alike if they are finite."""
     if isinstance(option, list | tuple):
-        return [_kind(one) for one in option]
+        return [_kind(item) for item in option]
     is_number = isinstance(option, int | float | torch.Tensor) and not isinstance(option, bool)
     return math.isfinite(option) if is_number else repr(option)
 

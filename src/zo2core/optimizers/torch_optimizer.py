@@ -134,13 +134,13 @@ class TorchOptimizer(BlockUpdate):
             group["lr"] = inputs.lr
         for name, parameter in parameters.items():
             if self._states[name] and states[f"{name}.{_HAS_STATE}"]:
-                kept = [
+                entries = [
                     (key, number, states[f"{name}.{key}"])
                     for key, (_, _, number) in self._states[name].items()
                 ]
                 optimizer.state[parameter] = {
                     key: value if number is None else number(value.item())
-                    for key, number, value in kept
+                    for key, number, value in entries
                 }
         optimizer.step()
         for name, parameter in parameters.items():
@@ -154,7 +154,7 @@ class TorchOptimizer(BlockUpdate):
             [("", parameter) for parameter in parameters] if self._by_name else parameters
         )
 
-    def _keep(self, name: str, state: Mapping[str, Any], kept: dict[str, torch.Tensor]) -> None:
+    def _keep(self, name: str, state: Mapping[str, Any], states: dict[str, torch.Tensor]) -> None:
         """Put a parameter's state where it is kept, unless the optimizer has changed it there.
 
         A new state is taken over where there is none yet: copying it would take the memory of both.
@@ -165,12 +165,12 @@ class TorchOptimizer(BlockUpdate):
             value = state[key]
             place = f"{name}.{key}"
             if form.number is not None:
-                kept[place].fill_(value)
-            elif place not in kept:
-                kept[place] = value
-            elif value is not kept[place]:
-                kept[place].copy_(value)
-            kept[f"{name}.{_HAS_STATE}"].fill_(1)
+                states[place].fill_(value)
+            elif place not in states:
+                states[place] = value
+            elif value is not states[place]:
+                states[place].copy_(value)
+            states[f"{name}.{_HAS_STATE}"].fill_(1)
 
     def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, _State]:
         """The states of a parameter of this shape, from those of a small one of as many dimensions.
@@ -185,8 +185,8 @@ class TorchOptimizer(BlockUpdate):
             sides = {1: 1, **dict(zip(probed, shape, strict=True))}
             if all(side in sides for state in form.values() for side in state.shape):
                 form = {
-                    key: one._replace(shape=tuple(sides[side] for side in one.shape))
-                    for key, one in form.items()
+                    key: entry._replace(shape=tuple(sides[side] for side in entry.shape))
+                    for key, entry in form.items()
                 }
             else:
                 form = self._shown(shape, dtype)
@@ -198,9 +198,9 @@ class TorchOptimizer(BlockUpdate):
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros(shape, dtype=dtype)
         optimizer = make_optimizer(self._made, [parameter])
-        before = _shared(optimizer)
+        shared_state = _shared(optimizer)
         optimizer.step()
-        if before != _shared(optimizer):
+        if shared_state != _shared(optimizer):
             raise self._refusal(
                 "a state of all parameters together", "a state of each parameter's own"
             )

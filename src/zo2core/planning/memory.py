@@ -709,21 +709,21 @@ def plan_device_memory(
     most, allowed = request.memory.activation_bytes, request.memory.least_activation_bytes
     least = most if allowed is None else min(allowed, most)
 
-    def plan_with(kept: int, activations: int) -> DevicePlan:
-        moving = len(blocks) - kept
+    def plan_with(resident_count: int, activations: int) -> DevicePlan:
+        moving = len(blocks) - resident_count
         slots = min(SLOTS, moving)
         parts = (
             MemoryPart(
                 "embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)
             ),
             MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
-            MemoryPart(f"{kept} blocks that stay", kept * largest),
+            MemoryPart(f"{resident_count} blocks that stay", resident_count * largest),
             MemoryPart("work buffer", request.work_bytes),
             MemoryPart("noise as it is drawn", (request.directions + 1) * drawn),
             *(part for part in further if part.nbytes),
             MemoryPart("activations, reserved", activations),
         )
-        return DevicePlan(parts, budget, kept, activations)
+        return DevicePlan(parts, budget, resident_count, activations)
 
     for kept in range(len(blocks), -1, -1):
         if (plan := plan_with(kept, most)).nbytes <= budget:

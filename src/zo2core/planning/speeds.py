@@ -94,10 +94,12 @@ def replay_seconds(
         missing = [_update(seed, in_place=in_place) for seed in range(updates)]
         return _seconds(noise, layouts, compile_updates(missing)[False])
 
-    one = seconds_of(1)
+    seconds_of_one = seconds_of(1)
     if not isinstance(noise, CounterNoise):
-        return one
-    return max((seconds_of(_UPDATES) - one) / (_UPDATES - 1), _LEAST_SHARE * one)
+        return seconds_of_one
+    return max(
+        (seconds_of(_UPDATES) - seconds_of_one) / (_UPDATES - 1), _LEAST_SHARE * seconds_of_one
+    )
 
 
 def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> tuple[float, float]:
@@ -341,10 +343,10 @@ def read_bytes(
     Optimizer states are read on the way back. At the end of a step the first blocks are in the
     buckets, and at its turn the last blocks.
     """
-    kept = kept_blocks(buckets, commit_every)
-    blocks = [layout for layout in layouts if not layout.resident][kept:]
+    pinned = kept_blocks(buckets, commit_every)
+    blocks = [layout for layout in layouts if not layout.resident][pinned:]
     count = len(blocks)
-    free = buckets - kept
+    free = buckets - pinned
     if free >= count:
         return 0
     weights = [whole_pages(layout.weight_bytes) for layout in blocks]

@@ -215,10 +215,10 @@ class CudaDevice:
     def free_memory(self) -> int:
         """Return the driver's free memory and torch's unused cache, in bytes."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(
             self.torch_device
         )
-        return free + kept
+        return free + cached
 
     def close(self) -> None:
         """Wait for the GPU and unlock all memory."""

@@ -220,8 +220,8 @@ class OverlappedScheduler:
         self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         segment = self._take_segment(index)
         try:
-            before = self._order_after_upload(segment)
-            segment.version = replay(index, segment.store, before)
+            version = self._order_after_upload(segment)
+            segment.version = replay(index, segment.store, version)
             place = segment.place
             if not isinstance(place, _InBucket):
                 place = self._return(segment, place)
@@ -259,23 +259,23 @@ class OverlappedScheduler:
 
         Returns its version, which is unknown until the compute is issued.
         """
-        before = segment.version
-        assert before is not None, "bytes of a failed replay are not visited"
+        version = segment.version
+        assert version is not None, "bytes of a failed replay are not visited"
         segment.version = None
         self._device.streams.order(segment.arrived, Wait.UPLOADED)
-        return before
+        return version
 
     def _visit(self, visit: VisitSegment, segment: _DeviceSegment) -> None:
-        before = self._order_after_upload(segment)
-        visit(segment.index, segment.store, before, partial(self._commit, segment, before))
+        version = self._order_after_upload(segment)
+        visit(segment.index, segment.store, version, partial(self._commit, segment, version))
         if segment.version is None:
-            segment.version = before  # nothing was committed, so nothing was changed
+            segment.version = version  # nothing was committed, so nothing was changed
 
-    def _commit(self, segment: _DeviceSegment, before: int, version: int) -> None:
+    def _commit(self, segment: _DeviceSegment, visited_version: int, version: int) -> None:
         """Start the offload of a segment whose bytes are final for this sweep, if they changed."""
         segment.version = version
         place = segment.place
-        if isinstance(place, _Uploaded) and version != before:
+        if isinstance(place, _Uploaded) and version != visited_version:
             self._offload_and_release(place.slot, place.bucket, version)
             segment.place = _InSlot(place.slot)
 

@@ -86,10 +86,10 @@ class Timeline:
         with self._lock:
             spans = self._spans
             self._spans = []
-            taken: list[Span] = []
+            ended: list[Span] = []
             for span in spans:  # read once, since an event may pass at any time
-                (taken if span.done.passed else self._spans).append(span)
-        return taken
+                (ended if span.done.passed else self._spans).append(span)
+        return ended
 
 
 class Gathered:

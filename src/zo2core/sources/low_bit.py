@@ -91,11 +91,11 @@ class LowBitSource:
         """Context without prefetching; drops the blocks that were prefetched."""
         for index in list(self._prefetched):
             self._discard(index)
-        self._prefetches, before = False, self._prefetches
+        self._prefetches, prefetched = False, self._prefetches
         try:
             yield
         finally:
-            self._prefetches = before
+            self._prefetches = prefetched
 
     def prefetch(self, order: Sequence[int]) -> int:
         """Encode blocks in this order, and have the source read them. Returns at once."""

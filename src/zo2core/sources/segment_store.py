@@ -132,8 +132,8 @@ class BaseDigests:
     error-correcting codes, and a reader refuses files that change while it has them open.
     """
 
-    def __init__(self, kept: Mapping[str, str], *, learns: bool) -> None:
-        self._expected = dict(kept)
+    def __init__(self, recorded: Mapping[str, str], *, learns: bool) -> None:
+        self._expected = dict(recorded)
         self._learns = learns
         self._checked: set[str] = set()
 
@@ -376,16 +376,16 @@ class SegmentStore:
         """Take memory for a bucket of each segment that is always there, and of those that the
         others share.
         """
-        own = [
+        with_own_memory = [
             index for index, layout in enumerate(self.layouts) if buckets is None or layout.resident
         ]
         pages = [whole_pages(layout.nbytes) for layout in self.layouts]
-        shared = [nbytes for index, nbytes in enumerate(pages) if index not in own]
-        sizes = [pages[index] for index in own]
+        shared = [nbytes for index, nbytes in enumerate(pages) if index not in with_own_memory]
+        sizes = [pages[index] for index in with_own_memory]
         if buckets is not None:
             sizes += [max(shared, default=0)] * min(buckets, len(shared))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
-        self._own = {index: _BucketMemory(next(memory)) for index in own}
+        self._own = {index: _BucketMemory(next(memory)) for index in with_own_memory}
         self._ring = [_BucketMemory(pages) for pages in memory]
 
     @property
@@ -429,8 +429,8 @@ class SegmentStore:
             self._report_failed_write()
             memory = self._holding.get(index) or self._memory_for(index)
             assert memory is not None, "not all buckets are acquired"
-            before = memory.state
-            assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
+            state = memory.state
+            assert not isinstance(state, _Acquired), "a segment is acquired once at a time"
             # keeps prefetching from the segment and this memory
             self._change(memory, _Acquired(index))
             if self._ranks.pop(index, None) is not None:  # it is needed again after all others
@@ -438,10 +438,10 @@ class SegmentStore:
                 self._next_rank += 1
         # The lock is not held while this thread waits: the writing thread takes it between two
         # writes.
-        is_held = isinstance(before, _Held) and before.segment == index
+        is_held = isinstance(state, _Held) and state.segment == index
         if not is_held:
-            self._evict(memory, before)
-        version = self._wait_for_reads(index, memory, before.loading if is_held else None)
+            self._evict(memory, state)
+        version = self._wait_for_reads(index, memory, state.loading if is_held else None)
         if self._needs_states:
             self._start_states(index, memory)
         layout = self.layouts[index]
@@ -552,9 +552,9 @@ class SegmentStore:
     def _change(self, memory: _BucketMemory, state: _State) -> None:
         """Change a memory's state, and with it the index of segments."""
         with self._lock:
-            before, memory.state = memory.state, state
-            if not isinstance(before, _Empty) and self._holding.get(before.segment) is memory:
-                del self._holding[before.segment]
+            previous, memory.state = memory.state, state
+            if not isinstance(previous, _Empty) and self._holding.get(previous.segment) is memory:
+                del self._holding[previous.segment]
             if not isinstance(state, _Empty):
                 self._holding[state.segment] = memory
 
@@ -623,14 +623,14 @@ class SegmentStore:
         is_written = not isinstance(state, _Empty) and self._is_being_written(state.segment)
         return not is_written and (isinstance(state, _Acquired) or state.loading.done())
 
-    def _evict(self, memory: _BucketMemory, before: _Empty | _Held) -> None:
+    def _evict(self, memory: _BucketMemory, state: _Empty | _Held) -> None:
         """Wait until reads into memory and writes from it have ended, dropping its content."""
         try:
-            before.loading.failure()
-            if isinstance(before, _Held):
-                self._wait_for_write(before.segment)
+            state.loading.failure()
+            if isinstance(state, _Held):
+                self._wait_for_write(state.segment)
         except BaseException:
-            self._change(memory, before)  # the wait was interrupted: a write may still be in flight
+            self._change(memory, state)  # the wait was interrupted: a write may still be in flight
             raise
 
     def _wait_for_reads(self, segment: int, memory: _BucketMemory, ahead: Loading | None) -> int:

@@ -251,8 +251,8 @@ class SlotFile(ABC):
         data = self.directory / DATA
         size = data.stat().st_size if data.exists() else 0
         return all(
-            self._offsets[one.slot] + self._sizes[segment] <= size
-            for segment, one in written.items()
+            self._offsets[slot_record.slot] + self._sizes[segment] <= size
+            for segment, slot_record in written.items()
         )
 
     def _is_of_run(self, version: int, chain: object, where: str) -> bool:
@@ -469,9 +469,9 @@ class Generations(SlotFile):
             return None
         parsed = [self._parsed(segment) for segment in segments]
         written = {
-            segment: one for segment, one in parsed if segment is not None and one is not None
+            segment: entry for segment, entry in parsed if segment is not None and entry is not None
         }
-        slots = {one.slot for one in written.values() if one.version <= step}
+        slots = {entry.slot for entry in written.values() if entry.version <= step}
         return written if len(parsed) == len(written) == len(slots) else None
 
     def _live(self) -> Sequence[Record]:

@@ -55,15 +55,15 @@ GRAPH_SHARE = 0.95
 PASSING = 3  # what is in memory of a micro-batch at a block: its input, its output, and a gradient
 
 
-def gradient_bytes(held: int, backward: int, kept: int) -> int:
+def gradient_bytes(held: int, backward: int, kept_blocks: int) -> int:
     """Memory of a sweep forward and backward.
 
     Args:
         held: Bytes that all micro-batches hold between two segments.
         backward: The largest of ``backward_bytes``.
-        kept: Number of blocks whose inputs are kept.
+        kept_blocks: Number of blocks whose inputs are kept.
     """
-    return (PASSING + kept) * held + backward
+    return (PASSING + kept_blocks) * held + backward
 
 
 def backward_bytes(forward: Forward, batch: Batch) -> int:
@@ -488,7 +488,7 @@ class GradientVisitor(Visitor):
         segment_input = stream.next_input
         blocks = self._head - index
         has_backward = index >= self._first
-        before = [tensor_ids(value) for value in segment_input.values]
+        ids_before = [tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
         forward = partial(self._forward.embed, stream.batch)
         if index > 0:
@@ -500,7 +500,7 @@ class GradientVisitor(Visitor):
         with torch.enable_grad(), graph.recorded(keep=keep):
             outputs, nesting = flattened(forward())
         if index > 0:
-            self._require_unchanged(index, segment_input, nesting, before)
+            self._require_unchanged(index, segment_input, nesting, ids_before)
         if keep:
             self._room.take(graph, number, blocks)
         stream.next_input = _SegmentInput.of(outputs, nesting)
@@ -561,8 +561,8 @@ class GradientVisitor(Visitor):
             if name not in self._tied:
                 self._trained.add_gradient(name, gradient)
                 continue
-            before = self._tied_sums.get((name, number))
-            self._tied_sums[name, number] = gradient if before is None else before + gradient
+            earlier = self._tied_sums.get((name, number))
+            self._tied_sums[name, number] = gradient if earlier is None else earlier + gradient
 
     def _add_tied_gradients(self) -> None:
         """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain
@@ -574,12 +574,16 @@ class GradientVisitor(Visitor):
                     self._trained.add_gradient(name, self._tied_sums.pop((name, number)))
 
     def _require_unchanged(
-        self, index: int, segment_input: _SegmentInput, nesting: TreeSpec, before: Sequence[object]
+        self,
+        index: int,
+        segment_input: _SegmentInput,
+        nesting: TreeSpec,
+        ids_before: Sequence[object],
     ) -> None:
         """Refuse a block that passes tensors to later blocks other than by its output: their
         gradients would be lost.
         """
-        if nesting != segment_input.nesting or before != [
+        if nesting != segment_input.nesting or ids_before != [
             tensor_ids(value) for value in segment_input.values
         ]:
             raise OptionError(

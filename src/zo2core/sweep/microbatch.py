@@ -249,10 +249,16 @@ def _split_by_tokens(batches: Sequence[Batch], rows: int | None) -> MicroBatches
         return MicroBatches(None, micro_batches, [])
     # A micro-batch without a labelled token has no loss; one without labels is refused when it is
     # prepared.
-    kept = [each for each in micro_batches if "labels" not in each or labelled_tokens(each)]
-    if not kept:
-        kept = micro_batches[:1]
-    return MicroBatches(None, kept, [labelled_tokens(micro_batch) for micro_batch in kept])
+    with_loss = [
+        micro_batch
+        for micro_batch in micro_batches
+        if "labels" not in micro_batch or labelled_tokens(micro_batch)
+    ]
+    if not with_loss:
+        with_loss = micro_batches[:1]
+    return MicroBatches(
+        None, with_loss, [labelled_tokens(micro_batch) for micro_batch in with_loss]
+    )
 
 
 def require_number(loss: torch.Tensor) -> torch.Tensor:

@@ -460,13 +460,15 @@ class TrajectoryPerturber(Perturber):
         # for each evaluation what perturbs a copy of the weights, which stay unchanged; None: the
         # weights are not perturbed
         self._copies = [
-            None if at is None or at.shift == 0 else compile_copy(at, trajectory.zo_eps)
-            for at in evaluations
+            None
+            if evaluation is None or evaluation.shift == 0
+            else compile_copy(evaluation, trajectory.zo_eps)
+            for evaluation in evaluations
         ]
         # for each evaluation after the first one what perturbs the weights of the one before
         self._moves: list[list[Program]] = []
-        for before, after in pairwise(evaluations):
-            move = compile_moves(before, after, trajectory.zo_eps)
+        for start, end in pairwise(evaluations):
+            move = compile_moves(start, end, trajectory.zo_eps)
             self._moves.append([move] if move.instructions else [])
         # whether the work buffer has the first evaluation's weights since the replay
         self._is_prepared = False

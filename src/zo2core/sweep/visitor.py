@@ -112,15 +112,17 @@ class UpdateLoss:
         count = sum(self._count_changed(torch.cat(of_dtype), update) for of_dtype in by_dtype)
         return count / sum(map(torch.numel, copies))
 
-    def _count_changed(self, before: torch.Tensor, update: Update) -> int:
+    def _count_changed(self, weights: torch.Tensor, update: Update) -> int:
         """Count the weights that an update along directions of this distribution changes."""
-        after = before.clone()
+        changed_weights = weights.clone()
         grads = update.projected_grads
         steps = tuple(
             Descend(direction, grad, update.lr, 0.0) for direction, grad in enumerate(grads)
         )
-        apply(after, Program(tuple(range(len(grads))), steps), Draw(self._distribution, 0))
-        return int((after != before).sum())
+        apply(
+            changed_weights, Program(tuple(range(len(grads))), steps), Draw(self._distribution, 0)
+        )
+        return int((changed_weights != weights).sum())
 
 
 def _dtype_between_steps(spec: ParameterSpec) -> torch.dtype:
