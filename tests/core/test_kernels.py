@@ -252,6 +252,15 @@ def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(
     assert "\n" not in str(warned[0].message)
 
 
+def test_a_library_that_was_not_built_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "dispatch.py"))
+    with pytest.warns(ZO2Warning, match="not used \\(no compiler built them") as warned:
+        assert dispatch.library.__wrapped__() is None
+    assert len(warned) == 1
+
+
 def test_philox_gives_the_integers_of_its_authors() -> None:
     """Known answers of Random123's kat_vectors: philox4x32, 10 rounds."""
     assert [f"{int(w):08x}" for w in reference.words(0, 0, 0, 1, torch.device("cpu"))] == [

@@ -35,13 +35,12 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None if they were not built, or, with one warning, if they cannot be
-    used.
-    """
-    for suffix in EXTENSION_SUFFIXES:
+    """The compiled functions; None, with one warning, if they were not built or cannot be used."""
+    for suffix in reversed(EXTENSION_SUFFIXES):  # the name without a version first: setup.py
         path = Path(__file__).with_name(f"_native{suffix}")
         if path.exists():
             return _loaded(path)
+    _warn_of_reference("no compiler built them when zo2core was installed")
     return None
 
 
@@ -67,15 +66,18 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
             )
         _declare(loaded)
     except (OSError, AttributeError) as error:  # the latter for a function that is not in it
-        warnings.warn(
-            f"compiled kernels are not used ({' '.join(str(error).split())[:300]}); all runs on "
-            "the reference instead, "
-            "slower and with the same bits. Install zo2core again to build them",
-            ZO2Warning,
-            stacklevel=2,
-        )
+        _warn_of_reference(" ".join(str(error).split())[:300])
         return None
     return loaded
+
+
+def _warn_of_reference(reason: str) -> None:
+    warnings.warn(
+        f"compiled kernels are not used ({reason}); all runs on the reference instead, slower and "
+        "with the same bits. Install zo2core again to build them",
+        ZO2Warning,
+        stacklevel=3,
+    )
 
 
 def _require_whole(path: Path) -> None:
