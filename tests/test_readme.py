@@ -178,7 +178,7 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str], crew: Crew) ->
     program, *arguments = shlex.split(command)
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(arguments) <= set(targets)
+        assert {argument for argument in arguments if argument != "TORCH=cpu"} <= set(targets)
     elif program == "python":
         require_understood(arguments[0], arguments[1:])
     elif program == "torchrun":
@@ -267,7 +267,7 @@ def test_the_readme_is_read_in_five_minutes() -> None:
     assert "](docs/index.md)" in text
     assert len(text.splitlines()) <= 120
     assert text.index("make demo") < 1200, "the first command is in the first screen"
-    assert fences(README)[0] == ("sh", "make demo\nmake test\n")
+    assert fences(README)[0] == ("sh", "make demo TORCH=cpu\nmake test\n")
 
 
 def test_the_index_lists_each_page_once() -> None:
