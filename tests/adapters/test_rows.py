@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import gzip
 import importlib
 import itertools
 import json
@@ -46,6 +47,7 @@ from zo2adapters.tasks.rows import (
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id, render_chat
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.run_inputs import row_notices
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal
 from zo2core.errors import DataError, MissingPackageError, OptionError
@@ -574,11 +576,26 @@ def save_splits(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return Path(f"{path}:train")
 
 
+def compressed(
+    write: Callable[[Path, Sequence[dict[str, Any]]], Path],
+) -> Callable[[Path, Sequence[dict[str, Any]]], Path]:
+    """A writer of files that gzip has compressed, without the time of their writing."""
+
+    def write_compressed(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+        path.write_bytes(gzip.compress(write(path, rows).read_bytes(), mtime=0))
+        return path
+
+    return write_compressed
+
+
 KINDS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], Path]] = {
     "rows.jsonl": write_rows,
     "rows.json": write_json,
     "rows.csv": write_csv,
     "rows.parquet": write_parquet,
+    "rows.jsonl.gz": compressed(write_rows),
+    "rows.csv.gz": compressed(write_csv),
+    "rows.json.gz": compressed(write_json),
     "saved": save_dataset,
     "splits": save_splits,
 }
@@ -589,7 +606,7 @@ def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_
     for folder in ("again", "other"):
         (tmp_path / folder).mkdir()
     path = KINDS[name](tmp_path / name, ROWS)
-    expected = [{**row, "n": str(row["n"])} for row in ROWS] if name.endswith("csv") else ROWS
+    expected = [{**row, "n": str(row["n"])} for row in ROWS] if "csv" in name else ROWS
     assert list(parsed_rows(path)) == list(enumerate(expected, 1))
     template = RowOptions(prompt_template="{n}. {text}\\nKind:", completion_column="kind")
     dataset = RowReader(TOKENIZER, 99, template).read(path)
@@ -608,7 +625,7 @@ def test_every_kind_of_file_has_the_same_rows_digests_and_errors(name: str, tmp_
     )
     with pytest.raises(DataError) as caught:
         RowReader(TOKENIZER, 99, RowOptions(text_column="txt")).read(path)
-    assert caught.value.where == f"{path}, {'line' if name.endswith('jsonl') else 'row'} 1"
+    assert caught.value.where == f"{path}, {'line' if 'jsonl' in name else 'row'} 1"
     assert "'txt'" in caught.value.found
     assert "--text-column" in caught.value.expected
     assert "'text'" in caught.value.remedy
@@ -744,8 +761,14 @@ MALFORMED_FILES: dict[str, tuple[str, str, str]] = {
     "a list that is cut": ("rows.json", '[{"text": "a b"}', "not JSON"),
     "an object over lines": ("rows.json", '{\n"text": "a b"}', "line 1"),
     "no Parquet": ("rows.parquet", "text", "a Parquet file"),
-    "tabs named as such": ("rows.tsv", "a\tb\n1\t2\n", "ends with .csv, .json, .jsonl or .parquet"),
-    "plain text": ("rows.txt", "some text\n", "the ending .txt"),
+    "tabs named as such": (
+        "rows.tsv",
+        "a\tb\n1\t2\n",
+        "ends with .csv, .json, .jsonl, .parquet or .txt",
+    ),
+    "plain text": ("rows.log", "some text\n", "the ending .log"),
+    "an empty text": ("rows.txt", " \n", "no rows"),
+    "no gzip": ("rows.jsonl.gz", '{"text": "a"}', "damaged data"),
     "a spreadsheet": ("rows.xlsx", "PK\x03\x04", "save it as CSV"),
     "semicolons": ("rows.csv", "a;b\n1;2\n", "commas instead of semicolons"),
     "tabs": ("rows.csv", "a\tb\n1\t2\n", "commas instead of tabs"),
@@ -760,6 +783,69 @@ def test_a_malformed_file_is_refused(file: str, content: str, named: str, tmp_pa
     with pytest.raises(DataError) as caught:
         list(parsed_rows(tmp_path / file))
     assert named in str(caught.value)
+
+
+def test_a_compressed_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    path = KINDS["rows.jsonl.gz"](tmp_path / "rows.jsonl.gz", ROWS)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match="damaged data"):
+        list(parsed_rows(path))
+
+
+LONG = "The sky is blue. What colour is the sky? It is blue."
+
+
+@pytest.mark.parametrize("choice", ["auto", "split"])
+def test_a_text_becomes_rows_that_together_have_all_its_tokens(choice: Any, tmp_path: Path) -> None:
+    whole = TOKENIZER(LONG + TOKENIZER.eos_token)["input_ids"]
+    (tmp_path / "book.txt").write_text(LONG)
+    rows = RowReader(TOKENIZER, 6, RowOptions(too_long=choice)).read(tmp_path / "book.txt")
+    assert [token for row in rows for token in row.input_ids] == whole
+    assert all(row.prompt_length == 0 for row in rows)
+    assert (rows.longest, rows.divided, rows.truncated) == (6, 1, 0)
+    assert len(rows) == math.ceil(len(whole) / 6) > 1
+    assert rows.split(0.5)[1].rows, "a part of one text can be held out"
+    [cut] = RowReader(TOKENIZER, 6, RowOptions(too_long="cut")).read(tmp_path / "book.txt")
+    assert list(cut.input_ids) == whole[:6]
+
+
+def test_a_last_token_by_itself_is_left_out(tmp_path: Path) -> None:
+    whole = TOKENIZER(LONG + TOKENIZER.eos_token)["input_ids"]
+    (tmp_path / "book.txt").write_text(LONG)
+    [first] = RowReader(TOKENIZER, len(whole) - 1).read(tmp_path / "book.txt")
+    assert list(first.input_ids) == whole[:-1]
+
+
+def test_texts_of_other_files_are_split_where_this_is_asked_for(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": LONG}, {"text": "It is blue."}])
+    assert len(RowReader(TOKENIZER, 6).read(path)) == 2
+    assert len(RowReader(TOKENIZER, 6, RowOptions(too_long="split")).read(path)) > 2
+    write_rows(path, [{"prompt": "The", "completion": LONG}])
+    with pytest.raises(DataError, match="--too-long split"):
+        RowReader(TOKENIZER, 6, RowOptions(too_long="split")).read(path)
+
+
+def test_a_directory_of_texts_is_read_by_name(tmp_path: Path) -> None:
+    texts = {"b.txt": "It is blue.", "a.txt": "The sky", "more/c.txt": "What"}
+    (tmp_path / "more").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "notes.md").write_text("no row")
+    names = ["a.txt", "b.txt", "more/c.txt"]
+    assert list(parsed_rows(tmp_path)) == [
+        (number, {"text": texts[name]}) for number, name in enumerate(names, 1)
+    ]
+    assert saved_path(tmp_path) == str(tmp_path)
+    digest = data_sha256(tmp_path)
+    (tmp_path / "more" / "c.txt").rename(tmp_path / "more" / "d.txt")
+    assert data_sha256(tmp_path) != digest
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="no UTF-8") as caught:
+        list(parsed_rows(tmp_path))
+    assert caught.value.where == str(tmp_path / "b.txt")
+    with pytest.raises(DataError) as caught:
+        RowReader(TOKENIZER, 9, RowOptions(text_column="txt")).read(tmp_path)
+    assert caught.value.where == str(tmp_path / "a.txt")
 
 
 def test_a_missing_split_lists_the_others_and_a_package_is_named(
@@ -1150,11 +1236,11 @@ def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_ref
     tmp_path: Path,
 ) -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|{{ m.role }}|>{{ "
-        "m.content }}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last else m.content | upper }}"
+        "{% endfor %}"
     )
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
-    with pytest.raises(DataError, match="changes an answer"):
+    with pytest.raises(DataError, match="renders an answer otherwise"):
         RowReader(make_tokenizer(template=template), 99).read(path)
     for template in (
         "no column",
@@ -1168,6 +1254,68 @@ def test_templates_that_rewrite_earlier_answers_or_have_no_plain_columns_are_ref
         with pytest.raises(OptionError) as caught:
             RowOptions(prompt_template=template).require_valid()
         assert caught.value.where == "prompt_template"
+
+
+# drops the thoughts of all answers but the last one, as templates of reasoning models do
+FORGETFUL_TEMPLATE = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content if loop.last else message.content.split('<|think|>')[-1] }}",
+)
+
+
+def test_a_conversation_whose_thoughts_are_dropped_is_learned_turn_by_turn(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(template=FORGETFUL_TEMPLATE)
+    talk = [ASK, {**ANSWER, "content": "What?<|think|>It is"}]
+    talk += [ASK, {**ANSWER, "content": "The sky<|think|>It is blue."}]
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": talk}, {"messages": talk[:2]}] * 2)
+    rows = RowReader(tokenizer, 99).read(path)
+    assert (len(rows), rows.by_turn) == (6, 2)
+    first, second, alone = (
+        (text_of(row, 0, tokenizer)[:-1], text_of(row, row.prompt_length, tokenizer))
+        for row in rows[:3]
+    )
+    asked = f"<|user|>{ASK['content']}<|end|><|assistant|>"
+    assert (
+        first == alone == (f"{asked}What?<|think|>It is<|end|>"[:-1], "What?<|think|>It is<|end|>")
+    )
+    learned = "The sky<|think|>It is blue.<|end|>"
+    assert second == (f"{asked}It is<|end|>{asked}{learned}"[:-1], learned)
+    [notice] = row_notices(rows, "trained on")
+    assert notice.endswith("since the chat template changes earlier answers: 2 rows")
+    kept, held_out = rows.split(0.25)
+    assert not {row.line for row in kept} & {row.line for row in held_out}
+
+
+# prompts that are not named, as published data sets of preferences have them
+UNNAMED_PROMPTS: dict[str, dict[str, Any]] = {
+    "texts": {"chosen": "Q: The sky? A: blue", "rejected": "Q: The sky? A: What"},
+    "texts that part within a word": {"chosen": "The sky is blue", "rejected": "The sky is not"},
+    "conversations": {
+        "chosen": [ASK, ANSWER],
+        "rejected": [ASK, {**ANSWER, "content": "The sky"}],
+    },
+    "longer conversations": {
+        "chosen": [ASK, ANSWER, ASK, ANSWER],
+        "rejected": [ASK, ANSWER, ASK, {**ANSWER, "content": "The sky"}],
+    },
+}
+
+
+@pytest.mark.parametrize("row", UNNAMED_PROMPTS.values(), ids=UNNAMED_PROMPTS)
+def test_a_prompt_that_is_not_named_is_the_one_that_trl_takes(row: dict[str, Any]) -> None:
+    assert RowOptions().converted(row) == importlib.import_module("trl").extract_prompt(row)
+
+
+def test_a_prompt_beside_conversations_is_their_last_common_message(tmp_path: Path) -> None:
+    row = UNNAMED_PROMPTS["conversations"]
+    plain = write_rows(tmp_path / "plain.jsonl", [row])
+    named = write_rows(tmp_path / "named.jsonl", [{"prompt": ASK["content"], **row}])
+    read = RowReader(TOKENIZER, 99).read
+    assert read(plain).digest() == read(named).digest()
+    assert read(named).use.unread == []
+    write_rows(named, [{"prompt": "The sky", **row}])
+    with pytest.raises(DataError, match='line 1: found "The sky" as the prompt'):
+        read(named)
 
 
 FORMATS: dict[RowFormat, dict[str, Any]] = {

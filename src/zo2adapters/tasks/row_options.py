@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NamedTuple
@@ -134,10 +135,11 @@ class RowOptions:
     """
     train_on: Literal["answers", "all"] = "answers"
     """Tokens of messages that are learned: those of the assistant's answers, or all."""
-    too_long: Literal["auto", "cut", "drop", "refuse"] = "auto"
-    """What happens to rows longer than --sequence-length: cut removes their end, drop leaves them
-    out, refuse stops. auto cuts texts and completions, and refuses rows with candidates,
-    preferences or answers, which cannot be cut.
+    too_long: Literal["auto", "cut", "split", "drop", "refuse"] = "auto"
+    """What happens to rows longer than --sequence-length: cut removes their end, split makes
+    several rows of a text, drop leaves them out, refuse stops. auto splits .txt files, cuts other
+    texts and completions, and refuses rows with candidates, preferences or answers, which cannot
+    be cut.
     """
 
     rendered_at: str | None = None
@@ -217,7 +219,7 @@ class RowOptions:
         values = Row(read, empty=source.empty)
         if takes_labels:
             self._require_label(values)
-        formed = self._formed(values, takes_labels=takes_labels)
+        formed = _with_prompt_of_both(self._formed(values, takes_labels=takes_labels))
         return Row(formed, empty=source.empty, origins=origins)
 
     def _formed(self, row: Row, *, takes_labels: bool) -> dict[str, Any]:
@@ -360,6 +362,46 @@ class RowOptions:
         )
         return "".join(
             text if column is None else f"{text}{values[column]}" for text, column in parts
+        )
+
+
+def _with_prompt_of_both(formed: dict[str, Any]) -> dict[str, Any]:
+    """A row of preferences whose prompt is what its two answers begin with, as TRL's trainers take
+    it: two texts, or two lists of messages, beside which the prompt may stand as a text.
+    """
+    chosen, rejected = formed.get("chosen"), formed.get("rejected")
+    prompt = formed.get("prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
+        shared = _shared_length(chosen, rejected)
+        if chosen[:shared].endswith(" "):
+            shared -= 1  # which begins an answer
+    elif isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+        shared = _shared_length(chosen, rejected)
+        _require_last_message(prompt, chosen[:shared])
+    else:
+        return formed
+    if not shared:
+        return formed
+    both = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+    return {**formed, "prompt": chosen[:shared], **both}
+
+
+def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many items two texts or lists have in common at their beginnings."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _require_last_message(prompt: object, messages: Sequence[Any]) -> None:
+    """Refuse a prompt that is another text than that of the last message of two conversations."""
+    last = messages[-1] if messages else None
+    content = last.get("content") if isinstance(last, dict) else None
+    if prompt is not None and prompt != content:
+        raise row_error(
+            f"{shown(prompt)} as the prompt, and {shown(content)} as the last message that both "
+            "conversations have",
+            "the same text",
+            "remove the prompt, or correct the row",
         )
 
 

@@ -1,15 +1,17 @@
-"""Read the rows of a data file: JSONL, JSON, CSV, Parquet, a directory of ``datasets``, or a
-dataset of the hub.
+"""Read the rows of a data file: JSONL, JSON, CSV, Parquet, plain text, a directory of texts or of
+``datasets``, or a dataset of the hub.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import BufferedReader
@@ -28,6 +30,7 @@ _HUB = re.compile(
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 _INSTALL_DATASETS, _INSTALL_PARQUET = "zo2core[data]", "pyarrow"
 _JSONL = ("", ".json", ".jsonl", ".ndjson")  # endings of files that have a JSON object on each line
+_TEXT = ".txt"  # ending of files that are one text each
 _UNREADABLE = {"expected": "a readable file", "remedy": "check the path"}
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # the byte order mark, and space
 _LARGEST_CELL = 1 << 27  # characters of a cell in a CSV file
@@ -48,9 +51,11 @@ class DataFile:
     """An open data file, whose rows may be read several times.
 
     The name decides how a file is read: ``.json`` that begins with ``[`` is a list of rows,
-    ``.csv`` has a header line, ``.parquet`` is read with pyarrow, a directory with the package
-    ``datasets``, and every other file is JSONL. A path that does not exist and has a colon is a
-    split: ``DIRECTORY:split``, or ``name:split`` or ``name:configuration:split`` of the hub.
+    ``.csv`` has a header line, ``.txt`` is one text, ``.parquet`` is read with pyarrow, and every
+    other file is JSONL; a further ending ``.gz`` says that it is compressed. A directory is read
+    with the package ``datasets``, or has texts, each in a file. A path that does not exist and has
+    a colon is a split: ``DIRECTORY:split``, or ``name:split`` or ``name:configuration:split`` of
+    the hub.
 
     Note: why ``datasets`` reads no CSV and no JSON. It infers one type for a column of CSV, so that
     the label 0 of a column with 0.5 becomes 0.0 and the text NA none, takes a cell too many for an
@@ -65,9 +70,14 @@ class DataFile:
         self.path = Path(path)
         self._dataset = _dataset(self.path)
         self._file: BufferedReader | None = None
-        if self._dataset is None:
+        if self._dataset is None and not self.path.is_dir():
             with self._typed_failures():
                 self._file = open_regular(self.path)
+
+    @property
+    def has_whole_texts(self) -> bool:
+        """Whether each row is the text of a whole file."""
+        return bool(_text_files(self.path)) or _ending(self.path) == _TEXT
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         """Read the rows from the first one on: number and values."""
@@ -90,14 +100,13 @@ class DataFile:
             if self._file is not None:
                 self._file.seek(0)
                 hashlib.file_digest(self._file, lambda: digest)
-            elif self._dataset is not None and self._dataset.is_local:
+            elif self._dataset is None:
+                _add_files(digest, self.path, _text_files(self.path))
+            elif self._dataset.is_local:
                 digest.update(f"{self._dataset.split}\n".encode())
                 directory = Path(self._dataset.name)
-                for member in sorted(
-                    member for member in directory.rglob("*") if not member.is_dir()
-                ):
-                    name = f"{member.relative_to(directory)} {file_sha256(member)}\n"
-                    digest.update(name.encode(errors="surrogateescape"))
+                members = sorted(path for path in directory.rglob("*") if not path.is_dir())
+                _add_files(digest, directory, members)
             else:
                 for _, row in self.rows():
                     digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
@@ -111,16 +120,28 @@ class DataFile:
             self._file.close()
 
     def _values(self) -> Iterator[tuple[int, RowDict]]:
-        path, file = self.path, self._file
-        if file is None:
-            assert self._dataset is not None, "it is no file"
+        path = self.path
+        if self._dataset is not None:
             yield from _numbered(
                 path, _dataset_rows(path, self._dataset), f"rows of text at {path}"
             )
             return
+        if self._file is None:
+            for number, text in enumerate(_text_files(path), 1):
+                yield from _text_row(number, text, text.read_bytes())
+            return
+        self._file.seek(0)
+        with _decompressed(path, self._file) as file:
+            yield from self._values_of(file)
+
+    def _values_of(self, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
+        """The rows of an open file, after its decompression."""
+        path = self.path
         is_list = _begins_list(file)
         file.seek(0)
-        match path.suffix.lower():
+        match _ending(path):
+            case ".txt":
+                yield from _text_row(1, path, file.read())
             case ".csv":
                 yield from _csv_rows(path, file)
             case ".parquet":
@@ -152,7 +173,7 @@ def first_row(path: Path) -> tuple[int, Row] | None:
         _require_saved(path, dataset)
         return None
     with DataFile(path) as file:
-        is_list = path.suffix.lower() == ".json" and not _counts_lines(path)
+        is_list = _ending(path) == ".json" and not _counts_lines(path)
         if is_list and path.stat().st_size > _SHORT_LIST:
             return None
         return next(file.rows())
@@ -173,9 +194,11 @@ def at_row(path: Path, number: int) -> Iterator[None]:
 
 
 def _bad_row(path: Path, number: int, found: str, expected: str, remedy: str) -> DataError:
-    return DataError(
-        f"{path}, {'line' if _counts_lines(path) else 'row'} {number}", found, expected, remedy
-    )
+    where = f"{path}, {'line' if _counts_lines(path) else 'row'} {number}"
+    texts = _text_files(path)
+    if texts:
+        where = str(texts[number - 1])
+    return DataError(where, found, expected, remedy)
 
 
 def saved_path(path: Path) -> str:
@@ -192,12 +215,59 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _ending(path: Path) -> str:
+    """The ending that says how a file is read, in small letters, without that of compression."""
+    name = path.name.lower()
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def _text_files(path: Path) -> list[Path]:
+    """The texts in a directory and its subdirectories, in the order of their names; none if it is
+    no directory of texts.
+    """
+    if not path.is_dir() or any((path / name).is_file() for name in _SAVED):
+        return []
+    return sorted(member for member in path.rglob(f"*{_TEXT}") if member.is_file())
+
+
+def _text_row(number: int, path: Path, content: bytes) -> Iterator[tuple[int, RowDict]]:
+    """The row of a text with its number, unless the text is blank."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        remedy = "save the file as text in UTF-8"
+        raise DataError(path, f"bytes that are no UTF-8 ({error})", "text", remedy) from error
+    if text.strip():
+        yield number, {"text": text}
+
+
+def _add_files(digest: Any, directory: Path, files: Iterable[Path]) -> None:
+    """Add the names and contents of files in a directory to a digest."""
+    for file in files:
+        line = f"{file.relative_to(directory)} {file_sha256(file)}\n"
+        digest.update(line.encode(errors="surrogateescape"))
+
+
+@contextmanager
+def _decompressed(path: Path, file: BufferedReader) -> Iterator[IO[bytes]]:
+    """The content of a file, which is compressed if its name says so."""
+    if path.suffix.lower() != ".gz":
+        yield file
+        return
+    try:
+        with gzip.GzipFile(fileobj=file) as content:
+            yield io.BufferedReader(content)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        expected = "a file that gzip has written, as its name says"
+        raise DataError(path, f"damaged data ({error})", expected, "restore the file") from error
+
+
 def _dataset(path: Path) -> _Dataset | None:
-    """The dataset that a path names; None if it is a file."""
+    """The dataset that a path names; None if it is a file, or a directory of texts."""
     text = str(path)
     directory, _, split = text.rpartition(":")
     if path.is_dir():
-        return _Dataset(text)
+        return None if _text_files(path) else _Dataset(text)
     if os.path.lexists(path) or not directory:
         return None
     if Path(directory).is_dir():
@@ -212,14 +282,20 @@ def _dataset(path: Path) -> _Dataset | None:
 
 def _counts_lines(path: Path) -> bool:
     """Whether the rows of a file are its lines."""
-    if _dataset(path) is not None or path.suffix.lower() in (".csv", ".parquet"):
+    if path.is_dir() or _dataset(path) is not None or _ending(path) in (".csv", ".parquet"):
         return False
-    with suppress(OSError), open_regular(path) as file:
-        return path.suffix.lower() != ".json" or not _begins_list(file)
+    if _ending(path) != ".json":
+        return True
+    with (
+        suppress(OSError, DataError),
+        open_regular(path) as file,
+        _decompressed(path, file) as json,
+    ):
+        return not _begins_list(json)
     return True
 
 
-def _begins_list(file: BufferedReader) -> bool:
+def _begins_list(file: IO[bytes]) -> bool:
     file.seek(0)
     return file.read(1 << 12).lstrip(_BLANK).startswith(b"[")
 
@@ -233,7 +309,7 @@ def _parsed(text: bytes) -> Any:
 
 def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
     # until a row shows that the file is one of JSONL
-    is_unnamed = path.suffix.lower() not in _JSONL
+    is_unnamed = _ending(path) not in _JSONL
     # Bytes are split at line feeds alone; str.splitlines would split inside a string with U+2028.
     for line, raw in enumerate(file, 1):
         if not raw.strip(_BLANK):
@@ -253,7 +329,10 @@ def _jsonl_rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, RowDict]]:
             found = f"a file of another format, with the ending {path.suffix}"
             remedy = "save it as CSV in UTF-8 with commas between the cells, and name it .csv"
             raise DataError(
-                path, found, "a data file that ends with .csv, .json, .jsonl or .parquet", remedy
+                path,
+                found,
+                "a data file that ends with .csv, .json, .jsonl, .parquet or .txt",
+                remedy,
             ) from cause
         else:
             raise _bad_row(
@@ -354,10 +433,10 @@ def _require_saved(path: Path, dataset: _Dataset) -> None:
     """Refuse a directory that datasets has not saved."""
     directory = Path(dataset.name)
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
-        found = "no regular file, but a directory that datasets has not saved"
-        expected = " or ".join(_SAVED)
+        found = "no regular file, but a directory that datasets has not saved, without texts"
+        expected = f"a data file, or a directory with {' or '.join(_SAVED)}, or with .txt files"
         remedy = "pass a file of it, or save the rows with save_to_disk"
-        raise DataError(path, found, f"a data file, or a directory with {expected}", remedy)
+        raise DataError(path, found, expected, remedy)
 
 
 def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[RowDict]:

@@ -39,6 +39,8 @@ T = TypeVar("T")
 Prompts: TypeAlias = Sequence[Sequence[int]]  # token ids of each prompt
 Candidates: TypeAlias = Sequence[Prompts]  # token ids of the candidates of each prompt
 Label = int | float | tuple[float, ...]  # a class, a number, or a number for each class
+# token ids, the number of those before the first that is learned, and later ranges that are not
+_Sequence: TypeAlias = tuple[list[int], int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,9 @@ class Rows(Sequence[Any]):
     format: RowFormat = RowFormat.TEXT
     truncated: int = 0  # number of rows that were shortened to the sequence length
     dropped: int = 0  # number of longer rows that were left out
+    divided: int = 0  # number of longer texts that became several rows
+    # number of conversations that became a row for each answer
+    by_turn: int = 0
     new_tokens: int = 0  # most tokens of an answer that is generated to each row
     columns: tuple[str, ...] = ()  # of the file's first row
     # how the file was read, with the labels that it has
@@ -213,15 +218,21 @@ class Rows(Sequence[Any]):
 
     def split(self, share: float) -> tuple[Rows, Rows]:
         """Split the rows into those to train on and those to evaluate on, each in file order."""
-        count = len(self)
+        units = list(range(len(self)))
+        if self.by_turn:  # the answers of a conversation stay together
+            first_lines = {row.line: number for number, row in reversed([*enumerate(self)])}
+            units = [first_lines[row.line] for row in self]
+        different = list(dict.fromkeys(units))
+        count = len(different)
         if count < 2:
             raise OptionError("eval_split", "1 row", "at least 2", "leave it out, or add rows")
-        chosen = set(
-            shuffled(count, "evaluation 0")[: min(max(round(count * share), 1), count - 1)]
-        )
+        order = shuffled(count, "evaluation 0")
+        held_out = {
+            different[index] for index in order[: min(max(round(count * share), 1), count - 1)]
+        }
         parts = [
-            tuple(row for index, row in enumerate(self) if (index in chosen) is held_out)
-            for held_out in (False, True)
+            tuple(row for row, unit in zip(self, units, strict=True) if (unit in held_out) is kind)
+            for kind in (False, True)
         ]
         return replace(self, rows=parts[0]), replace(self, rows=parts[1])
 
@@ -432,8 +443,13 @@ class RowReader:
         with DataFile(path) as file:
             takes_labels = self.labelled_for is not None
             options = self.options if takes_labels else _with_labels(self.options, file)
-            rows = []
-            lengths = []
+            rows: list[AnyRow] = []
+            lengths: list[int] = []
+            divided = 0
+            by_turn = 0
+            splits = options.too_long == "split" or (
+                options.too_long == "auto" and file.has_whole_texts
+            )
             use = ColumnUse()
             kind = RowFormat.LABELS
             columns = tuple[str, ...]()
@@ -444,11 +460,16 @@ class RowReader:
                         kind = self._format_of(row)
                         columns = tuple(source)
                     use.add(source, self._columns_read(options, row, source))
-                    tokenized, length = self._tokenized(kind, row, source, line)
-                    lengths.append(length)
-                    if self._is_kept(kind, length):
-                        self._require_learnable(tokenized, length)
-                        rows.append(tokenized)
+                    made = self._tokenized(kind, row, source, line)
+                    by_turn += len(made) > 1
+                    if splits and made[0][1] > self._most(kind) and "text" in row:
+                        made = self._pieces(row, line)
+                        divided += 1
+                    for tokenized, length in made:
+                        lengths.append(length)
+                        if self._is_kept(kind, length):
+                            self._require_learnable(tokenized, length)
+                            rows.append(tokenized)
             digest = file.sha256() if self.digests else ""
         self._require_unjudged(path, options, use)
         long = sum(length > self._most(kind) for length in lengths)
@@ -462,7 +483,17 @@ class RowReader:
             raise DataError(path, found, "a row that is short enough, with --too-long drop", remedy)
         new_tokens = self.sequence_length - self._most(kind)
         return Rows(
-            tuple(rows), kind, long - dropped, dropped, new_tokens, columns, options, use, digest
+            rows=tuple(rows),
+            format=kind,
+            truncated=long - dropped,
+            dropped=dropped,
+            divided=divided,
+            by_turn=by_turn,
+            new_tokens=new_tokens,
+            columns=columns,
+            options=options,
+            use=use,
+            sha256=digest,
         )
 
     def _columns_read(self, options: RowOptions, row: Row, source: Row) -> Collection[str]:
@@ -513,7 +544,7 @@ class RowReader:
         is_cut = kind in (RowFormat.TEXT, RowFormat.LABELS)
         if tokens <= self._most(kind) or choice == "drop":
             return tokens <= self._most(kind)
-        if is_cut and choice != "refuse":
+        if is_cut and choice not in ("refuse", "split"):
             return True
         generates = kind is RowFormat.ANSWERS
         uncut = "" if is_cut else ", with candidates, preferences or answers, which cannot be cut"
@@ -550,24 +581,44 @@ class RowReader:
 
     def _tokenized(
         self, kind: RowFormat, row: Row, source: Mapping[str, Any], line: int
-    ) -> tuple[AnyRow, int]:
-        """A row as tokens, shortened where that is possible, and its length."""
+    ) -> Sequence[tuple[AnyRow, int]]:
+        """A row as tokens, shortened where that is possible, and its length; several, of a
+        conversation that is learned turn by turn.
+        """
         if kind is RowFormat.TEXT:
-            return self._text(row, source, line)
+            return self._texts(row, source, line)
         if kind is RowFormat.LABELS:
-            return self._labelled(row)
+            return [self._labelled(row)]
         if kind is RowFormat.ANSWERS:
-            return self._question(row)
-        return self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)
+            return [self._question(row)]
+        return [self._choice(row) if kind is RowFormat.CANDIDATES else self._preference(row)]
 
-    def _text(self, row: Row, source: Mapping[str, Any], line: int) -> tuple[TokenizedRow, int]:
+    def _texts(
+        self, row: Row, source: Mapping[str, Any], line: int
+    ) -> list[tuple[TokenizedRow, int]]:
         source_text = json.dumps({**source, **row}) if self.keeps_sources else ""
         most = self.sequence_length
         if self.keeps_sources and isinstance(row.get("prompt"), str) and "completion" not in row:
             row["completion"] = self.tokenizer.eos_token or " "
-        ids, prompt, later = self._sequence(row)
-        later = tuple((start, min(end, most)) for start, end in later if start < most)
-        return TokenizedRow(array("i", ids[:most]), prompt, line, later, source_text), len(ids)
+        made: list[tuple[TokenizedRow, int]] = []
+        for ids, prompt, ranges in self._sequences(row):
+            later = tuple((start, min(end, most)) for start, end in ranges if start < most)
+            tokenized = TokenizedRow(array("i", ids[:most]), prompt, line, later, source_text)
+            made.append((tokenized, len(ids)))
+        return made
+
+    def _pieces(self, row: Row, line: int) -> list[tuple[TokenizedRow, int]]:
+        """A text as rows of at most the sequence length, all of whose tokens are learned; a last
+        token by itself, which nothing predicts, is left out.
+        """
+        ids = _text_ids(_string(row, "text"), self.tokenizer)
+        starts = range(0, len(ids), self.sequence_length)
+        pieces = (ids[start : start + self.sequence_length] for start in starts)
+        return [
+            (TokenizedRow(array("i", piece), 0, line), len(piece))
+            for piece in pieces
+            if len(piece) > 1
+        ]
 
     def _labelled(self, row: Row) -> tuple[LabelledRow, int]:
         assert self.labelled_for is not None
@@ -635,15 +686,44 @@ class RowReader:
         _require(bool(ids), found, "at least 1 token", "write a prompt, or remove the row")
         return Question(ids, tuple(answers)), len(ids)
 
-    def _sequence(self, row: Row) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+    def _sequences(self, row: Row) -> list[_Sequence]:
+        """What ``_sequence`` returns; of messages whose answers are learned and that the chat
+        template renders otherwise once more follow, one for each answer.
+        """
+        if "messages" not in row or self.options.train_on != "answers" or "text" in row:
+            return [self._sequence(row)]
+        messages = _messages(row, "messages")
+        whole = self._answers(messages)
+        return self._turns(messages) if whole is None else [whole]
+
+    def _turns(self, messages: list[dict[str, Any]]) -> list[_Sequence]:
+        """A sequence for each answer of a conversation, which ends with it and learns it alone: as
+        the model sees the messages before when it answers.
+        """
+        turns: list[_Sequence] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            text = self._rendered(messages[: index + 1])
+            whole = self._chat_tokens(text)
+            start = self._answer_start(messages[:index], text, whole)
+            if start is None or start >= len(whole):
+                found = "a chat template that renders an answer otherwise than it asks for one"
+                raise row_error(
+                    found,
+                    "the prompt for an answer at the start of the answer",
+                    "pass --train-on all, or write rows with 'prompt' and 'completion'",
+                )
+            turns.append((whole, start, ()))
+        return turns
+
+    def _sequence(self, row: Row) -> _Sequence:
         """Token ids, the number of those before the first that is learned, and later ranges that
         are not learned.
         """
         match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
             case ["text"]:
                 return _text_ids(_string(row, "text"), self.tokenizer), 0, ()
-            case ["messages"] if self.options.train_on == "answers":
-                return self._answers(_messages(row, "messages"))
             case ["messages"]:
                 return self._chat_ids(_messages(row, "messages")), 0, ()
             case ["prompt", "completion"] if isinstance(row["prompt"], list):
@@ -666,35 +746,23 @@ class RowReader:
                 )
         return whole, _prompt_length(prompt, whole), ()
 
-    def _answers(
-        self, messages: list[dict[str, Any]]
-    ) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
-        """A conversation of which the assistant's answers are learned: what ``_sequence``
-        returns.
+    def _answers(self, messages: list[dict[str, Any]]) -> _Sequence | None:
+        """A conversation of which the assistant's answers are learned: what ``_sequence`` returns.
+
+        None: the chat template renders an answer otherwise once more messages follow.
         """
-        whole = self._chat_ids(messages)
+        text = self._rendered(messages)
+        whole = self._chat_tokens(text)
         answers: list[tuple[int, int]] = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = _prompt_length(
-                self._chat_ids(messages[:index], reply_follows=True) if index else [], whole
-            )
-            is_last = index == len(messages) - 1
-            end = (
-                len(whole)
-                if is_last
-                else _prompt_length(self._chat_ids(messages[: index + 1]), whole)
-            )
-            if start >= end:
-                found = "a chat template that changes an answer once more messages follow"
-                remedy = (
-                    "pass --train-on all, or write a row with 'prompt' and 'completion' for each "
-                    "answer"
-                )
-                raise row_error(
-                    found, "answers that stay the same in a longer conversation", remedy
-                )
+            start = self._answer_start(messages[:index], text, whole)
+            end = len(whole)
+            if index < len(messages) - 1:
+                end = _prompt_length(self._chat_ids(messages[: index + 1]), whole)
+            if start is None or start >= end:
+                return None
             answers.append((start, end))
         expected = "at least one message of the assistant, whose tokens are learned"
         found = "messages without an answer, that is without the role 'assistant'"
@@ -705,7 +773,34 @@ class RowReader:
         )
         return whole, answers[0][0], later
 
+    def _answer_start(
+        self, messages: list[dict[str, Any]], text: str, whole: list[int]
+    ) -> int | None:
+        """The number of tokens before an answer to these messages, in a longer conversation.
+
+        None: the conversation's text does not repeat that of the last message.
+        """
+        if not messages:
+            return 0
+        asked = self._rendered(messages, reply_follows=True)
+        content = messages[-1].get("content")
+        if isinstance(content, str) and content and content in asked:
+            question = asked[: asked.rindex(content) + len(content)]
+            if not text.startswith(question):
+                return None
+        return _prompt_length(self._chat_tokens(asked), whole)
+
     def _chat_ids(self, messages: list[Any], *, reply_follows: bool = False) -> list[int]:
+        return self._chat_tokens(self._rendered(messages, reply_follows=reply_follows))
+
+    def _chat_tokens(self, text: str) -> list[int]:
+        """The tokens of a rendered chat.
+
+        The template writes the special tokens; the tokenizer would add them a second time.
+        """
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _rendered(self, messages: list[Any], *, reply_follows: bool = False) -> str:
         found, expected = (
             "messages, with a tokenizer that has no chat template",
             "a tokenizer with a chat template",
@@ -713,11 +808,9 @@ class RowReader:
         remedy = "use a chat model's tokenizer, or write rows of strings"
         _require(bool(self.tokenizer.chat_template), found, expected, remedy)
         rendered_at = self.options.rendered_at
-        text = render_chat(
+        return render_chat(
             messages, self.tokenizer, reply_follows=reply_follows, rendered_at=rendered_at
         )
-        # The template writes the special tokens; the tokenizer would add them a second time.
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def with_labels(options: RowOptions, path: Path) -> RowOptions:

@@ -258,6 +258,8 @@ def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOpti
     tokens = sorted(length for row in data for length, _ in row.sequences)
     typical = tokens[math.ceil(len(tokens) * _TYPICAL) - 1]
     chosen = tokens[-1] if tokens[-1] <= max(_UNCUT, 1.25 * typical) else typical
+    if data.divided:
+        chosen = min(DEFAULT_LENGTH, most)
     limit = min(max(_ROUNDED_TO * math.ceil(chosen / _ROUNDED_TO), 2), most)
     is_cut = tokens[-1] > limit or data.dropped or data.truncated
     # such rows cannot be cut
@@ -265,6 +267,8 @@ def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOpti
     too_long = "drop" if is_cut and is_whole else options.rows.too_long
     longer = sum(length > limit for length in tokens) + data.dropped
     cut = f"{longer} longer ones are shortened or left out." if longer else "No row is longer."
+    if data.divided:
+        cut = "Longer texts become several rows."
     reason = (
         f"The median row has {tokens[len(tokens) // 2]} tokens, the longest {tokens[-1]}. {cut}"
     )

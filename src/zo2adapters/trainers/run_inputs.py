@@ -442,7 +442,12 @@ def row_notices(rows: Rows, used_for: str, *, others: Rows | None = None) -> lis
         lines[0] += ". --prompt-template and --prompt-column, or zo2 init, use more"
     if others is not None and {*others.use.unread} >= {*rows.use.unread}:
         lines = []
-    numbers = {"cut to the sequence length": rows.truncated, "left out, since longer": rows.dropped}
+    numbers = {
+        "cut to the sequence length": rows.truncated,
+        "left out, since longer": rows.dropped,
+        "split at the sequence length": rows.divided,
+        "learned turn by turn, since the chat template changes earlier answers": rows.by_turn,
+    }
     lengths = [f"{words}: {counted(number, 'row')}" for words, number in numbers.items() if number]
     return lines + [line if others is None else f"evaluation: {line}" for line in lengths]
 
