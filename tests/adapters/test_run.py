@@ -451,11 +451,11 @@ def test_an_earlier_step_is_opened_by_the_first_worker_alone(options: TrainOptio
     )
     with patch("zo2adapters.trainers.methods.Engine") as opened:
         method.at_step(cast("Any", running), cast("Any", None), 1 << 20, 0)
-        assert opened.call_args.kwargs["workers"] is None, (
+        assert opened.call_args.kwargs["options"].workers is None, (
             "the others have ended, and would be waited for"
         )
         method.open(cast("Any", None), 1 << 20)
-    assert opened.call_args.kwargs["workers"] is workers
+    assert opened.call_args.kwargs["options"].workers is workers
 
 
 EVALUATED_STEPS = 4
