@@ -158,45 +158,45 @@ def open_run(inputs: RunInputs) -> OpenedRun:
     with ExitStack() as refused:
         opened = ExitStack()
         refused.push(opened)
-        _take_over(inputs, opened)
-        start = _start(inputs, opened)
-        start, segments = _place(start)
-        buffer = _work_buffer(start, segments)
-        trained = _trained_weights(start, segments, buffer)
+        _claim_model(inputs, opened)
+        parts = _open_parts(inputs, opened)
+        parts, segments = _open_segments(parts)
+        buffer = _allocate_work_buffer(parts, segments)
+        trained = _trained_weights(parts, segments, buffer)
         run = Run(
             model=model,
-            journal=start.journal,
+            journal=parts.journal,
             is_kept=inputs.is_kept,
             directory=inputs.directory,
             spill=inputs.spill,
             micro_batch_size=inputs.micro_batch_size,
-            workers=start.workers,
-            device=start.device,
-            recorder=start.recorder,
-            directions=start.directions,
+            workers=parts.workers,
+            device=parts.device,
+            recorder=parts.recorder,
+            directions=parts.directions,
             segments=segments,
-            perturber=_perturber(start, buffer, trained),
-            visits=_visits(start, segments),
-            update_loss=start.update_loss,
-            require_unchanged=_check_of_files(model),
+            perturber=_perturber_maker(parts, buffer, trained),
+            visits=_visits(parts, segments),
+            update_loss=parts.update_loss,
+            require_unchanged=_file_check(model),
             opened=opened,
         )
         buffer.bind(model.bind)
         if isinstance(model, RoomTakingModel):
             model.make_room = run.visits.make_room
-        opened.callback(start.recorder.flush)
-        result = _with_state(run, inputs.method, trained)
+        opened.callback(parts.recorder.flush)
+        result = _choose_state(run, inputs.method, trained)
         refused.pop_all()
         return result
 
 
-def _check_of_files(model: BlockModel) -> Callable[[], object]:
+def _file_check(model: BlockModel) -> Callable[[], object]:
     """The check of the files that a model was opened from; of other models none."""
     return model.require_unchanged if isinstance(model, ModelOfFiles) else lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Start:
+class _RunParts:
     """A run before its segments are placed."""
 
     inputs: RunInputs
@@ -242,7 +242,7 @@ class _Start:
         )
 
 
-def _take_over(inputs: RunInputs, opened: ExitStack) -> None:
+def _claim_model(inputs: RunInputs, opened: ExitStack) -> None:
     """Use the model, and a source that the caller passed, alone."""
     opened.enter_context(sole_use(inputs.model))
     if inputs.custom is not None:
@@ -252,7 +252,7 @@ def _take_over(inputs: RunInputs, opened: ExitStack) -> None:
         opened.callback(inputs.model.weights.close)
 
 
-def _start(inputs: RunInputs, opened: ExitStack) -> _Start:
+def _open_parts(inputs: RunInputs, opened: ExitStack) -> _RunParts:
     """Open trace, journal and device, and choose the directions."""
     recorder = _open_recorder(inputs, opened)
     workers = Workers() if inputs.options.workers is None else inputs.options.workers
@@ -270,7 +270,7 @@ def _start(inputs: RunInputs, opened: ExitStack) -> _Start:
         seed=zeroth.seed,
     )
     _require_changing(inputs.model, directions, inputs.options)
-    return _Start(
+    return _RunParts(
         inputs=inputs,
         opened=opened,
         recorder=recorder,
@@ -315,43 +315,43 @@ def _open_device(inputs: RunInputs, opened: ExitStack) -> Device:
     return device
 
 
-def _place(start: _Start) -> tuple[_Start, Segments]:
+def _open_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     """Decide where the segments of a run are, and open what brings them to visits."""
-    if start.inputs.custom is not None:
-        return start, _custom_segments(start, start.inputs.custom)
-    if start.inputs.shared is not None:
-        return start, _shared_segments(start, start.inputs.shared)
-    return _planned_segments(start)
+    if parts.inputs.custom is not None:
+        return parts, _use_custom_source(parts, parts.inputs.custom)
+    if parts.inputs.shared is not None:
+        return parts, _join_shared_base(parts, parts.inputs.shared)
+    return _open_planned_segments(parts)
 
 
-def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
+def _open_planned_segments(parts: _RunParts) -> tuple[_RunParts, Segments]:
     """Plan a run on this machine, whose free memory the workers of a host divide, and open the
     parts of the plan.
     """
-    model = start.model
-    device = start.device
-    journal = start.journal
-    machine = Machine.of(device, start.workers.neighbours)
-    request = start.request
+    model = parts.model
+    device = parts.device
+    journal = parts.journal
+    machine = Machine.of(device, parts.workers.neighbours)
+    request = parts.request
     spec = plan(request, machine, MeasuredSpeeds(model.weights))
-    if not isinstance(start.inputs.method, ZerothOrder) or start.inputs.method.noise is None:
+    if not isinstance(parts.inputs.method, ZerothOrder) or parts.inputs.method.noise is None:
         # The same noise, whose generators may be kept in memory that the plan leaves over.
-        directions = start.directions.with_noise_memory(
+        directions = parts.directions.with_noise_memory(
             journal.noise, model.layouts, device.torch_device, max(spec.host_plan.spare, 0)
         )
-        start = replace(start, directions=directions)
-    _begin(start)
-    committed_every = start.options.commit_every if request.changing else None
+        parts = replace(parts, directions=directions)
+    _begin_journal(parts)
+    committed_every = parts.options.commit_every if request.changing else None
     slots: Scratch | Generations | None = None
     if committed_every is not None:
-        slots = _open_generations(start, spec, spare=request.changing)
+        slots = _open_generations(parts, spec, spare=request.changing)
     elif spec.write_back is not None:
         slots = Scratch(
             Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version
         )
     if slots is not None:
-        start.opened.callback(slots.close)
-    base_digests = BaseDigests(journal.base_digests, learns=start.inputs.is_kept)
+        parts.opened.callback(slots.close)
+    base_digests = BaseDigests(journal.base_digests, learns=parts.inputs.is_kept)
     store = SegmentStore(
         model.weights,
         spec.layouts,
@@ -360,22 +360,22 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
         scratch=slots,
         write_back_every=spec.write_back_every,
         base_digests=base_digests,
-        timeline=start.timeline,
+        timeline=parts.timeline,
     )
-    start.opened.callback(store.close)
+    parts.opened.callback(store.close)
     committed = None
     if committed_every is not None and isinstance(slots, Generations):
         committed = CommittedSegments(store, slots, committed_every)
-    least = start.inputs.memory.least_activations
+    least = parts.inputs.memory.least_activations
     spare = spec.spare_bytes(in_place=device.in_place)
     segments = Segments(
         layouts=spec.layouts,
-        scheduler=_open_scheduler(start, spec, store),
+        scheduler=_open_scheduler(parts, spec, store),
         activations=StreamActivations(
             device,
             None if least is None else spec.activation_bytes,
             spec.waiting_bytes,
-            timeline=start.timeline,
+            timeline=parts.timeline,
         ),
         activation_bytes=spec.activation_bytes,
         spare_bytes=lambda: spare,
@@ -384,13 +384,13 @@ def _planned_segments(start: _Start) -> tuple[_Start, Segments]:
         plan=spec,
         committed=committed,
     )
-    return start, segments
+    return parts, segments
 
 
-def _custom_segments(start: _Start, custom: CustomSource) -> Segments:
+def _use_custom_source(parts: _RunParts, custom: CustomSource) -> Segments:
     """Use a source that the caller passed."""
-    model = start.model
-    device = start.device
+    model = parts.model
+    device = parts.device
     source = custom.source
     expected = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
     actual = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
@@ -401,69 +401,69 @@ def _custom_segments(start: _Start, custom: CustomSource) -> Segments:
             expected=f"the {len(expected)} segments of the model",
             remedy="build the source from model.layouts and model.weights",
         )
-    if not isinstance(start.inputs.method, ZerothOrder) or start.directions.factors is not None:
+    if not isinstance(parts.inputs.method, ZerothOrder) or parts.directions.factors is not None:
         kind = "a run whose weights are not replayed where they are stored"
         raise without_effect(
             "source", kind, "ZerothOrder with dense perturbations, for a source of the caller"
         )
-    require_drawable(model.layouts, start.directions.noise)
-    _begin(start)
+    require_drawable(model.layouts, parts.directions.noise)
+    _begin_journal(parts)
     scheduler = custom.scheduler
     if scheduler is None:
-        scheduler = open_scheduler(source, device, start.timeline, overlap=start.options.overlap)
-    start.opened.callback(scheduler.release_all)  # the source stays open
+        scheduler = open_scheduler(source, device, parts.timeline, overlap=parts.options.overlap)
+    parts.opened.callback(scheduler.release_all)  # the source stays open
     return Segments(
         layouts=model.layouts,
         scheduler=scheduler,
-        activations=StreamActivations(device, None, timeline=start.timeline),
-        activation_bytes=start.inputs.memory.activation_bytes,
+        activations=StreamActivations(device, None, timeline=parts.timeline),
+        activation_bytes=parts.inputs.memory.activation_bytes,
         spare_bytes=lambda: 0,
         base_digests=BaseDigests({}, learns=False),
         source=source,
     )
 
 
-def _shared_segments(start: _Start, base: SharedBase) -> Segments:
+def _join_shared_base(parts: _RunParts, base: SharedBase) -> Segments:
     """Join the runs of a base."""
-    base_digests = BaseDigests(start.journal.base_digests, learns=start.inputs.is_kept)
-    joined = base.join(start.model, start.request, start.timeline, base_digests)
-    start.opened.callback(joined.leave)
-    _begin(start)
+    base_digests = BaseDigests(parts.journal.base_digests, learns=parts.inputs.is_kept)
+    joined = base.join(parts.model, parts.request, parts.timeline, base_digests)
+    parts.opened.callback(joined.leave)
+    _begin_journal(parts)
     return Segments(
-        layouts=start.model.layouts,
+        layouts=parts.model.layouts,
         scheduler=joined,
-        activations=StreamActivations(start.device, None, timeline=start.timeline),
+        activations=StreamActivations(parts.device, None, timeline=parts.timeline),
         activation_bytes=joined.activation_bytes,
         spare_bytes=base.spare_bytes,
         base_digests=base_digests,
     )
 
 
-def _open_generations(start: _Start, spec: RunSpec, *, spare: int) -> Generations:
+def _open_generations(parts: _RunParts, spec: RunSpec, *, spare: int) -> Generations:
     """Open the generations of segments on disk, in the directory of the run."""
-    journal, directory = start.journal, start.inputs.directory
+    journal, directory = parts.journal, parts.inputs.directory
     assert directory is not None, "it is required for commits"
     return Generations(directory, spec.layouts, journal.chain, journal.require_version, spare=spare)
 
 
-def _open_scheduler(start: _Start, spec: RunSpec, source: BlockSource) -> Scheduler:
+def _open_scheduler(parts: _RunParts, spec: RunSpec, source: BlockSource) -> Scheduler:
     """Make the scheduler of the plan; if blocks are transferred in fewer bits, the host prepares
     them.
     """
-    device, timeline = start.device, start.timeline
+    device, timeline = parts.device, parts.timeline
     open_plain = partial(
         open_scheduler,
         device=device,
         timeline=timeline,
-        overlap=start.options.overlap,
+        overlap=parts.options.overlap,
         kept=spec.kept,
     )
     if spec.low_bit is None:
         return open_plain(source)
-    noise = start.directions.noise
+    noise = parts.directions.noise
     assert isinstance(noise, CounterNoise), "other noise was refused"
-    host = HostReplay(spec.layouts, noise, start.journal.updates, start.update_loss)
-    start.opened.callback(host.close)
+    host = HostReplay(spec.layouts, noise, parts.journal.updates, parts.update_loss)
+    parts.opened.callback(host.close)
     blocks = [index for index, layout in enumerate(spec.layouts) if not layout.resident]
     low_bit = LowBitSource(
         source,
@@ -473,70 +473,70 @@ def _open_scheduler(start: _Start, spec: RunSpec, source: BlockSource) -> Schedu
         comes_back=spec.low_bit == "device",
         timeline=timeline,
     )
-    start.opened.callback(low_bit.close)
+    parts.opened.callback(low_bit.close)
     return LowBitScheduler(open_plain(low_bit, across_sweeps=False), low_bit)
 
 
-def _work_buffer(start: _Start, segments: Segments) -> WorkBuffer:
+def _allocate_work_buffer(parts: _RunParts, segments: Segments) -> WorkBuffer:
     """Allocate the memory of the forwards' weights."""
-    shared, device = start.inputs.shared, start.device
+    shared, device = parts.inputs.shared, parts.device
     has_room = segments.plan is None or segments.plan.host_plan.keep_noise
     return WorkBuffer(
-        start.model.layouts,
+        parts.model.layouts,
         device,
-        start.directions.noise,
+        parts.directions.noise,
         keep_noise=device.in_place and has_room,
-        perturbs_in_place=start.directions.perturb_in_place,
+        perturbs_in_place=parts.directions.perturb_in_place,
         allocate=None if shared is None else shared.work_memory,
     )
 
 
 def _trained_weights(
-    start: _Start, segments: Segments, buffer: WorkBuffer
+    parts: _RunParts, segments: Segments, buffer: WorkBuffer
 ) -> AdapterWeights | StoredWeights | None:
     """What first-order steps train: all parameters where they are stored, or an adapter's in
     memory; None: weights are the journal's.
     """
-    method, model = start.inputs.method, start.model
+    method, model = parts.inputs.method, parts.model
     if isinstance(method, ZerothOrder):
         return None
     is_fused = isinstance(method, FirstOrder) and method.update is not None
     if is_fused or (isinstance(method, AtSnapshot) and _trains_all(model)):
         return StoredWeights(buffer, segments.layouts)
-    return AdapterWeights(buffer, model.layouts, model.weights, start.device.torch_device)
+    return AdapterWeights(buffer, model.layouts, model.weights, parts.device.torch_device)
 
 
-def _perturber(
-    start: _Start, buffer: WorkBuffer, trained: TrainedWeights | None
+def _perturber_maker(
+    parts: _RunParts, buffer: WorkBuffer, trained: TrainedWeights | None
 ) -> Callable[[Trajectory], Perturber]:
     """What brings weights to a version and perturbs them in one sweep."""
     if trained is not None:
         return trained.present
-    directions = start.directions
+    directions = parts.directions
     helper = None
-    if start.device.torch_device.type == "cpu":
-        helper = start.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
+    if parts.device.torch_device.type == "cpu":
+        helper = parts.opened.enter_context(ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb"))
     if directions.factors is not None:
-        assert isinstance(start.model, StackedModel), "other models were refused"
-        return partial(FactorPerturber, start.model, directions.factors, buffer, helper)
+        assert isinstance(parts.model, StackedModel), "other models were refused"
+        return partial(FactorPerturber, parts.model, directions.factors, buffer, helper)
     if isinstance(directions.noise, CounterNoise):
         return partial(CounterPerturber, directions.noise, buffer, helper)
     return partial(DrawnPerturber, directions.noise, buffer, helper)
 
 
-def _visits(start: _Start, segments: Segments) -> Visits:
+def _visits(parts: _RunParts, segments: Segments) -> Visits:
     """What all sweeps share that run the present or perturbed weights."""
     return Visits(
-        layouts=start.model.layouts,
+        layouts=parts.model.layouts,
         activations=segments.activations,
-        make_room=segments.room_maker(start.device),
-        streams=start.device.streams,
-        timeline=start.timeline,
-        update_loss=start.update_loss if start.directions.factors is None else None,
+        make_room=segments.room_maker(parts.device),
+        streams=parts.device.streams,
+        timeline=parts.timeline,
+        update_loss=parts.update_loss if parts.directions.factors is None else None,
     )
 
 
-def _with_state(
+def _choose_state(
     run: Run, method: Method, trained: AdapterWeights | StoredWeights | None
 ) -> OpenedRun:
     """Choose the state that steps change and what takes them, and go on from what the run has
@@ -640,38 +640,38 @@ def _require_changing(model: BlockModel, directions: Directions, options: Engine
             raise without_effect(option, value, f"no value {where}")
 
 
-def _begin(start: _Start) -> None:
+def _begin_journal(parts: _RunParts) -> None:
     """Begin or continue the journal of a run that was planned."""
-    model = start.model
-    journal = start.journal
-    factors = start.directions.factors
-    journal.begin(_header(start))
+    model = parts.model
+    journal = parts.journal
+    factors = parts.directions.factors
+    journal.begin(_journal_header(parts))
     require_agreement(
         journal,
-        start.directions.noise,
+        parts.directions.noise,
         model.layouts,
-        start.device.torch_device,
-        start.workers,
+        parts.device.torch_device,
+        parts.workers,
     )
-    policy = start.options.write_back
+    policy = parts.options.write_back
     if factors is not None and policy is not None:
         period_file = factors.keep_periods(
             Path(policy.directory), model.layouts, journal, policy.bytes_a_step
         )
-        start.opened.callback(period_file.close)
+        parts.opened.callback(period_file.close)
 
 
-def _header(start: _Start) -> Mapping[str, Any]:
+def _journal_header(parts: _RunParts) -> Mapping[str, Any]:
     """Return the journal's header, which identifies the run.
 
     A value of None matches any value of the journal.
     """
-    model, perturbation = start.model, start.directions.perturbation
-    provenance = start.options.provenance
+    model, perturbation = parts.model, parts.directions.perturbation
+    provenance = parts.options.provenance
     header = {
         "base": model.weights.fingerprint,
         "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
-        **_header_of_steps(start),
+        **_method_header(parts),
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
     }
@@ -680,16 +680,16 @@ def _header(start: _Start) -> Mapping[str, Any]:
     return header
 
 
-def _header_of_steps(start: _Start) -> Mapping[str, Any]:
+def _method_header(parts: _RunParts) -> Mapping[str, Any]:
     """The part of the header that says how steps are made."""
-    method = start.inputs.method
-    noise = start.directions.noise
-    estimator = start.directions.estimator
+    method = parts.inputs.method
+    noise = parts.directions.noise
+    estimator = parts.directions.estimator
     if isinstance(method, FirstOrder):
         return {"method": json_object("method", method.journal_options)}
     drawn = None
     if isinstance(noise, SequentialNoise):
-        drawn = drawing_fingerprint(start.device.torch_device)
+        drawn = drawing_fingerprint(parts.device.torch_device)
     seed = method.seed if isinstance(method, ZerothOrder) and estimator is not None else None
     recorded = None if estimator is None else estimator.options
     return {"noise": noise.name, DRAWN: drawn, "estimator": recorded, "seed": seed}
