@@ -511,7 +511,7 @@ def _perturber_maker(
 ) -> Callable[[Trajectory], Perturber]:
     """What brings weights to a version and perturbs them in one sweep."""
     if trained is not None:
-        return trained.present
+        return trained.for_sweep
     directions = parts.directions
     helper = None
     if parts.device.torch_device.type == "cpu":

@@ -145,7 +145,7 @@ class Engine:
 
         The engine calls its ``step``.
         """
-        return _required(self._state, AdapterState, "optimizer").optimizer
+        return _require_part(self._state, AdapterState, "optimizer").optimizer
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -154,7 +154,7 @@ class Engine:
         Only change them in place.
         """
         return MappingProxyType(
-            _required(self._state, AdapterState, "parameters").weights.parameters
+            _require_part(self._state, AdapterState, "parameters").weights.parameters
         )
 
     @property
@@ -165,7 +165,7 @@ class Engine:
     @property
     def committed(self) -> int:
         """The step of the last commit of segments on disk, from which the run resumes."""
-        return _required(self._state, DiskState, "committed").committed
+        return _require_part(self._state, DiskState, "committed").committed
 
     def watch(self, visited: Callable[[int, int], object] | None) -> None:
         """Have a function called after each visit of a sweep, such as one that draws a progress
@@ -247,7 +247,7 @@ class Engine:
                 gradients are cleared then.
         """
         self._run.use.require_open()
-        steps = _required(self._steps, AdapterSteps, "gradients")
+        steps = _require_part(self._steps, AdapterSteps, "gradients")
         self._run.require_unchanged()
         return steps.gradients(batch, forward)
 
@@ -408,7 +408,7 @@ class Engine:
             Name and tensor, with its shape and dtype, on the CPU: a view, valid until the next one,
             and not to be changed.
         """
-        yield from self._present(range(len(self._run.segments.layouts)))
+        yield from self._present_parameters(range(len(self._run.segments.layouts)))
 
     def learned(self) -> Generator[tuple[str, Learned], None, None]:
         """Yield the learned change of every trained parameter of a low-rank run, in visiting order.
@@ -468,12 +468,12 @@ class Engine:
                 for i, layout in layouts
                 if any(spec.name in exported for spec in layout.parameters)
             ]
-            with closing(self._present(segments, progress)) as tensors:
+            with closing(self._present_parameters(segments, progress)) as tensors:
                 model.write(directory, tensors, files)
             return
         specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
         form = saved_form(model)
-        with closing(self._present(range(len(model.layouts)), progress)) as tensors:
+        with closing(self._present_parameters(range(len(model.layouts)), progress)) as tensors:
             companions = {**model.companions, **files}
             write_checkpoint(
                 directory,
@@ -551,7 +551,7 @@ class Engine:
             ScratchError: if it cannot be written; the engine is closed then.
         """
         self._run.use.require_open()
-        _required(self._state, DiskState, "commit").commit_segments()
+        _require_part(self._state, DiskState, "commit").commit_segments()
 
     def note_evaluation(self, results: Mapping[str, float]) -> None:
         """Record the results of an evaluation of the present weights in the journal, after the
@@ -589,7 +589,7 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _present(
+    def _present_parameters(
         self, segments: Iterable[int], progress: Callable[[int], object] | None = None
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the present parameters of segments, and report the bytes of each once the next is
@@ -607,9 +607,9 @@ class Engine:
                 if progress is not None:
                     progress(present.nbytes)
 
-    def _zeroth_order(self, asked: str) -> ZerothOrderSteps:
+    def _zeroth_order(self, operation: str) -> ZerothOrderSteps:
         self._run.use.require_open()
-        return _required(self._steps, ZerothOrderSteps, asked)
+        return _require_part(self._steps, ZerothOrderSteps, operation)
 
 
 _ADAPTER = (
@@ -628,7 +628,7 @@ _NEEDED: Mapping[type, tuple[str, str]] = {
 }
 
 
-def _required(part: object, kind: type[Part], asked: str) -> Part:
+def _require_part(part: object, kind: type[Part], operation: str) -> Part:
     if isinstance(part, kind):
         return part
-    raise lacking(asked, *_NEEDED[kind])
+    raise lacking(operation, *_NEEDED[kind])

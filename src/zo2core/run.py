@@ -251,7 +251,7 @@ class Run:
     def step_result(self, record: Update | Commit, started: float) -> StepResult:
         """The result of a step that began at a time of ``time.perf_counter``, and has ended."""
         sweep = Sweep.of_step(record.step, started, time.perf_counter())
-        lanes = self.recorder.ended(sweep)
+        lanes = self.recorder.end_sweep(sweep)
         seconds = sweep.done - started
         if isinstance(record, Commit):
             return StepResult(
@@ -305,6 +305,6 @@ class Run:
         )
 
 
-def lacking(asked: str, part: str, expected: str) -> OptionError:
+def lacking(operation: str, part: str, expected: str) -> OptionError:
     """The error for an operation that needs a part which an engine does not have."""
-    return OptionError(asked, f"an engine without {part}", expected, "pass it to the engine")
+    return OptionError(operation, f"an engine without {part}", expected, "pass it to the engine")

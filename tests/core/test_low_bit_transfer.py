@@ -48,7 +48,7 @@ from zo2core.kernels import dispatch, fill
 from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.protocols import ZOEstimator
 from zo2core.sources.low_bit import LowBitSource
-from zo2core.sweep.perturbers import CounterPerturber, Operation, WorkBuffer, in_one_launch
+from zo2core.sweep.perturbers import CounterPerturber, Operation, WorkBuffer, divide_by_launch
 from zo2core.types import Lane, ParameterSpec, Perturb, Program
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
@@ -179,7 +179,7 @@ def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: P
         closing(source),
     ):
         source.prefetch([1, 2, 3])
-        with source.only_when_acquired(), source.stored(2) as bucket:
+        with source.without_prefetch(), source.stored(2) as bucket:
             assert source.prefetch([1, 2, 3]) == 0
             assert bucket.segment == 2
         assert sorted(call.args[0] for call in acquire.mock_calls) == [1, 2, 2, 3]
@@ -563,7 +563,7 @@ def test_one_launch_has_one_dtype_of_weights_and_one_of_copies(base: Path) -> No
             Operation(view, (copy,), view.stored(stores), view.target, view.rounded)
             for view in buffer.segments[1].trained
         ]
-        launches = in_one_launch(operations)
+        launches = divide_by_launch(operations)
         assert {out.dtype for launch in launches for out in launch.outs or ()} == {
             torch.float32,
             torch.bfloat16,

@@ -29,7 +29,7 @@ from zo2core import (
 from zo2core.errors import OutputError
 from zo2core.planning.memory import DevicePlan, HostPlan
 from zo2core.protocols import Device
-from zo2core.schedulers.profiling import Gathered, PastEvent, Span, Sweep, Timeline, lane_uses
+from zo2core.schedulers.profiling import PastEvent, Span, SpanOfParts, Sweep, Timeline, lane_uses
 from zo2core.sources.segment_store import laid_out_as_on_disk
 from zo2core.types import Lane
 
@@ -383,7 +383,7 @@ def test_work_at_once_counts_once_and_its_parts_are_one_span() -> None:
     assert lane_uses(spans)[Lane.READ] == (18, 26)
     assert lane_uses(spans, started=2, done=10)[Lane.READ] == (4, 26), "only within the step"
     timeline = Timeline()
-    gathered = Gathered(timeline, Lane.READ, "block 0", 2)
+    gathered = SpanOfParts(timeline, Lane.READ, "block 0", 2)
     with gathered.part(3):
         pass
     assert timeline.take() == []

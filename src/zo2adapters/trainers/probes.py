@@ -311,12 +311,10 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
         activations, _ = embed_row(model, 2)
         for index in range(1, len(model.layouts) - 1):
             bind(model, index)
-            given, nesting = flattened(activations)
-            before = [tensor_ids(value) for value in given]
+            values, nesting = flattened(activations)
+            ids_before = tensor_ids(values)
             activations = model.block(index - 1, activations)
-            if flattened(activations)[1] != nesting or before != [
-                tensor_ids(value) for value in given
-            ]:
+            if flattened(activations)[1] != nesting or ids_before != tensor_ids(values):
                 return True
     return False
 

@@ -219,7 +219,7 @@ def new_checkpoint(
     """Make a directory with headers and companions, and yield the file and offset of each tensor's
     data by name.
     """
-    shards = _cut(tensors, max_shard)
+    shards = _divide_into_shards(tensors, max_shard)
     names = shard_names(len(shards))
     locations: dict[str, tuple[IO[bytes], int]] = {}
     with new_directory(directory) as partial:
@@ -285,7 +285,7 @@ def _make_enclosure(directory: Path) -> tuple[Path, int | None]:
     while True:
         enclosure = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
         try:
-            return enclosure, open_locked(_lock_in(enclosure, directory), os.O_CREAT | os.O_EXCL)
+            return enclosure, open_locked(_lock_path(enclosure, directory), os.O_CREAT | os.O_EXCL)
         except (FileNotFoundError, LockedFileError, DisturbedFileError):
             continue  # another process takes it for a leftover, since it was not locked yet
         except OSError as error:
@@ -314,7 +314,7 @@ def _remove_leftover(enclosure: Path, directory: Path) -> None:
     if not any(enclosure.iterdir()):
         enclosure.rmdir()  # killed before it was locked
         return
-    lock = open_locked(_lock_in(enclosure, directory))  # raises if a process holds it
+    lock = open_locked(_lock_path(enclosure, directory))  # raises if a process holds it
     try:
         files = [path for path in (enclosure / directory.name).rglob("*") if path.is_file()]
         nbytes = sum(path.stat().st_size for path in files)
@@ -334,7 +334,7 @@ def _prefix(directory: Path) -> str:
     return f".{directory.name}.partial-"
 
 
-def _lock_in(enclosure: Path, directory: Path) -> Path:
+def _lock_path(enclosure: Path, directory: Path) -> Path:
     return enclosure / f"{directory.name}.lock"
 
 
@@ -372,7 +372,9 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
                 shutil.copyfileobj(source, file, _STAGING)
 
 
-def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[ParameterSpec]]:
+def _divide_into_shards(
+    parameters: Sequence[ParameterSpec], max_shard: int
+) -> list[list[ParameterSpec]]:
     shards: list[list[ParameterSpec]] = [[]]
     size = 0
     for spec in parameters:

@@ -302,7 +302,7 @@ class FusedSteps:
     def _sweep(self, rows: microbatch.StepRows, step: FusedStep) -> float:
         """Sweep forward and backward; returns the loss."""
         state = self._state
-        state.weights.expect(self._segments, step, state.next_version)
+        state.weights.plan_updates(self._segments, step, state.next_version)
         try:
             return self._sweeps.sweep(rows, together=True, loss_scale=state.scale.scale)
         finally:

@@ -66,16 +66,16 @@ class RunState(ABC):
         """Continue from a copy of a snapshot."""
         self.refuse("load_state_dict")
 
-    def refuse(self, asked: str) -> NoReturn:
+    def refuse(self, operation: str) -> NoReturn:
         """Raise an error for an operation that this kind of state does not support."""
         found, expected, remedy = self.refusal
-        raise OptionError(asked, found, expected, remedy)
+        raise OptionError(operation, found, expected, remedy)
 
-    def require_snapshots(self, asked: str) -> Snapshots:
+    def require_snapshots(self, operation: str) -> Snapshots:
         """The snapshots of a run that is kept."""
         if self.snapshots is None:
             raise lacking(
-                asked, "snapshots", "FirstOrder(...) with run=..., and without commit_every"
+                operation, "snapshots", "FirstOrder(...) with run=..., and without commit_every"
             )
         return self.snapshots
 
@@ -340,9 +340,9 @@ class DiskState(FusedState):
         """
         return self.version + 1
 
-    def require_snapshots(self, asked: str) -> Snapshots:
+    def require_snapshots(self, operation: str) -> Snapshots:
         """Refuse: there are commits instead."""
-        self.refuse(asked)
+        self.refuse(operation)
 
     def end_step(self) -> None:
         """Commit the step durably if that is due."""

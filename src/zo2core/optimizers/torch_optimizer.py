@@ -92,14 +92,15 @@ class TorchOptimizer(BlockUpdate):
     ) -> None:
         self._factory = factory
         self._by_name = by_name
-        made = make_optimizer(self._made, [nn.Parameter(torch.empty(0))])
+        made = make_optimizer(self._make, [nn.Parameter(torch.empty(0))])
         self._name = type(made).__name__
         self._options = {"name": self._name} if options is None else options
         # The entries of a parameter's state by their keys in the optimizer's state.
         # by shape and dtype
         self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _State]] = {}
         self._states: dict[str, Mapping[str, _State]] = {}  # by parameter
-        self._form((1, _PROBED), torch.float32)  # refuses an optimizer that cannot be taken apart
+        # refuses an optimizer that cannot be taken apart
+        self._states_of_shape((1, _PROBED), torch.float32)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -112,7 +113,7 @@ class TorchOptimizer(BlockUpdate):
         for parameter in layout.parameters:
             if not parameter.frozen:
                 name = parameter.name
-                form = self._form(parameter.shape, parameter.dtype)
+                form = self._states_of_shape(parameter.shape, parameter.dtype)
                 self._states[name] = form
                 specs += [StateSpec(f"{name}.{_HAS_STATE}", (), torch.uint8)] if form else []
                 specs += [
@@ -148,7 +149,7 @@ class TorchOptimizer(BlockUpdate):
             if weights[name].device.type != "cpu":
                 weights[name].copy_(parameter.detach())
 
-    def _made(self, parameters: list[nn.Parameter]) -> Any:
+    def _make(self, parameters: list[nn.Parameter]) -> Any:
         """An optimizer of parameters without names."""
         return self._factory(
             [("", parameter) for parameter in parameters] if self._by_name else parameters
@@ -172,7 +173,7 @@ class TorchOptimizer(BlockUpdate):
                 states[place].copy_(value)
             states[f"{name}.{_HAS_STATE}"].fill_(1)
 
-    def _form(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, _State]:
+    def _states_of_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, _State]:
         """The states of a parameter of this shape, from those of a small one of as many dimensions.
 
         A state whose dimensions are not all the parameter's is looked at in the parameter's own
@@ -181,7 +182,7 @@ class TorchOptimizer(BlockUpdate):
         key = (shape, dtype)
         if key not in self._forms:
             probed = _probed_shape(len(shape))
-            form = self._shown(probed, dtype)
+            form = self._probe(probed, dtype)
             sides = {1: 1, **dict(zip(probed, shape, strict=True))}
             if all(side in sides for state in form.values() for side in state.shape):
                 form = {
@@ -189,15 +190,15 @@ class TorchOptimizer(BlockUpdate):
                     for key, entry in form.items()
                 }
             else:
-                form = self._shown(shape, dtype)
+                form = self._probe(shape, dtype)
             self._forms[key] = form
         return self._forms[key]
 
-    def _shown(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, _State]:
+    def _probe(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, _State]:
         """The states that the optimizer has of a parameter of this shape after a step."""
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros(shape, dtype=dtype)
-        optimizer = make_optimizer(self._made, [parameter])
+        optimizer = make_optimizer(self._make, [parameter])
         shared_state = _shared(optimizer)
         optimizer.step()
         if shared_state != _shared(optimizer):

@@ -99,7 +99,7 @@ class CudaStreams:
         """Start a copy between page-locked memory and the GPU, after events."""
         stream = self._lanes[lane]
         for event in after.values():
-            stream.wait_event(_recorded(event))
+            stream.wait_event(_cuda_event(event))
         start = CudaEvent(self._clock, stream)
         with torch.cuda.stream(stream):
             for to, origin in zip(
@@ -114,18 +114,18 @@ class CudaStreams:
 
     def order(self, event: Event, why: Wait) -> None:
         """Let the stream that torch computes in wait for an event; the host does not wait."""
-        torch.cuda.current_stream(self._index).wait_event(_recorded(event))
+        torch.cuda.current_stream(self._index).wait_event(_cuda_event(event))
 
     def wait(self, event: Event, why: Wait) -> None:
         """Block the host until an event has passed."""
-        _recorded(event).synchronize()
+        _cuda_event(event).synchronize()
 
     def drain(self) -> None:
         """Wait for all work of the GPU."""
         torch.cuda.synchronize(self._index)
 
 
-def _recorded(event: Event) -> Any:
+def _cuda_event(event: Event) -> Any:
     assert isinstance(event, CudaEvent), "events of one device order the work of that device"
     return event.recorded
 

@@ -92,7 +92,7 @@ class Timeline:
         return ended
 
 
-class Gathered:
+class SpanOfParts:
     """Work in parts on several threads, recorded as one span from the first part's start to the
     last one's end.
     """
@@ -267,7 +267,7 @@ class TraceRecorder:
         self.timeline = timeline
         self._trace = trace
 
-    def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
+    def end_sweep(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
         """Write the spans that are done, and sum them by lane."""
         spans = self.timeline.take()
         if self._trace is not None:
@@ -281,7 +281,7 @@ class TraceRecorder:
         try:
             yield
         finally:
-            self.ended(Sweep(name, started, time.perf_counter()))
+            self.end_sweep(Sweep(name, started, time.perf_counter()))
 
     def flush(self) -> None:
         """Record work done outside of sweeps, so that no sweep counts it."""

@@ -87,7 +87,7 @@ class LowBitSource:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zo2-low-bit")
 
     @contextmanager
-    def only_when_acquired(self) -> Iterator[None]:
+    def without_prefetch(self) -> Iterator[None]:
         """Context without prefetching; drops the blocks that were prefetched."""
         for index in list(self._prefetched):
             self._discard(index)
@@ -270,7 +270,7 @@ class LowBitScheduler:
 
     def release_all(self) -> None:
         """Give back all buckets."""
-        with self._source.only_when_acquired():
+        with self._source.without_prefetch():
             self._scheduler.release_all()
         self._interrupted = False
 
@@ -279,7 +279,7 @@ class LowBitScheduler:
         """Bring one segment to the present version, in its stored dtype."""
         if self._interrupted:
             self.release_all()
-        with self._source.only_when_acquired():
+        with self._source.without_prefetch():
             if index in self._source.low_bit_segments:
                 with self._source.stored(index) as bucket:
                     yield bucket

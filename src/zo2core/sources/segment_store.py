@@ -40,7 +40,7 @@ from zo2core.io.direct_file import (
 from zo2core.journal.journal import Journal
 from zo2core.protocols import BlockModel, TensorReader
 from zo2core.ranges import require_whole
-from zo2core.schedulers.profiling import Gathered, Timeline
+from zo2core.schedulers.profiling import SpanOfParts, Timeline
 from zo2core.sources.slot_file import PIECE, SlotFile
 from zo2core.types import BlockLayout, Bucket, Lane, ParameterSpec, aligned
 
@@ -401,7 +401,7 @@ class SegmentStore:
             self._next_rank = len(order)
             self._read_ahead()
             ready = 0
-            for segment in self._ahead():
+            for segment in self._segments_ahead():
                 memory = self._holding.get(segment)
                 if memory is None or not self._is_idle(memory.state):
                     break
@@ -432,7 +432,7 @@ class SegmentStore:
             state = memory.state
             assert not isinstance(state, _Acquired), "a segment is acquired once at a time"
             # keeps prefetching from the segment and this memory
-            self._change(memory, _Acquired(index))
+            self._set_state(memory, _Acquired(index))
             if self._ranks.pop(index, None) is not None:  # it is needed again after all others
                 self._ranks[index] = self._next_rank
                 self._next_rank += 1
@@ -459,7 +459,7 @@ class SegmentStore:
         elif memory.states is not None:
             memory.states.failure()
         with self._lock:
-            self._change(
+            self._set_state(
                 memory,
                 _Empty(_NO_READS) if version is None else _Held(segment, Loading((), version)),
             )
@@ -549,7 +549,7 @@ class SegmentStore:
         if failure is not None:
             raise failure
 
-    def _change(self, memory: _BucketMemory, state: _State) -> None:
+    def _set_state(self, memory: _BucketMemory, state: _State) -> None:
         """Change a memory's state, and with it the index of segments."""
         with self._lock:
             previous, memory.state = memory.state, state
@@ -558,7 +558,7 @@ class SegmentStore:
             if not isinstance(state, _Empty):
                 self._holding[state.segment] = memory
 
-    def _ahead(self) -> list[int]:
+    def _segments_ahead(self) -> list[int]:
         """The segments to prefetch: the next blocks, and embedding and head where they stand among
         them.
         """
@@ -578,12 +578,12 @@ class SegmentStore:
         with self._lock:
             if self._closed:
                 return
-            for segment in self._ahead():
+            for segment in self._segments_ahead():
                 if (
                     segment not in self._holding
                     and (memory := self._memory_for(segment, idle=True)) is not None
                 ):
-                    self._change(memory, _Held(segment, self._load(segment, memory)))
+                    self._set_state(memory, _Held(segment, self._load(segment, memory)))
 
     def _memory_for(self, segment: int, *, idle: bool = False) -> _BucketMemory | None:
         """The memory for a resident segment, or that of the block that is needed last and is
@@ -630,7 +630,8 @@ class SegmentStore:
             if isinstance(state, _Held):
                 self._wait_for_write(state.segment)
         except BaseException:
-            self._change(memory, state)  # the wait was interrupted: a write may still be in flight
+            # the wait was interrupted: a write may still be in flight
+            self._set_state(memory, state)
             raise
 
     def _wait_for_reads(self, segment: int, memory: _BucketMemory, ahead: Loading | None) -> int:
@@ -656,7 +657,7 @@ class SegmentStore:
         except BaseException:
             is_kept = reads is ahead and not reads.futures
             # Reads may still be in flight if the wait was interrupted.
-            self._change(memory, _Held(segment, reads) if is_kept else _Empty(reads))
+            self._set_state(memory, _Held(segment, reads) if is_kept else _Empty(reads))
             raise
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
@@ -749,7 +750,7 @@ class SegmentStore:
         """Start all reads as one task per thread; submitting each read would take the caller
         40 us.
         """
-        gathered = Gathered(self._timeline, Lane.READ, self.layouts[segment].name, len(reads))
+        gathered = SpanOfParts(self._timeline, Lane.READ, self.layouts[segment].name, len(reads))
         queue = deque(reads)
 
         def run_reads() -> None:

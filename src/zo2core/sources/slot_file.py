@@ -72,7 +72,7 @@ PIECE = 4 << 20
 _MOST_STEPS = 1 << 40  # higher versions are taken for damage
 
 
-class Written(NamedTuple):
+class SlotContent(NamedTuple):
     """The written bytes of one segment."""
 
     slot: int  # slot of the file
@@ -116,7 +116,7 @@ class SlotFile(ABC):
         (*self._offsets, self.nbytes), self._slots = _slots(layouts, spare)
         # Segment to its valid bytes. One thread reads while another one writes, but never the same
         # segment, and each changes the dictionary by single operations.
-        self._written: dict[int, Written] = {}
+        self._written: dict[int, SlotContent] = {}
         with self._typed_failures():
             make_directory(directory)
             # before the manifest: its lock covers both
@@ -145,11 +145,11 @@ class SlotFile(ABC):
         """
 
     @abstractmethod
-    def _live(self) -> Sequence[Record]:
+    def _valid_records(self) -> Sequence[Record]:
         """The records that count."""
 
     @abstractmethod
-    def _mismatched(self, segment: int) -> bool:
+    def _treat_mismatch(self, segment: int) -> bool:
         """Treat a segment that does not match its record; returns False if its bytes are
         dropped.
         """
@@ -171,7 +171,7 @@ class SlotFile(ABC):
         if written.xxh3 == combined_checksum([segment, written.version, written.chain, *checksums]):
             self._written[segment] = written._replace(is_checked=True)
             return True
-        return self._mismatched(segment)
+        return self._treat_mismatch(segment)
 
     def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a segment's bytes. May be called from several threads."""
@@ -184,9 +184,9 @@ class SlotFile(ABC):
         self._data.close()
         self._manifest.close()
 
-    def _put(
+    def _write_slot(
         self, segment: int, data: torch.Tensor, version: int, slot: int, chain: int, *, sync: bool
-    ) -> Written:
+    ) -> SlotContent:
         """Write a segment's bytes into a slot, and compute their checksum meanwhile."""
         view = byte_view(data)
         starts = range(0, len(view), PIECE)
@@ -198,7 +198,7 @@ class SlotFile(ABC):
             if sync:
                 self._data.sync()
             checksum = combined_checksum([segment, version, chain, *hashing.result()])
-            return Written(slot, version, chain, checksum, is_checked=True)
+            return SlotContent(slot, version, chain, checksum, is_checked=True)
         finally:
             wait([hashing])  # the memory may change once this returns
 
@@ -213,7 +213,7 @@ class SlotFile(ABC):
         self._load(loaded[1:] if loaded[:1] == [header] else (), str(path))
         if (
             loaded != [header]
-            and not self._live()
+            and not self._valid_records()
             and path.exists()
             and read_regular(path).startswith(ONLY_COPY)
         ):
@@ -228,12 +228,12 @@ class SlotFile(ABC):
             )
         # Durable before any slot is written: an older manifest would name slots that then hold
         # other bytes.
-        replace_file(path, b"".join(to_line(record) for record in [header, *self._live()]))
+        replace_file(path, b"".join(to_line(record) for record in [header, *self._valid_records()]))
         manifest = RecordFile(path)
         manifest.lock()
         return manifest
 
-    def _parsed(self, record: Any) -> tuple[int | None, Written | None]:
+    def _parse_segment(self, record: Any) -> tuple[int | None, SlotContent | None]:
         """A record's segment and content; None where they are not valid."""
         keys = "segment", "slot", "version", "chain", "xxh3"
         values: list[Any] = (
@@ -244,9 +244,11 @@ class SlotFile(ABC):
             return None, None
         is_valid = type(slot) is type(version) is type(chain) is int and isinstance(xxh3, str)
         is_valid = is_valid and slot in self._slots[segment] and 0 < version < _MOST_STEPS
-        return segment, Written(slot, version, chain, xxh3, is_checked=False) if is_valid else None
+        if not is_valid:
+            return segment, None
+        return segment, SlotContent(slot, version, chain, xxh3, is_checked=False)
 
-    def _are_in_file(self, written: Mapping[int, Written]) -> bool:
+    def _are_in_file(self, written: Mapping[int, SlotContent]) -> bool:
         """Whether the data file is long enough for segments' bytes."""
         data = self.directory / DATA
         size = data.stat().st_size if data.exists() else 0
@@ -332,13 +334,13 @@ class Scratch(SlotFile):
         with self._typed_failures():
             # a record that was written but not synced may name this slot for other bytes
             self._manifest.retract()
-            written = self._put(segment, data, version, slot, chain, sync=True)
+            written = self._write_slot(segment, data, version, slot, chain, sync=True)
             count = partial(self._written.update, {segment: written})
             self._manifest.append(
                 written.record(segment), count, lambda: self._written.get(segment) is written
             )
 
-    def _mismatched(self, segment: int) -> bool:
+    def _treat_mismatch(self, segment: int) -> bool:
         """Drop the bytes: replaying from the base gives them again."""
         del self._written[segment]
         return False
@@ -355,7 +357,7 @@ class Scratch(SlotFile):
         """Load the last record of each segment where it is plausible."""
         last = {
             segment: written
-            for segment, written in map(self._parsed, records)
+            for segment, written in map(self._parse_segment, records)
             if segment is not None
         }
         users = Counter(written.slot for written in last.values() if written is not None)
@@ -365,7 +367,7 @@ class Scratch(SlotFile):
             if users[written.slot] == 1 and self._are_in_file({segment: written}):
                 self._written[segment] = written
 
-    def _live(self) -> Sequence[Record]:
+    def _valid_records(self) -> Sequence[Record]:
         return [self._written[segment].record(segment) for segment in sorted(self._written)]
 
 
@@ -383,7 +385,7 @@ class Generations(SlotFile):
 
     step: int
     values: Mapping[str, Any]
-    _committed: dict[int, Written]  # by segment
+    _committed: dict[int, SlotContent]  # by segment
     _pending: dict[int, int]  # segment to the slot that holds its next bytes
 
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
@@ -396,7 +398,7 @@ class Generations(SlotFile):
         with self._typed_failures():
             # The checksum of a later generation's bytes is part of its record, which has the
             # journal's.
-            self._written[segment] = self._put(
+            self._written[segment] = self._write_slot(
                 segment, data, version, self._pending[segment], 0, sync=False
             )
 
@@ -412,7 +414,7 @@ class Generations(SlotFile):
         self._pending = {}
 
     def _record(
-        self, step: int, values: Mapping[str, Any], written: Mapping[int, Written]
+        self, step: int, values: Mapping[str, Any], written: Mapping[int, SlotContent]
     ) -> Record:
         segments = [written[segment].record(segment) for segment in sorted(written)]
         return {
@@ -422,7 +424,7 @@ class Generations(SlotFile):
             "segments": segments,
         }
 
-    def _mismatched(self, segment: int) -> bool:
+    def _treat_mismatch(self, segment: int) -> bool:
         raise ScratchError(
             self.directory,
             found=(
@@ -456,23 +458,23 @@ class Generations(SlotFile):
             if type(step) is not int or step < 1 or not isinstance(values, dict):
                 continue
             is_of_run = self._is_of_run(step, record.get("chain"), where)
-            written = self._written_at(step, record.get("segments"))
+            written = self._parse_segments(step, record.get("segments"))
             if is_of_run and written is not None and self._are_in_file(written):
                 self._written = written
                 self._committed = dict(written)
                 self.step, self.values = step, values
                 return
 
-    def _written_at(self, step: int, segments: object) -> dict[int, Written] | None:
+    def _parse_segments(self, step: int, segments: object) -> dict[int, SlotContent] | None:
         """The segments of a record; None if they are not plausible at this step."""
         if not isinstance(segments, list):
             return None
-        parsed = [self._parsed(segment) for segment in segments]
+        parsed = [self._parse_segment(segment) for segment in segments]
         written = {
             segment: entry for segment, entry in parsed if segment is not None and entry is not None
         }
         slots = {entry.slot for entry in written.values() if entry.version <= step}
         return written if len(parsed) == len(written) == len(slots) else None
 
-    def _live(self) -> Sequence[Record]:
+    def _valid_records(self) -> Sequence[Record]:
         return [self._record(self.step, self.values, self._committed)] if self.step else []

@@ -476,7 +476,7 @@ class ActivationOffload:
             self._on_host.put(use, hosts)
 
         def free() -> None:
-            storages[:] = map(self._freed, storages)
+            storages[:] = map(self._free_storage, storages)
 
         return _Copies(streams, transfers, Wait.STAGING_OFFLOADED, free)
 
@@ -524,7 +524,7 @@ class ActivationOffload:
         """Free a storage's memory, or take some again."""
         storage.resize_(nbytes)
 
-    def _freed(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _free_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Free a storage's memory; returns the storage into which its bytes come back."""
         if self._forgets:
             return torch.empty(0, dtype=torch.uint8, device=storage.device).untyped_storage()
@@ -626,7 +626,7 @@ class StreamActivations:
         """Keep the output of a stream's first forward, and decide whether the stream stays on the
         device.
         """
-        if self._may_offload and not self._stays(storage_bytes(activations), forward_bytes):
+        if self._may_offload and not self._has_room(storage_bytes(activations), forward_bytes):
             self._offloaded.add(stream)
         self.put(1, stream, activations)
 
@@ -648,7 +648,7 @@ class StreamActivations:
         self._kept.take(Use(segment, stream))
         return self._builders.pop(stream)()
 
-    def _stays(self, nbytes: int, forward_bytes: int) -> bool:
+    def _has_room(self, nbytes: int, forward_bytes: int) -> bool:
         """Whether a new stream stays on the device, if all later streams are as large."""
         assert self._allowed is not None
         expected = self._expected

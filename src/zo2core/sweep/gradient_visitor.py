@@ -174,7 +174,7 @@ class BlockGraph:
 
     def drop(self) -> None:
         """Free the activations that were kept."""
-        for activation in self._alive():
+        for activation in self._live_activations():
             if activation is not None:
                 activation.tensor = None
 
@@ -182,7 +182,7 @@ class BlockGraph:
         """Run the forward again as far as needed to restore the activations, if they were not
         kept.
         """
-        activations = self._alive()
+        activations = self._live_activations()
         needed = [
             number
             for number, saved in enumerate(activations)
@@ -213,7 +213,7 @@ class BlockGraph:
             return
         raise _other_tensors(f"{number} for {needed[-1] + 1}")
 
-    def _alive(self) -> list[_Activation | None]:
+    def _live_activations(self) -> list[_Activation | None]:
         return [reference() for reference in self._activations]
 
     def _weight_locator(self) -> Callable[[torch.Tensor], Callable[[], torch.Tensor] | None]:
@@ -223,7 +223,7 @@ class BlockGraph:
         Its result reads the same part of the weight where the weight is then.
         """
         ranges = sorted(
-            (weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items()
+            [(weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items()]
         )
         starts = [start for start, _, _ in ranges]
 
@@ -235,12 +235,17 @@ class BlockGraph:
             if address >= start + nbytes:
                 return None
             return partial(
-                self._part, name, address - start, tensor.dtype, tensor.size(), tensor.stride()
+                self._weight_part,
+                name,
+                address - start,
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
             )
 
         return locate
 
-    def _part(
+    def _weight_part(
         self, name: str, offset: int, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]
     ) -> torch.Tensor:
         """A view of a weight, at an offset in bytes from its first element."""
@@ -488,7 +493,7 @@ class GradientVisitor(Visitor):
         segment_input = stream.next_input
         blocks = self._head - index
         has_backward = index >= self._first
-        ids_before = [tensor_ids(value) for value in segment_input.values]
+        ids_before = tensor_ids(segment_input.values)
         activations, inputs = segment_input.with_leaves()
         forward = partial(self._forward.embed, stream.batch)
         if index > 0:
@@ -578,14 +583,12 @@ class GradientVisitor(Visitor):
         index: int,
         segment_input: _SegmentInput,
         nesting: TreeSpec,
-        ids_before: Sequence[object],
+        ids_before: list[list[int]],
     ) -> None:
         """Refuse a block that passes tensors to later blocks other than by its output: their
         gradients would be lost.
         """
-        if nesting != segment_input.nesting or ids_before != [
-            tensor_ids(value) for value in segment_input.values
-        ]:
+        if nesting != segment_input.nesting or ids_before != tensor_ids(segment_input.values):
             raise OptionError(
                 "model",
                 found=f"{self._visits.layouts[index].name}, which passes tensors to later blocks "
@@ -595,14 +598,19 @@ class GradientVisitor(Visitor):
             )
 
 
-def tensor_ids(value: object) -> object:
-    """Identify the tensors in another library's object, to see whether a block has changed which
-    ones it holds.
+def tensor_ids(values: Sequence[Any]) -> list[list[int]]:
+    """Identify the tensors in other libraries' objects, to see whether a block has changed which
+    ones they hold.
     """
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, str | int | float):
-        return None
-    attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return [id(leaf) for leaf in tree_leaves(dict(attributes)) if isinstance(leaf, torch.Tensor)]
+    objects = [
+        value if isinstance(value, Mapping) else vars(value)
+        for value in values
+        if isinstance(value, Mapping) or (hasattr(value, "__dict__") and not torch.is_tensor(value))
+    ]
+    return [
+        [id(leaf) for leaf in tree_leaves(dict(attributes)) if isinstance(leaf, torch.Tensor)]
+        for attributes in objects
+    ]
 
 
 def _require_gradient(output: torch.Tensor) -> None:

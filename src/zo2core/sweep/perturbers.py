@@ -572,7 +572,7 @@ class Launch(NamedTuple):
     outs: list[torch.Tensor] | None  # memory for copies, if the program makes them
 
 
-def in_one_launch(operations: Iterable[Operation], number: int = 0) -> list[Launch]:
+def divide_by_launch(operations: Iterable[Operation], number: int = 0) -> list[Launch]:
     """Divide operations, each with its program of this number, by the launch that runs them."""
     launches: dict[tuple[int, torch.dtype, torch.dtype], Launch] = {}
     for operation in operations:
@@ -664,7 +664,7 @@ class CounterPerturber(TrajectoryPerturber):
     def _run(self, index: int, operations: Sequence[Operation]) -> None:
         kernels = self.buffer.segments[index].kernels
         if kernels is not None:
-            for launch in in_one_launch(operations):
+            for launch in divide_by_launch(operations):
                 kernels.apply_drawing(
                     launch.weights,
                     launch.program,
@@ -712,7 +712,7 @@ class DrawnPerturber(TrajectoryPerturber):
         self._replays: dict[int, list[ProgramsInTurn]] = {}
         # writes the first evaluation's weights on the second thread
         self._ahead: Future[None] | None = None
-        # seed and parameters of what ``_drawn_together`` has drawn
+        # seed and parameters of what ``_draw_together`` has drawn
         self._drawn_at_once: tuple[int, ...] = ()
         # Parameter -> seed whose z is in the noise buffer. Later segments overwrite it, unless the
         # weight is tied.
@@ -886,13 +886,13 @@ class DrawnPerturber(TrajectoryPerturber):
         self, kernels: ModuleType, operations: Sequence[Operation], number: int, seed: int
     ) -> None:
         """Run the programs of one number along one direction, in few launches."""
-        for zs in self._drawn_together([operation.view for operation in operations], seed):
+        for zs in self._draw_together([operation.view for operation in operations], seed):
             drawn = [operation for operation in operations if operation.view.spec.index in zs]
-            for launch in in_one_launch(drawn, number):
+            for launch in divide_by_launch(drawn, number):
                 directions = [[zs[view.spec.index] for view in launch.views]]
                 kernels.apply(launch.weights, launch.program, directions, launch.outs)
 
-    def _drawn_together(
+    def _draw_together(
         self, views: Sequence[ParameterView], seed: int
     ) -> Iterator[Mapping[int, torch.Tensor]]:
         """Draw one direction for parameters in turn, as many at a time as the memory for each

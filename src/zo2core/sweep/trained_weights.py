@@ -64,7 +64,7 @@ class TrainedWeights(Perturber, ABC):
     def begin_sweep(self) -> None:
         """Prepare for a sweep, however the one before ended."""
 
-    def present(self, trajectory: Trajectory) -> Self:
+    def for_sweep(self, trajectory: Trajectory) -> Self:
         """The present weights for a sweep: no update is replayed, and nothing is perturbed."""
         self.begin_sweep()
         return self
@@ -218,7 +218,7 @@ class StoredWeights(TrainedWeights):
         finally:
             self._loading = None
 
-    def expect(self, updated: Collection[int], step: FusedStep, version: int | None) -> None:
+    def plan_updates(self, updated: Collection[int], step: FusedStep, version: int | None) -> None:
         """Set what the next sweep does with the gradients of these segments, and the version of a
         segment that it changes; None: the next number.
         """

@@ -226,7 +226,7 @@ class Workers:
             else "gloo"
         )
         wait = timedelta(seconds=timeout)
-        _connected(lambda: _at_most(timeout, lambda: _join(backend, wait)))
+        _connected(lambda: _call_within(timeout, lambda: _join(backend, wait)))
         workers = cls(distributed.group.WORLD, split=split, neighbours=neighbours)
         workers._owns_group = True
         return workers
@@ -409,7 +409,7 @@ class Workers:
         self.close()
 
 
-def _at_most(seconds: float, call: Callable[[], object]) -> None:
+def _call_within(seconds: float, call: Callable[[], object]) -> None:
     """Call in a thread: gloo never stops waiting for a worker that was killed while it
     connected.
     """
