@@ -14,7 +14,7 @@ from typing import Any
 
 import peft
 import torch
-from engines import memory
+from engines import memory, open_engine
 from models import save_model, small_config
 
 from zo2adapters import open_checkpoint
@@ -38,7 +38,7 @@ def dense(base: Path, run: Path) -> Engine:
     """One block in memory at a time, the others read from disk and written back to it."""
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-3)
     written = WriteBackPolicy(directory=run, every=2)
-    return Engine(
+    return open_engine(
         open_checkpoint(base), ZerothOrder(estimator), run=run, memory=memory(1), write_back=written
     )
 
@@ -47,13 +47,13 @@ def low_rank(base: Path, run: Path) -> Engine:
     """Factors of ended periods are kept in a file, and read from it."""
     method = ZerothOrder(MeZOSGD(lr=1e-2, zo_eps=1e-3), LowRankPerturbation(rank=2, period=1))
     written = WriteBackPolicy(directory=run)
-    return Engine(open_checkpoint(base), method, run=run, memory=memory(1), write_back=written)
+    return open_engine(open_checkpoint(base), method, run=run, memory=memory(1), write_back=written)
 
 
 def first_order(base: Path, run: Path) -> Engine:
     """All weights by gradients, with states on disk."""
     method = FirstOrder(TorchOptimizer(partial(torch.optim.AdamW, lr=1e-2)), lr=1e-2)
-    return Engine(open_checkpoint(base), method, run=run, memory=memory(2), commit_every=1)
+    return open_engine(open_checkpoint(base), method, run=run, memory=memory(2), commit_every=1)
 
 
 def adapter(base: Path, run: Path) -> Engine:
@@ -62,7 +62,7 @@ def adapter(base: Path, run: Path) -> Engine:
     model = open_checkpoint(base, adapter=Adapter(config=chosen, seed=1))
     method = FirstOrder(partial(torch.optim.AdamW, lr=1e-2))
     spill = run.parent
-    return Engine(model, method, run=run, memory=memory(2, 1), micro_batch_size=1, spill=spill)
+    return open_engine(model, method, run=run, memory=memory(2, 1), micro_batch_size=1, spill=spill)
 
 
 KINDS: Mapping[str, Callable[[Path, Path], Engine]] = {
