@@ -318,6 +318,14 @@ def test_rows_are_packed_where_this_is_expected_to_be_faster(
     done("train", "recipe.yaml", "--steps", 2, *GIVEN_RATE, "--output", "in-pieces")
 
 
+def test_a_long_text_becomes_rows_of_the_default_length(here: Path) -> None:
+    (here / "book.txt").write_text("the cat sat " * 200)
+    values = written("book.txt")
+    assert values["sequence_length"] == 12, "the longest row that the model takes"
+    assert "Longer texts become several rows." in Path("recipe.yaml").read_text()
+    done("train", "recipe.yaml", "--steps", 1, *GIVEN_RATE, "--output", "trained")
+
+
 def test_memory_that_is_told_as_the_least_is_enough(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

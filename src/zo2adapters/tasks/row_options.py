@@ -369,7 +369,8 @@ def _with_prompt_of_both(formed: dict[str, Any]) -> dict[str, Any]:
     """A row of preferences whose prompt is what its two answers begin with, as TRL's trainers take
     it: two texts, or two lists of messages, beside which the prompt may stand as a text.
     """
-    chosen, rejected = formed.get("chosen"), formed.get("rejected")
+    chosen = formed.get("chosen")
+    rejected = formed.get("rejected")
     prompt = formed.get("prompt")
     if isinstance(chosen, str) and isinstance(rejected, str) and prompt is None:
         shared = _shared_length(chosen, rejected)

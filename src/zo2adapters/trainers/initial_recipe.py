@@ -256,10 +256,7 @@ def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOpti
     most = min(_LONGEST_ROW, model.longest_row or _LONGEST_ROW)
     data = _rows_of_lengths(options, model, most)
     tokens = sorted(length for row in data for length, _ in row.sequences)
-    typical = tokens[math.ceil(len(tokens) * _TYPICAL) - 1]
-    chosen = tokens[-1] if tokens[-1] <= max(_UNCUT, 1.25 * typical) else typical
-    if data.divided:
-        chosen = min(DEFAULT_LENGTH, most)
+    chosen = min(DEFAULT_LENGTH, most) if data.divided else _longest_uncut(tokens)
     limit = min(max(_ROUNDED_TO * math.ceil(chosen / _ROUNDED_TO), 2), most)
     is_cut = tokens[-1] > limit or data.dropped or data.truncated
     # such rows cannot be cut
@@ -276,6 +273,14 @@ def _with_lengths(options: TrainOptions, model: HFBlockModel) -> tuple[TrainOpti
         # else the run's model judges longer rows, too
         options = options.having(sequence_length=limit)
     return options.having(too_long=too_long), reason, len(data)
+
+
+def _longest_uncut(tokens: Sequence[int]) -> int:
+    """The tokens of the longest row that is not cut, of sorted numbers: of all rows, unless a few
+    are much longer than the others.
+    """
+    typical = tokens[math.ceil(len(tokens) * _TYPICAL) - 1]
+    return tokens[-1] if tokens[-1] <= max(_UNCUT, 1.25 * typical) else typical
 
 
 def _rows_of_lengths(options: TrainOptions, model: HFBlockModel, most: int) -> Rows:
