@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-oldest test-newest wheel clean
+.PHONY: demo test test-long test-oldest test-newest wheel docs clean
 .PRECIOUS: .venv-%/.tools
 
 demo: .venv/.installed
@@ -13,14 +13,19 @@ test: .venv/.tools
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# All cases of these tests, and many more drawn examples; and the tests with other releases.
+# All cases of these tests, and many more drawn examples; the site; and the tests with other releases.
 test-long: .venv/.tools
 	$(BIN)/pytest -n 2 --dist worksteal --long
+	$(MAKE) docs
 	$(MAKE) test-oldest test-newest
 
 # The adapters' tests with the oldest and the newest releases that pyproject.toml allows.
 test-oldest test-newest: test-%: .venv-%/.tools
 	.venv-$*/bin/pytest -n 2 --dist worksteal tests/adapters
+
+# The site of docs/, into build/site: a link that leads nowhere is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # The sdist, and from it the wheel: for every Python, and on Linux for glibc 2.17 and newer.
 wheel: .venv-wheel/.installed
@@ -47,6 +52,10 @@ wheel: .venv-wheel/.installed
 
 .venv/.tools: .venv/.installed
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv/.docs: .venv/.installed
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[docs]'
 	touch $@
 
 # Releases that constraints-oldest.txt and constraints-newest.txt do not name are constraints.txt's.

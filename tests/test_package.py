@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from command_lines import done
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEVELOPER = PROJECT["optional-dependencies"]["dev"]
 MOST_BYTES = 1_500_000  # of a wheel
 
 
@@ -26,6 +29,41 @@ def test_the_version_stands_in_one_place() -> None:
         if f'"{PROJECT["version"]}"' in path.read_text()
     ]
     assert not others
+
+
+def test_the_newest_changes_are_those_of_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE)[0] == PROJECT["version"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["license"] == PROJECT["license"]
+    assert "version" not in cited, "it stands in pyproject.toml"
+
+
+def test_workflows_and_hooks_call_what_is_there() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    called = re.findall(r"make (\w+)", "\n".join(step.get("run", "") for step in steps))
+    rules = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = {target for rule in rules for target in rule.split()}
+    assert {"test", "docs", "wheel"} == set(called) <= targets
+
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = {Path(hook["entry"].split()[0]).name for hook in local["hooks"]}
+    assert tools == {"ruff", "mypy"}
+    assert all(any(need.startswith(tool) for need in DEVELOPER) for tool in tools)
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda f: f.stem
+)
+def test_a_form_asks_for_what_an_answer_needs(form: Path) -> None:
+    asked = yaml.safe_load(form.read_text())
+    assert asked.keys() == {"name", "description", "body"}
+    ids = [field["id"] for field in asked["body"]]
+    assert len(set(ids)) == len(ids)
+    assert "output" in ids
+    assert all(field["type"] in {"input", "textarea"} for field in asked["body"])
+    assert all(field["attributes"]["label"] for field in asked["body"])
 
 
 @pytest.mark.long_profile

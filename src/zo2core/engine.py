@@ -205,6 +205,9 @@ class Engine:
         Returns:
             The result of the step.
 
+        In all cases below but the last one the step was not taken. If the message says that
+        segments had been changed, the engine is closed.
+
         Raises:
             BatchError: if the model cannot take the batch.
             NonFiniteLossError: if a loss, a projected gradient or a gradient is not finite.
@@ -217,9 +220,6 @@ class Engine:
             CheckpointError, ScratchError: if a block cannot be read, a file of the base has changed
                 since it was opened, or a file cannot be written.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
-            In all these cases the step was not taken, unless the message says that segments had
-                been changed: then the
-            engine is closed.
             OutputError: if the trace cannot be written; the step was taken.
         """
         self._run.use.require_open()

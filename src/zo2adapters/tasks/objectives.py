@@ -90,7 +90,7 @@ class Scored(NamedTuple):
     @property
     def means(self) -> list[list[float]]:
         """Mean log-probability of the tokens of each candidate, by which candidates are compared:
-        [prompt][candidate].
+        ``[prompt][candidate]``.
         """
         rows = zip(self.log_likelihoods, self.tokens, strict=True)
         return [[value / count for value, count in zip(*row, strict=True)] for row in rows]
