@@ -503,15 +503,6 @@ def test_a_journal_that_one_may_not_read_or_write_is_refused(
             Journal(directory / "other.jsonl").begin(HEADER)
 
 
-def test_a_journal_of_an_earlier_line_format_is_refused_by_name(path: Path) -> None:
-    lines = [json.dumps(record_of(line)).encode() for line in path.read_bytes().splitlines()]
-    path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines))
-    with pytest.raises(
-        JournalError, match=r"line 1: found .*a line of an earlier version, which is not read"
-    ):
-        Journal(path)
-
-
 @pytest.mark.parametrize(
     "content",
     [b"dear diary", b"\x89PNG", b"abc", b'{"weights": 1}', b"\0\0PK" * 200, b"12345678 {}"],

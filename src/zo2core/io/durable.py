@@ -453,12 +453,7 @@ def to_line(record: Record) -> bytes:
 def from_line(line: bytes) -> Record:
     """Parse a line of ``to_line``."""
     if not _checksum_holds(line):
-        is_earlier = line[8:10] == b" {" and all(digit in b"0123456789abcdef" for digit in line[:8])
-        raise ValueError(
-            "a line of an earlier version, which is not read"
-            if is_earlier
-            else "checksum does not hold"
-        )
+        raise ValueError("checksum does not hold")
     record: Record = json.loads(line[:-_MEMBER_BYTES] + b"}")
     if CHECKSUM in record:
         raise ValueError("two checksums")

@@ -151,27 +151,22 @@ def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
-    """Identifies a model's parameters: names, shapes, dtypes, indices, decay, transfer dtypes and
-    encodings.
+    """Identifies a model's parameters: names, shapes, dtypes, indices, decay, transfer dtypes,
+    encodings, and which are frozen.
     """
-    listed: list[list[object]] = []
-    for spec in parameters:
-        # older journals have none
-        transfer = [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else []
-        encoded = [] if spec.encoding is None else [repr(spec.encoding)]
-        frozen = ["frozen"] if spec.frozen else []
-        listed.append(
-            [
-                spec.name,
-                list(spec.shape),
-                str(spec.dtype),
-                spec.index,
-                spec.decays,
-                *transfer,
-                *encoded,
-                *frozen,
-            ]
-        )
+    listed = [
+        [
+            spec.name,
+            list(spec.shape),
+            str(spec.dtype),
+            spec.index,
+            spec.decays,
+            [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else None,
+            repr(spec.encoding),
+            spec.frozen,
+        ]
+        for spec in parameters
+    ]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

@@ -313,7 +313,7 @@ def slot_bytes(layouts: Sequence[BlockLayout], spare: int = 1) -> int:
     return _slots(layouts, spare)[0][-1]
 
 
-SCRATCH_FORMAT = 2  # format of the manifest; records of format 1 had no checksum of the bytes
+SCRATCH_FORMAT = 2  # of a manifest of single segments
 
 
 class Scratch(SlotFile):
@@ -371,7 +371,7 @@ class Scratch(SlotFile):
         return [self._written[segment].record(segment) for segment in sorted(self._written)]
 
 
-# format of the manifest, as in ``ONLY_COPY``; earlier ones are those of single segments
+# of a manifest of generations, as in ``ONLY_COPY``
 GENERATIONS_FORMAT = 3
 
 
