@@ -722,4 +722,3 @@ class EvaluationResult(NamedTuple):
     tokens: int  # labelled tokens; 0 for an objective, which may not be a mean over tokens
     sweeps: int
     seconds: float  # wall time
-    tokens_of_batches: tuple[int, ...] = ()  # labelled tokens, one a batch; empty for an objective

@@ -49,7 +49,13 @@ from zo2core.planning.memory import DevicePlan, Machine, RunRequest, RunSpec, pl
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.run import Run
 from zo2core.schedulers.profiling import Timeline
-from zo2core.sweep.activations import AHEAD, ActivationFile, ActivationOffload, KeptActivations, Use
+from zo2core.sweep.activations import (
+    USES_AHEAD,
+    ActivationFile,
+    ActivationOffload,
+    KeptActivations,
+    Use,
+)
 from zo2core.sweep.gradient_visitor import (
     GRAPH_FORWARDS,
     PASSING,
@@ -632,7 +638,7 @@ def test_the_first_blocks_inputs_leave_and_are_there_for_their_backward(
     for _ in range(2):
         inputs.room = room
         store.sent.clear()
-        most = max(room, (AHEAD + 1) * max(sizes))
+        most = max(room, (USES_AHEAD + 1) * max(sizes))
         for block in range(1, blocks + 1):
             for stream, size in enumerate(sizes):
                 tensor = torch.full((size,), 10 * block + stream, dtype=torch.uint8)
@@ -644,13 +650,13 @@ def test_the_first_blocks_inputs_leave_and_are_there_for_their_backward(
         assert [key.segment for key in store.sent] == segments[: len(store.sent)], (
             "the first blocks' inputs leave"
         )
-        if blocks * sum(sizes) + AHEAD * max(sizes) <= room:
+        if blocks * sum(sizes) + USES_AHEAD * max(sizes) <= room:
             assert store.sent == []
         for block in range(blocks, 0, -1):
             for stream, size in enumerate(sizes):
                 inputs.take(Use(-block, stream))
                 present = sum(kept.untyped_storage().nbytes() for kept in tensors.values())
-                assert present <= max(room, AHEAD * max(sizes)) + max(sizes), (
+                assert present <= max(room, USES_AHEAD * max(sizes)) + max(sizes), (
                     "what is read ahead has room"
                 )
                 assert tensors.pop(Use(-block, stream)).tolist() == [10 * block + stream] * size

@@ -41,6 +41,7 @@ from zo2core.encodings.forms import (
 )
 from zo2core.encodings.gguf import GGUF_DECODERS, grid_of, row_order
 from zo2core.kernels import dispatch
+from zo2core.kernels.low_bit import LARGEST_FP8
 from zo2core.types import EncodedPart, ParameterSpec, encoded_bytes
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
@@ -63,7 +64,6 @@ _V1 = 0x11111111  # files of GPTQ's first version store each zero less 1
 # the order of gguf.c's enum
 _GGUF_KINDS = {name: number for number, name in enumerate(GGUF_BLOCKS)}
 _NF4_ROLES = ("codes", "scales", "table", "nested scales", "nested table")
-_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 _TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
 _DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
@@ -289,7 +289,7 @@ class _Parts:
         return raw.view(part.dtype).view(part.shape)
 
 
-class _Groups(NamedTuple):
+class _CodeGroups(NamedTuple):
     """What the codes of a matrix are worth, by groups of a row's weights."""
 
     scales: Tensor  # float32 (rows, groups)
@@ -297,12 +297,12 @@ class _Groups(NamedTuple):
     order: Tensor | None  # int32 (columns,), the group of each column; None: neighbours form groups
 
 
-def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
+def _groups(encoding: FourBitGroups, parts: _Parts) -> _CodeGroups:
     """Unpack a matrix's scales and zeros from its parts."""
     scales = parts["scales"].float()
     zeros = parts.get("zeros")
     if encoding.name == "nvfp4":
-        return _Groups((scales / parts["global"]).contiguous(), None, None)
+        return _CodeGroups((scales / parts["global"]).contiguous(), None, None)
     if encoding.inputs_first:
         assert zeros is not None
         zeros = _unpacked(zeros + _V1 if encoding.name == "gptq" else zeros, encoding.name).t()
@@ -314,7 +314,7 @@ def _groups(encoding: FourBitGroups, parts: _Parts) -> _Groups:
     if order is not None:
         # a damaged one must not lead out of the memory
         order = order.clamp(0, scales.shape[1] - 1).contiguous()
-    return _Groups(scales.contiguous(), zeros.contiguous(), order)
+    return _CodeGroups(scales.contiguous(), zeros.contiguous(), order)
 
 
 def _decode_four_bits(encoding: FourBitGroups, parts: _Parts, matrix: Tensor) -> None:
@@ -380,11 +380,11 @@ def _encode_float8(exact: Tensor, encoding: Float8Blocks) -> Mapping[str, Tensor
     (rows, columns), (high, wide) = exact.shape, encoding.block
     padded = torch.nn.functional.pad(exact, (0, -columns % wide, 0, -rows % high))
     blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
-    scales = (blocks.abs().amax(dim=(1, 3)) / _LARGEST_FP8).to(encoding.scale_dtype)
+    scales = (blocks.abs().amax(dim=(1, 3)) / LARGEST_FP8).to(encoding.scale_dtype)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     codes = exact / _scales_of_rows(scales.float(), encoding.block, 0, rows, columns)
     return {
-        "codes": codes.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn),
+        "codes": codes.clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn),
         "scales": scales,
     }
 

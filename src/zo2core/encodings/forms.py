@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from zo2core.kernels.low_bit import FP8
 from zo2core.types import EncodedPart
 
-FP8 = torch.float8_e4m3fn
 MXFP4_BLOCK = 32  # weights that share a scale
 
 

@@ -141,7 +141,9 @@ def drawing_fingerprint(device: torch.device) -> dict[str, str]:
     return {"torch": torch.__version__, "crc32": f"{checksum:08x}"}
 
 
-_RANGE = 32768  # elements that counter-based noise draws at a time: a multiple of Philox's groups
+_DRAWN_AT_ONCE = (
+    32768  # elements that counter-based noise draws at a time: a multiple of Philox's groups
+)
 
 
 class PhiloxNoise:
@@ -170,7 +172,8 @@ class PhiloxNoise:
         numel = parameter.numel
         if numel not in self._chunks:
             self._chunks[numel] = [
-                (start, min(start + _RANGE, numel)) for start in range(0, max(numel, 1), _RANGE)
+                (start, min(start + _DRAWN_AT_ONCE, numel))
+                for start in range(0, max(numel, 1), _DRAWN_AT_ONCE)
             ]
         return self._chunks[numel]
 
@@ -195,7 +198,7 @@ GENERATOR = 2750
 STREAM = 700  # measured further bytes for each seed
 
 
-class _Stream:
+class _DirectionState:
     """One seed's generator, its position, and copies of it to return to."""
 
     __slots__ = ("_start", "copies", "generator", "lock", "position", "run")
@@ -303,9 +306,9 @@ class SequentialNoise:
         # Kept by element count: a list for each parameter of OPT-175B would take half a GB.
         self._chunks: dict[int, list[tuple[int, int]]] = {}
         # streams of the first seeds, as many as memory allows, until ``retain``
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _DirectionState] = {}
         # recently used streams of other seeds, the latest at the end
-        self._recent: dict[int, _Stream] = {}
+        self._recent: dict[int, _DirectionState] = {}
         self._streams_lock = threading.Lock()
 
     @property
@@ -348,11 +351,11 @@ class SequentialNoise:
             }
             self._recent.clear()
 
-    def _stream(self, seed: int) -> _Stream:
+    def _stream(self, seed: int) -> _DirectionState:
         with self._streams_lock:
             if seed in self._streams:
                 return self._streams[seed]
-            stream = self._recent.pop(seed, None) or _Stream(
+            stream = self._recent.pop(seed, None) or _DirectionState(
                 partial(make_generator, seed, self._device, self._dtypes)
             )
             if len(self._streams) < self._most:
@@ -364,7 +367,7 @@ class SequentialNoise:
                 del self._recent[next(iter(self._recent))]
             return stream
 
-    def _seek(self, stream: _Stream, position: int) -> None:
+    def _seek(self, stream: _DirectionState, position: int) -> None:
         """Move the generator to an element: from its present position if that is nearest, else from
         a copy.
         """

@@ -153,10 +153,12 @@ class Snapshots:
                 remedy="check the path and its disk",
             ) from error
         if snapshot.step != step:
-            raise _damaged(path, f"the snapshot of step {snapshot.step}", f"that of step {step}")
+            raise _damaged_file(
+                path, f"the snapshot of step {snapshot.step}", f"that of step {step}"
+            )
         self._require_version(step, path.name)
         if self._chain(step) != chain:
-            raise _damaged(path, "the snapshot of another run", "one of this run")
+            raise _damaged_file(path, "the snapshot of another run", "one of this run")
         return snapshot
 
     def newest(self) -> Snapshot | None:
@@ -223,7 +225,7 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
             len(raw) < _DIGITS.stop
             or hashlib.file_digest(file, lambda: digest).hexdigest().encode() != raw[_DIGITS]
         ):
-            raise _damaged(
+            raise _damaged_file(
                 path,
                 "a damaged snapshot: its checksum does not match",
                 "the bytes that were written",
@@ -233,11 +235,13 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
         with open_safetensors(path) as opened:
             contents = json.loads(opened.metadata()["zo2"])
         if contents["format"] != FORMAT:
-            raise _damaged(
+            raise _damaged_file(
                 path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}"
             )
         entries = parse_header(path).items()
-        state = _decoded(contents["state"], {name: _view(mapped, entry) for name, entry in entries})
+        state = _decode_parts(
+            contents["state"], {name: _view(mapped, entry) for name, entry in entries}
+        )
         if not isinstance(state, dict):
             raise TypeError(f"a {type(state).__name__} as state")
         return Snapshot(int(contents["step"]), state), int(contents["chain"], 16)
@@ -250,7 +254,7 @@ def _from_file(path: Path) -> tuple[Snapshot, int]:
         ArithmeticError,
         RecursionError,
     ) as error:
-        raise _damaged(
+        raise _damaged_file(
             path, f"not a snapshot of this format ({error})", "a file that a run wrote"
         ) from error
 
@@ -295,15 +299,15 @@ def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> obje
     )
 
 
-def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_parts(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, dict) and _TENSOR in value:
         return tensors[value[_TENSOR]]
     if isinstance(value, dict):
-        return {key: _decoded(inner, tensors) for key, inner in value[_ITEMS]}
+        return {key: _decode_parts(inner, tensors) for key, inner in value[_ITEMS]}
     if isinstance(value, list):
-        return [_decoded(inner, tensors) for inner in value]
+        return [_decode_parts(inner, tensors) for inner in value]
     return value
 
 
-def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
+def _damaged_file(path: Path, found: str, expected: str) -> CheckpointError:
     return malformed(path, found, expected, remedy="restore it from a backup")

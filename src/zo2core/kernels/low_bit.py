@@ -17,7 +17,7 @@ from zo2core.kernels import dispatch
 from zo2core.types import BlockLayout, ParameterSpec, aligned
 
 FP8 = torch.float8_e4m3fn
-_LARGEST_FP8 = torch.finfo(FP8).max
+LARGEST_FP8 = torch.finfo(FP8).max
 _LEAST_SCALE = 2.0**-100  # rows of smaller numbers, or of zeros, become zeros
 _SCALED_AT_ONCE = 1 << 18  # elements, which stay in a cache
 
@@ -45,7 +45,7 @@ def low_bit_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of memory in which ``round_low_bit`` rounds any of the parameters of these segments."""
     encoded = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     return max(
-        (_low_bit_bytes(spec) + aligned(_scales(spec).nbytes) for spec in encoded), default=0
+        (_encoded_bytes(spec) + aligned(_scales(spec).nbytes) for spec in encoded), default=0
     )
 
 
@@ -71,11 +71,11 @@ def encode(theta: Tensor, encoded: Tensor, scales: Tensor | None) -> None:
     ):
         addresses = (tensor.data_ptr() for tensor in (encoded, scales, theta))
         if dispatch.functions().zo2core_encode_float8(
-            *addresses, _LARGEST_FP8, _LEAST_SCALE, *rows.shape
+            *addresses, LARGEST_FP8, _LEAST_SCALE, *rows.shape
         ):
             return  # else a row is not finite
     torch.linalg.vector_norm(rows, ord=torch.inf, dim=1, out=scales)
-    half_to_one, exponent = torch.frexp(scales.div_(_LARGEST_FP8).clamp_(min=_LEAST_SCALE))
+    half_to_one, exponent = torch.frexp(scales.div_(LARGEST_FP8).clamp_(min=_LEAST_SCALE))
     torch.ldexp(torch.ones_like(scales), exponent - (half_to_one == 0.5).int(), out=scales)
     step = max(1, _SCALED_AT_ONCE // max(rows.shape[1], 1))
     codes = encoded.view(rows.shape)
@@ -115,7 +115,7 @@ def round_low_bit(spec: ParameterSpec, theta: Tensor, out: Tensor, memory: Tenso
     """
     assert spec.transfer_dtype is not None
     nbytes = spec.numel * spec.transfer_dtype.itemsize
-    offset = _low_bit_bytes(spec)
+    offset = _encoded_bytes(spec)
     encoded = memory[:nbytes].view(spec.transfer_dtype)
     scales = (
         memory[offset : offset + _scales(spec).nbytes].view(torch.float32)
@@ -126,7 +126,7 @@ def round_low_bit(spec: ParameterSpec, theta: Tensor, out: Tensor, memory: Tenso
     decode(encoded, scales, out)
 
 
-def _low_bit_bytes(spec: ParameterSpec) -> int:
+def _encoded_bytes(spec: ParameterSpec) -> int:
     return aligned(spec.numel * (spec.transfer_dtype or spec.dtype).itemsize)
 
 

@@ -29,7 +29,7 @@ from zo2core.sweep.activations import (
     KeptActivations,
     OffloadTarget,
 )
-from zo2core.sweep.fused_step import FusedStep, GradientLimits, not_finite
+from zo2core.sweep.fused_step import FusedStep, GradientLimits, step_not_finite
 from zo2core.sweep.gradient_visitor import (
     GradientVisitor,
     GradientVisits,
@@ -194,7 +194,7 @@ class AdapterSteps:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
-            raise not_finite(
+            raise step_not_finite(
                 self._state.version,
                 found=f"loss {loss}, norm of the gradients {norm.item()}",
                 expected="a finite loss and a finite norm",

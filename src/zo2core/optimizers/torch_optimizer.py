@@ -51,7 +51,7 @@ def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) ->
     return optimizer
 
 
-class _State(NamedTuple):
+class _StateForm(NamedTuple):
     """One entry of a parameter's state."""
 
     shape: tuple[int, ...]
@@ -97,8 +97,8 @@ class TorchOptimizer(BlockUpdate):
         self._options = {"name": self._name} if options is None else options
         # The entries of a parameter's state by their keys in the optimizer's state.
         # by shape and dtype
-        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _State]] = {}
-        self._states: dict[str, Mapping[str, _State]] = {}  # by parameter
+        self._forms: dict[tuple[tuple[int, ...], torch.dtype], Mapping[str, _StateForm]] = {}
+        self._states: dict[str, Mapping[str, _StateForm]] = {}  # by parameter
         # refuses an optimizer that cannot be taken apart
         self._states_of_shape((1, _PROBED), torch.float32)
 
@@ -173,7 +173,9 @@ class TorchOptimizer(BlockUpdate):
                 states[place].copy_(value)
             states[f"{name}.{_HAS_STATE}"].fill_(1)
 
-    def _states_of_shape(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, _State]:
+    def _states_of_shape(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Mapping[str, _StateForm]:
         """The states of a parameter of this shape, from those of a small one of as many dimensions.
 
         A state whose dimensions are not all the parameter's is looked at in the parameter's own
@@ -194,7 +196,7 @@ class TorchOptimizer(BlockUpdate):
             self._forms[key] = form
         return self._forms[key]
 
-    def _probe(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, _State]:
+    def _probe(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, _StateForm]:
         """The states that the optimizer has of a parameter of this shape after a step."""
         parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
         parameter.grad = torch.zeros(shape, dtype=dtype)
@@ -208,9 +210,9 @@ class TorchOptimizer(BlockUpdate):
         states = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided:
-                states[key] = _State(tuple(value.shape), value.dtype)
+                states[key] = _StateForm(tuple(value.shape), value.dtype)
             elif type(value) in (int, float):
-                states[key] = _State((), torch.float64, type(value))
+                states[key] = _StateForm((), torch.float64, type(value))
             elif value is not None:
                 raise self._refusal(
                     f"a {type(value).__name__} as {key}", "plain tensors and numbers in its state"

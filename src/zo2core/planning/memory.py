@@ -464,7 +464,7 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
     device_plan = _device_plan(request, machine, is_low_bit=low_bit is not None)
     staging = 0 if low_bit is None else staging_bytes(layouts)
     host_plan, activations = _host_plan(
-        request, machine, _Activations.beside(device_plan, request.memory), staging
+        request, machine, _ActivationPlan.beside(device_plan, request.memory), staging
     )
     spec = RunSpec(
         layouts if host_plan.buckets is None else request.on_disk,
@@ -489,7 +489,7 @@ def plan(request: RunRequest, machine: Machine, speeds: MeasuredSpeeds) -> RunSp
     return replace(spec, write_back_every=every)
 
 
-class _Activations(NamedTuple):
+class _ActivationPlan(NamedTuple):
     """Memory for activations, in bytes."""
 
     forward: int  # in the memory in which forwards run
@@ -546,8 +546,8 @@ def _device_plan(request: RunRequest, machine: Machine, *, is_low_bit: bool) -> 
 
 
 def _host_plan(
-    request: RunRequest, machine: Machine, activations: _Activations, staging: int
-) -> tuple[HostPlan, _Activations]:
+    request: RunRequest, machine: Machine, activations: _ActivationPlan, staging: int
+) -> tuple[HostPlan, _ActivationPlan]:
     """The caller's plan of host memory, or one that is made, and the activations that it has room
     for.
     """

@@ -35,9 +35,9 @@ from zo2core.schedulers.profiling import Timeline
 from zo2core.types import Event, Lane, shown_bytes
 
 # streams whose activations leave, or come back, at a time, so that transfers overlap with compute
-AHEAD = 2
+USES_AHEAD = 2
 # streams on a device that offloads them: one is read, one leaves, and one comes
-IN_TRANSIT = AHEAD + 1
+IN_TRANSIT = USES_AHEAD + 1
 
 
 class Use(NamedTuple):
@@ -133,7 +133,7 @@ class KeptActivations(Generic[MemoryT]):
         while self._leaving and next(iter(self._leaving.values())).done():
             self._end_departure()
         staying = self._nbytes - sum(self._sizes[leaving] for leaving in self._leaving)
-        while self._present and staying > self.room - AHEAD * nbytes:
+        while self._present and staying > self.room - USES_AHEAD * nbytes:
             last = max(self._present)
             staying -= self._sizes[last]
             self._leaving[last] = self._target.send(last, self._present.pop(last))
@@ -149,7 +149,7 @@ class KeptActivations(Generic[MemoryT]):
         """Have activations in memory for their use, and start bringing those that are used next."""
         while use in self._leaving:
             self._end_departure()
-        while self._away and (len(self._coming) < AHEAD or min(self._away) == use):
+        while self._away and (len(self._coming) < USES_AHEAD or min(self._away) == use):
             coming = min(self._away)
             nbytes = self._nbytes + self._sizes[coming]
             while self._leaving and nbytes > self.room:
@@ -294,7 +294,7 @@ class ActivationFile:
                 self._file.read_into(offset, view_of(storage.data_ptr(), nbytes))
 
 
-class _Piece(NamedTuple):
+class _HostPart(NamedTuple):
     """A part of the host's memory, of whole pages."""
 
     memory: torch.Tensor
@@ -314,9 +314,9 @@ class _HostMemory:
         self._at_once = at_once
         self._lock = Lock()  # the thread that writes and reads the file frees and takes memory, too
         self._all: list[torch.Tensor] = []
-        self._free: list[_Piece] = []
+        self._free: list[_HostPart] = []
 
-    def take(self, nbytes: int) -> _Piece:
+    def take(self, nbytes: int) -> _HostPart:
         """Take the smallest part that has so many bytes."""
         nbytes = whole_pages(nbytes)
         with self._lock:
@@ -332,15 +332,15 @@ class _HostMemory:
                     )
                 )
                 fitting = [len(self._free)]
-                self._free.append(_Piece(self._all[-1]))
+                self._free.append(_HostPart(self._all[-1]))
             memory, read = self._free.pop(
                 min(fitting, key=lambda number: len(self._free[number].memory))
             )
             if len(memory) > nbytes:
-                self._free.append(_Piece(memory[nbytes:], read))
-            return _Piece(memory[:nbytes], read)
+                self._free.append(_HostPart(memory[nbytes:], read))
+            return _HostPart(memory[:nbytes], read)
 
-    def give(self, piece: _Piece) -> None:
+    def give(self, piece: _HostPart) -> None:
         """Give back a part that was taken."""
         with self._lock:
             self._free.append(piece)
@@ -348,7 +348,7 @@ class _HostMemory:
     def take_back(self) -> None:
         """Take back all memory, which nothing uses any more."""
         with self._lock:
-            self._free = [_Piece(memory) for memory in self._all]
+            self._free = [_HostPart(memory) for memory in self._all]
 
     def clear(self) -> None:
         """Forget all memory."""

@@ -150,10 +150,10 @@ class FusedStep:
         state = "no step was taken"
         if self.changed:
             state = f"{self.changed} segments had been changed: resume from the last snapshot"
-        return not_finite(self._step, found, "a finite loss and finite gradients", state)
+        return step_not_finite(self._step, found, "a finite loss and finite gradients", state)
 
 
-def not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLossError:
+def step_not_finite(step: int, found: str, expected: str, state: str) -> NonFiniteLossError:
     """The error for a loss or gradients that are not finite; ``state``: what became of the step."""
     remedy = f"lower the learning rate, or use bfloat16 or float32 where float16 overflows; {state}"
     return NonFiniteLossError(f"step {step}", found, expected, remedy)

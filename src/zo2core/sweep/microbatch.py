@@ -180,8 +180,8 @@ class MicroBatches(NamedTuple):
         micro-batches.
         """
         if self.objective is not None:
-            return require_number(self.objective.loss(outputs, self.batches))
-        return require_number(combined_loss(outputs, self.tokens))
+            return require_scalar(self.objective.loss(outputs, self.batches))
+        return require_scalar(combined_loss(outputs, self.tokens))
 
 
 def with_objective(forward: Forward | None, model: Forward) -> tuple[Forward, Forward | None]:
@@ -261,7 +261,7 @@ def _split_by_tokens(batches: Sequence[Batch], rows: int | None) -> MicroBatches
     )
 
 
-def require_number(loss: torch.Tensor) -> torch.Tensor:
+def require_scalar(loss: torch.Tensor) -> torch.Tensor:
     """Return a loss that is a number."""
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
@@ -277,7 +277,7 @@ def losses_as_tensors(losses: Iterable[float | torch.Tensor]) -> list[torch.Tens
         loss if isinstance(loss, torch.Tensor) else torch.tensor(loss, dtype=torch.float64)
         for loss in losses
     ]
-    return [require_number(tensor) for tensor in tensors]
+    return [require_scalar(tensor) for tensor in tensors]
 
 
 def grouped(
@@ -408,7 +408,6 @@ def _evaluate_loss(
         tokens=tokens,
         sweeps=len(sweeps),
         seconds=time.perf_counter() - started,
-        tokens_of_batches=tuple(count for _, count in gathered),
     )
 
 
