@@ -154,6 +154,10 @@ VERIFIED = [
     f"{LORA} --method adamw",
     f"{LORA} --method sgd",
 ]
+POSTED = re.compile(
+    r"zo2 verify: (?P<found>EQUAL|DIFFERENT), digest (?P<digest>[0-9a-f]{16}); zo2core [\d.]+, "
+    r"torch [^,;]+, transformers [^,;]+(?:, peft [^,;]+)?; Python [\d.]+, \w+ \w+; .+, \d+ cores?"
+)
 VERIFIED += [f"--method {method}" for method in get_args(OptimizerName)]
 
 
@@ -173,7 +177,9 @@ def test_verify_tells_equal_from_different(
     assert not method or "bit for bit" in told
     assert "--method" not in method or "bit for bit: losses, gradient norms" in told
     if LORA in method:
-        assert told.endswith(f"all {8 if '--lora-targets' in method else 28} trained parameters\n")
+        of_loras = f"all {8 if '--lora-targets' in method else 28} trained parameters\n"
+        assert of_loras in told
+    assert POSTED.fullmatch(told.splitlines()[-1])
     loads = AutoModelForCausalLM.from_pretrained
 
     def changed(*arguments: Any, **options: Any) -> Any:
@@ -186,6 +192,28 @@ def test_verify_tells_equal_from_different(
     ended = run_here(*command)
     assert ended.status == 1
     assert ended.out.startswith("DIFFERENT: ")
+    posted = POSTED.fullmatch(ended.out.splitlines()[-1])
+    assert posted is not None
+    assert posted["found"] == "DIFFERENT"
+
+
+def test_the_digest_of_verify_is_that_of_the_bits() -> None:
+    def digest(*options: object) -> str:
+        out = run_here("verify", "--model", "base", "--tokens", 9, *options).out
+        posted = POSTED.fullmatch(out.splitlines()[-1])
+        assert posted is not None
+        return posted["digest"]
+
+    def nudge(kernel: Kernel, theta: torch.Tensor, program: Program, *arguments: Any) -> None:
+        kernel(theta, program, *arguments)
+        if theta.numel() == 12 * 20:
+            theta[7] = torch.nextafter(theta[7], torch.tensor(1e9))
+
+    first = digest()
+    assert first == digest()
+    assert first != digest("--seed", 1)
+    with kernels_in(nudge):
+        assert first != digest()
 
 
 def test_verify_names_the_first_difference() -> None:

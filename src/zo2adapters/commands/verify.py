@@ -63,7 +63,7 @@ class Verify(Command):
     def run(self) -> None:
         """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
-        from zo2adapters.trainers.verification import verify
+        from zo2adapters.trainers.verification import summary, verify
         from zo2core import MeZOSGD
 
         self.check()  # also where the library is called
@@ -72,7 +72,7 @@ class Verify(Command):
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
-        parameters, difference = verify(
+        result = verify(
             directory,
             opening,
             size,
@@ -83,11 +83,12 @@ class Verify(Command):
             method=self.method,
             adapter=adapter,
         )
-        if difference is not None:
-            print(f"DIFFERENT: {difference}")
+        if result.difference is not None:
+            print(f"DIFFERENT: {result.difference}")
+            print(summary(result))
             sys.exit(1)
         scalars = "losses, projected gradients" if self.method is None else "losses, gradient norms"
-        trained = (
-            f"{parameters} {'trained ' if self.adapter_options.trains_adapter else ''}parameters"
-        )
-        print(f"EQUAL over {counted(self.steps, 'step')}, bit for bit: {scalars} and all {trained}")
+        kind = "trained parameters" if self.adapter_options.trains_adapter else "parameters"
+        compared = f"{scalars} and all {result.parameters} {kind}"
+        print(f"EQUAL over {counted(self.steps, 'step')}, bit for bit: {compared}")
+        print(summary(result))

@@ -4,11 +4,17 @@ torch's optimizers.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +35,8 @@ from zo2adapters.trainers.optimization import StepSize
 from zo2adapters.trainers.options import ModelOptions, precision_of_run
 from zo2core import Batch, Engine, FirstOrder, MeZOSGD, ZerothOrder
 from zo2core.errors import MemoryBudgetError, NonFiniteLossError, OptionError
+from zo2core.io.direct_file import byte_view
+from zo2core.io.system_calls import processor_name
 from zo2core.optimizers.registry import OPTIMIZERS, make_block_update
 from zo2core.optimizers.states import StateMemory
 from zo2core.planning.memory import free_memory
@@ -36,6 +44,14 @@ from zo2core.protocols import UpdateInputs
 from zo2core.ranges import LARGEST_WHOLE, OptimizerName, counted, require_whole
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import shown_bytes, widened
+
+
+class Verification(NamedTuple):
+    """What a comparison has shown."""
+
+    parameters: int  # that were compared
+    difference: str | None  # the first one as text; None: every bit is equal
+    digest: str  # of the engine's numbers and trained parameters: equal for equal bits, anywhere
 
 
 def verify(
@@ -49,12 +65,9 @@ def verify(
     seed: int,
     method: OptimizerName | None = None,
     adapter: Adapter | None = None,
-) -> tuple[int, str | None]:
+) -> Verification:
     """Take steps on random tokens block by block and on the whole model, and compare their numbers
     and what is trained.
-
-    Returns the number of parameters that were compared, and the first difference as text; None if
-    every bit is equal.
 
     Memory: the whole model twice, and what its steps take. Without a method, steps are MeZO's.
     """
@@ -82,6 +95,7 @@ def verify(
             engine.parameters_now() if adapter is not None else whole.named_parameters(),
         )
         of_whole = _steps_of_whole(model, whole, trained, size, method)
+        digest = hashlib.sha256()
         for step in range(steps):
             batch = random_batch(
                 model.config.get_text_config().vocab_size, rows, tokens, seed=seed + step
@@ -101,18 +115,39 @@ def verify(
                 *ours.projected_grads,
                 *(() if ours.grad_norm is None else (ours.grad_norm,)),
             ]
+            digest.update(struct.pack(f"<{len(numbers)}d", *numbers))
             for number, (name, theirs) in zip(
                 numbers, of_whole(step, batch, seed + step), strict=True
             ):
                 if number != theirs:
-                    return 0, f"step {step}, {name}: block by block {number!r}, whole {theirs!r}"
+                    found = f"step {step}, {name}: block by block {number!r}, whole {theirs!r}"
+                    return Verification(0, found, _shown(digest))
         for name, tensor in engine.parameters_now():
-            difference = (
-                _first_difference(tensor, trained[name].detach()) if name in trained else None
-            )
+            if name not in trained:
+                continue
+            digest.update(name.encode() + byte_view(tensor.cpu().contiguous()))
+            difference = _first_difference(tensor, trained[name].detach())
             if difference is not None:
-                return parameters, f"after {counted(steps, 'step')}, {name}{difference}"
-    return parameters, None
+                found = f"after {counted(steps, 'step')}, {name}{difference}"
+                return Verification(parameters, found, _shown(digest))
+    return Verification(parameters, None, _shown(digest))
+
+
+def _shown(digest: hashlib._Hash) -> str:
+    return digest.hexdigest()[:16]
+
+
+def summary(result: Verification) -> str:
+    """The result as a line that can be posted: versions, machine and digest."""
+    packages = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("zo2core", "torch", "transformers", "peft")
+        if importlib.util.find_spec(name)
+    ]
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    cores = f"{processor_name()}, {counted(os.cpu_count() or 1, 'core')}"
+    found = "EQUAL" if result.difference is None else "DIFFERENT"
+    return f"zo2 verify: {found}, digest {result.digest}; {', '.join(packages)}; {system}; {cores}"
 
 
 def _steps_of_engine(

@@ -6,6 +6,7 @@
 | dropping what was read from the cache | posix_fadvise | nothing to drop, by F_NOCACHE |
 | reading ahead | posix_fadvise | what the system reads ahead by itself |
 | durable writes | fsync, fdatasync | F_FULLFSYNC: its fsync leaves bytes in the disk's cache |
+| the processor's name | /proc/cpuinfo | its architecture |
 | opening an open file again | /proc/self/fd | not needed: only O_DIRECT asks for it |
 
 A call is looked for when it is made, so that tests can take it away.
@@ -17,6 +18,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import platform
+from pathlib import Path
 
 
 def open_again(descriptor: int) -> str:
@@ -70,6 +73,17 @@ def unlock(descriptor: int) -> None:
     """Give up the lock that is held on a file."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def processor_name() -> str:
+    """The processor's model; its architecture where the system does not tell."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _control(descriptor: int, command: str) -> bool:
