@@ -28,7 +28,10 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.conversion import METHODS, quantize
 from zo2core import Engine, ZO2Error
 
-FORMATS = ("bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4")
+FORMATS = (
+    *("bfloat16", *METHODS, "gptq", "awq", "int4", "nvfp4", "mxfp4"),
+    *("fp8, channels", "fp8, tensor", "int8, channels"),
+)
 DENSE = ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "opt"]
 MIXTURES = [
     "qwen3_moe",
@@ -57,6 +60,15 @@ FOUR_BITS = [
     "int4, channels",
     "nvfp4",
 ]
+EIGHT_BITS = {  # rows and columns that share a scale, 0 for all of them
+    "fp8, channels": (1, 0),
+    "fp8, tensor": (0, 0),
+    "fp8, blocks": (16, 24),
+    "int8, channels": (1, 0),
+    "int8, tensor": (0, 0),
+    "fbgemm_fp8": (1, 0),
+    "modelopt": (0, 0),
+}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -73,10 +85,31 @@ def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torc
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
 
 
+def random_bytes(kind: str, rows: int, columns: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+    """A matrix's tensors in a format of 8 bits a weight, and its weights in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    high, wide = EIGHT_BITS[kind]
+    high, wide = high or rows, wide or columns
+    codes = torch.randint(-127, 128, (rows, columns), generator=generator).to(torch.int8)
+    if not kind.startswith("int8"):
+        codes = (0.01 * codes.float()).to(torch.float8_e4m3fn)
+    blocks = -(-rows // high), -(-columns // wide)
+    scales = torch.rand(blocks, generator=generator) * 0.02 + 1e-3
+    if "," in kind:  # of compressed-tensors
+        scales = scales.bfloat16()
+    row = torch.arange(rows)[:, None] // high
+    column = torch.arange(columns)[None] // wide
+    weights = codes.float() * scales.float()[row, column]
+    shape = {"fp8, tensor": (1,), "int8, tensor": (1,), "modelopt": ()}.get(kind, blocks)
+    return {"weight": codes, "weight_scale": scales.reshape(shape)}, weights
+
+
 def random_matrix(
     kind: str, rows: int, columns: int, group: int, seed: int
 ) -> tuple[Tensors, torch.Tensor]:
     """A matrix's tensors in a format, and its weights in float32, (rows, columns)."""
+    if kind in EIGHT_BITS:
+        return random_bytes(kind, rows, columns, seed)
     generator = torch.Generator().manual_seed(seed)
     name, _, option = kind.partition(", ")
     group = columns if option == "channels" else 16 if name == "nvfp4" else group
@@ -126,6 +159,8 @@ def random_matrix(
 def described(kind: str, group: int) -> dict[str, Any]:
     """The quantization_config of a format."""
     name, _, option = kind.partition(", ")
+    if kind in EIGHT_BITS and not option:
+        return {"quant_method": name, "quant_algo": "FP8"}
     if name.startswith("gptq"):
         return {
             "quant_method": "gptq",
@@ -158,13 +193,26 @@ def described(kind: str, group: int) -> dict[str, Any]:
             "group_size": 16,
             "symmetric": True,
         }
-    form = "nvfp4-pack-quantized" if name == "nvfp4" else "pack-quantized"
+    if kind in EIGHT_BITS:
+        weights = {
+            "num_bits": 8,
+            "type": "int" if name == "int8" else "float",
+            "strategy": option.removesuffix("s"),
+            "symmetric": True,
+        }
+        if option == "blocks":
+            weights["block_structure"] = list(EIGHT_BITS[kind])
+    form = {
+        "nvfp4": "nvfp4-pack-quantized",
+        "fp8": "float-quantized",
+        "int8": "int-quantized",
+    }.get(name, "pack-quantized")
     scheme = {"group_0": {"targets": ["Linear"], "weights": weights}}
     common = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
     return {**common, "format": form, "config_groups": scheme, "ignore": ["lm_head"]}
 
 
-def save_four_bits(
+def save_coded(
     kind: str, directory: Path, family: str = "llama", group: int = 16
 ) -> tuple[Path, Path]:
     """A model whose layers' linear weights are in a format, and the same model with the weights
@@ -210,8 +258,8 @@ def save_gpt_oss(directory: Path) -> tuple[Path, Path]:
 
 def written(family: str, form: str, folder: Path) -> Path | None:
     """A tiny checkpoint; None if the format is not one of this family."""
-    if form in ("gptq", "awq", "int4", "nvfp4"):
-        return save_four_bits(form, folder, family)[1]
+    if form in ("gptq", "awq", "int4", "nvfp4", *EIGHT_BITS):
+        return save_coded(form, folder, family)[1]
     if form == "mxfp4":
         return save_gpt_oss(folder)[1] if family == "gpt_oss" else None
     model: Any = small_model(small_config(family))

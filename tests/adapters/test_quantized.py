@@ -18,7 +18,7 @@ import pytest
 import torch
 from command_lines import done, refusal
 from engines import assert_equal, memory, zeroth_order
-from formats import FOUR_BITS, random_matrix, save_four_bits, save_gpt_oss
+from formats import EIGHT_BITS, FOUR_BITS, random_bytes, random_matrix, save_coded, save_gpt_oss
 from hypothesis import given
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -193,6 +193,19 @@ def four_bits(draw: st.DrawFn, kind: str) -> Coded:
 
 
 @st.composite
+def eight_bits(draw: st.DrawFn, kind: str) -> Coded:
+    """A matrix of compressed-tensors, fbgemm or ModelOpt."""
+    rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    tensors, weights = random_bytes(kind, rows, columns, draw(seeds))
+    scales = tensors["weight_scale"].dtype
+    encoding: MatrixEncoding = Int8Rows(scales, unit=1.0, shares_scale=kind == "int8, tensor")
+    if not kind.startswith("int8"):
+        high, wide = EIGHT_BITS[kind]
+        encoding = Float8Blocks((high or rows, wide or columns), scales)
+    return of(encoding, [tensors["weight"], tensors["weight_scale"]], weights.to(draw(dtypes)))
+
+
+@st.composite
 def mxfp4(draw: st.DrawFn) -> Coded:
     rows, generator = (
         draw(st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 3))),
@@ -212,6 +225,7 @@ ENCODED = {
     "stacks": stacks(),
     "mxfp4": mxfp4(),
     **{kind: four_bits(kind) for kind in FOUR_BITS},
+    **{kind: eight_bits(kind) for kind in EIGHT_BITS},
 }
 
 
@@ -321,12 +335,13 @@ def dequantised(path: Path, folder: Path, dtype: str = "auto") -> Path:
 
 
 PAIRS = [(method, family) for method in METHODS for family in ("llama", "opt", "qwen3")]
-SHORT = [("int8", "opt"), ("nf4", "qwen3"), ("awq", "llama")]
+PAIRS += [(kind, "llama") for kind in ("gptq", *EIGHT_BITS)]
+SHORT = [("int8", "opt"), ("nf4", "qwen3"), ("awq", "llama"), ("fp8, channels", "llama")]
 
 
 @pytest.mark.parametrize(
     "case",
-    short_first(SHORT, [pair for pair in [*PAIRS, ("gptq", "llama")] if pair not in SHORT]),
+    short_first(SHORT, [pair for pair in PAIRS if pair not in SHORT]),
     ids=str,
 )
 def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(
@@ -337,7 +352,7 @@ def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(
         path = make(tmp_path, method, model_type)
         plain = dequantised(path, tmp_path)
     else:
-        plain, path = save_four_bits(method, tmp_path)
+        plain, path = save_coded(method, tmp_path)
     expected = trajectory(plain)
     assert trajectory(path) == trajectory(path, memory=memory(1)) == expected
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4, poison=True))) as device:
@@ -386,7 +401,7 @@ TARGETS = [["auto"], ["auto", "experts"]]
     ("make", "form", "family", "targets", "buckets"),
     [
         *each_choice(
-            [save_four_bits], FOUR_BITS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]
+            [save_coded], FOUR_BITS, ["llama", "qwen3_moe", "mixtral"], TARGETS[:1], [None, 2]
         ),
         *each_choice([coded_mixture], METHODS, MIXTURES, TARGETS, [None, 2]),
         *each_choice(
@@ -533,7 +548,10 @@ def short(value: torch.Tensor) -> torch.Tensor:
 EXPERTS, DOWN = "model.layers.0.mlp.experts", "model.layers.0.mlp.down_proj"
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{method: partial(make, method=method) for method in METHODS},
-    **{kind: lambda folder, kind=kind: save_four_bits(kind, folder)[1] for kind in FOUR_BITS},  # type: ignore[misc]
+    **{
+        kind: lambda folder, kind=kind: save_coded(kind, folder)[1]
+        for kind in (*FOUR_BITS, *EIGHT_BITS)
+    },  # type: ignore[misc]
     "mxfp4": lambda folder: save_gpt_oss(folder)[1],
     "tensors of experts": lambda folder: coded_mixture("nf4", folder, "qwen3_moe")[1],
     "stacks of experts": lambda folder: coded_mixture("nf4", folder, "gpt_oss")[1],
@@ -543,6 +561,8 @@ DAMAGED: list[tuple[str, str, Any, str]] = [
     ("int8", f"{LAYER}.SCB", put(torch.zeros(3)), "F32 of shape"),
     ("int8", f"{LAYER}.SCB", put(torch.zeros(128, dtype=torch.float16)), "F16 of shape"),
     ("int8", f"{LAYER}.SCB", None, "tensor|int8"),
+    ("fp8, channels", f"{DOWN}.weight_scale", put(torch.zeros(3)), "F32 of shape"),
+    ("fp8, channels", f"{DOWN}.weight", None, "no tensor"),
     (
         "int8",
         f"{LAYER}.weight_format",
@@ -661,6 +681,22 @@ def described(folder: Path, changes: Mapping[str, Any]) -> Path:
             "'bitmask'",
         ),
         ("nvfp4", {"transform_config": {"R": 1}}, "transform_config", "{'R': 1}"),
+        ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo", "'NVFP4'"),
+        *(
+            (
+                kind,
+                {"config_groups": {"g": {"weights": {"num_bits": 8, **weights}}}},
+                rf"config_groups\.g\.weights\.{field}",
+                found,
+            )
+            for kind, weights, field, found in (
+                ("fp8, tensor", {"type": "float", "strategy": "group"}, "strategy", "'group'"),
+                ("fp8, tensor", {"type": "float", "num_bits": 6}, "num_bits", "6"),
+                ("int8, tensor", {"symmetric": False}, "symmetric", "False"),
+                ("int8, tensor", {"strategy": "block"}, "strategy", "'block'"),
+                ("int8, tensor", {"type": "complex"}, "type", "'complex'"),
+            )
+        ),
     ],
 )
 def test_a_field_that_does_not_fit_is_refused_by_its_name_and_value(
@@ -707,6 +743,11 @@ ZEROS = f"{DOWN}.qzeros"
         ("fp8", {"weight_block_size": None}, {}, r"with weight_block_size \[128, 128\]"),
         ("int4", {}, {f"{DOWN}.weight_zero_point": 0}, None),
         ("int4", {}, {f"{DOWN}.weight_zero_point": 1}, r"not 0; expected .*symmetric: true"),
+        ("int8, channels", {}, {f"{DOWN}.weight_zero_point": 0}, None),
+        ("int8, channels", {}, {f"{DOWN}.weight_zero_point": 1}, r"not 0; expected .*symmetric"),
+        ("int8, channels", {"config_groups": {"FP8": []}}, {}, "I8 of shape .*F8_E4M3"),
+        ("fp8, channels", {"config_groups": {"FP8": []}}, {}, "with a scale for each matrix"),
+        ("fp8, tensor", {"config_groups": {"FP8_DYNAMIC": []}}, {}, "with a scale for each row"),
     ],
 )
 def test_tensors_that_contradict_the_config_are_refused(

@@ -4,7 +4,8 @@ Formats, as transformers reads them: bitsandbytes of 8 bits (``weight`` in int8,
 and 4 bits (nf4: ``weight`` with ``weight.absmax``, ``weight.quant_map``, a JSON object in bytes,
 and nested ones where scales are quantised, too), fine-grained FP8 (``weight`` in e4m3,
 ``weight_scale_inv``), MXFP4 of gpt-oss's experts (``_blocks`` and ``_scales``), GPTQ and AWQ of 4
-bits, and compressed-tensors' packed integers of 4 bits and NVFP4.
+bits, and compressed-tensors' packed integers of 4 bits, NVFP4, and its FP8 and integers of 8 bits
+with ``weight_scale`` by channel or by tensor, which fbgemm's and ModelOpt's FP8 are, too.
 
 A field of ``quantization_config`` that does not fit is refused by its name and value. Its synonyms
 and defaults are those of transformers.
@@ -36,6 +37,7 @@ from zo2core.errors import CheckpointError, UnsupportedModelError
 from zo2core.types import Encoding
 
 _INTEGERS = {"codes": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}
+_SCALED = {"codes": ".weight", "scales": ".weight_scale", "zeros": ".weight_zero_point"}
 SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the part's role
     # the last is 0: codes row by row
     "int8": {"codes": ".weight", "scales": ".SCB", "format": ".weight_format"},
@@ -48,6 +50,8 @@ SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the pa
         "nested table": ".weight.nested_quant_map",
         "state": ".weight.quant_state.bitsandbytes__nf4",
     },
+    "scaled fp8": _SCALED,
+    "scaled int8": _SCALED,
     "mxfp4": {"codes": "_blocks", "scales": "_scales"},
     "gptq": _INTEGERS,
     "gptq_v2": _INTEGERS,
@@ -70,6 +74,7 @@ MATRIX = ".matrices."
 _UNUSED = (".weight_shape", ".input_global_scale", ".input_scale")
 # suffixes that encoded layers alone have
 _MARKS = {name: roles["codes"] for name, roles in SUFFIXES.items()}
+_MARKS |= dict.fromkeys(("scaled fp8", "scaled int8"), ".weight_scale")
 _MARKS |= {"int8": ".SCB", "fp8": ".weight_scale_inv", "nf4": SUFFIXES["nf4"]["state"]}
 _FP4 = ".quant_state.bitsandbytes__fp4"
 _MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
@@ -78,14 +83,30 @@ _MAX_STATE_BYTES = 4096
 
 _GROUP = 128  # weights that share a scale, unless the config says otherwise
 _SYMMETRIC = {"gptq": b"\x77", "gptq_v2": b"\x88"}  # two zeros of symmetric matrices, as stored
-_WHOLE_BYTES = ("nf4", "nvfp4")  # encodings whose parts have various shapes and dtypes
+_WHOLE_BYTES = (
+    "nf4",
+    "nvfp4",
+    "scaled fp8",
+    "scaled int8",
+)  # encodings whose parts have various shapes and dtypes
 # compressed-tensors' names for schemes of weights
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "W4A16": {"num_bits": 4, "group_size": 128},
     "W4A16_ASYM": {"num_bits": 4, "group_size": 128, "symmetric": False},
     "NVFP4": {"num_bits": 4, "group_size": 16},
     "NVFP4A16": {"num_bits": 4, "group_size": 16},
+    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "FP8_DYNAMIC": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "FP8_BLOCK": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [128, 128],
+    },
+    "W8A8": {"num_bits": 8, "strategy": "channel"},
 }
+# compressed-tensors' formats of codes that fill a byte
+_WHOLE_CODES = ("float-quantized", "int-quantized", "naive-quantized")
 
 _FIELD = "quantization_config"
 _REMEDY = (
@@ -161,7 +182,8 @@ class Quantization:
 
     where: Path
     method: str
-    block: tuple[int, int] = (128, 128)  # rows and columns of fp8's blocks
+    # rows and columns that share a scale in formats of 8 bits; 0: all of them
+    block: tuple[int, int] = (128, 128)
     group: int | None = None  # weights of a row that share a scale; None: all
     is_symmetric: bool | None = None  # whether all zeros are the same; None: it is not said
 
@@ -185,10 +207,15 @@ class Quantization:
             return _awq(where, fields)
         if method == "compressed-tensors":
             return _compressed_tensors(where, fields)
+        if method == "fbgemm_fp8":
+            return cls(where, "scaled fp8", block=(1, 0))
+        if method == "modelopt":
+            return _modelopt(where, fields)
         if method == "bitsandbytes":
             raise fields.refused("true, or load_in_8bit: true", "load_in_4bit")
         raise fields.refused(
-            "one of bitsandbytes, fp8, mxfp4, gptq, awq, compressed-tensors", "quant_method"
+            "one of bitsandbytes, fp8, fbgemm_fp8, mxfp4, gptq, awq, compressed-tensors, modelopt",
+            "quant_method",
         )
 
     def split(
@@ -229,11 +256,11 @@ class Quantization:
         in every quantiser, which the first version stores as 7.
         """
         zeros = entries.get(f"{layer}{SUFFIXES[self.method].get('zeros')}")
-        is_checked = self.method in ("int4", *_SYMMETRIC) and self.is_symmetric is not False
+        is_checked = self.method not in ("awq",) and self.is_symmetric is not False
         if zeros is None or not is_checked:
             return
         samples = b"".join(reader.samples(zeros))
-        if self.method == "int4":
+        if self.method not in _SYMMETRIC:
             if any(samples):
                 raise self._contradicted(zeros, "symmetric", "true", "zeros that are not 0")
             return
@@ -273,6 +300,10 @@ class Quantization:
     @property
     def _in_groups(self) -> str:
         """The config's fields that decide the parts' shapes, for messages."""
+        if self.method in ("scaled fp8", "scaled int8"):
+            words = {(0, 0): "each matrix", (1, 0): "each row"}
+            blocks = f"{self.block[0]} x {self.block[1]} weights"
+            return f" with a scale for {words.get(self.block, blocks)}"
         if self.method == "fp8":
             return f" with weight_block_size {list(self.block)}"
         if self.method not in ("gptq", "gptq_v2", "awq", "int4"):
@@ -297,6 +328,8 @@ class Quantization:
             stored = self._entry(entries, layer, "scales").dtype
             scales = DTYPES[stored if stored in ("BF16", "F8_E8M0") else "F32"]
             return Float8Blocks(self.block, scales), codes.shape
+        if self.method in ("scaled fp8", "scaled int8"):
+            return self._scaled(entries, layer, *codes.shape)
         if self.method != "int8":
             return self._groups(entries, layer, *codes.shape)
         order = entries.get(f"{layer}{SUFFIXES['int8']['format']}")
@@ -306,6 +339,19 @@ class Quantization:
             expected = "0, the layout row by row"
             raise malformed_tensor(order, "codes in another layout", expected, remedy)
         return Int8Rows(), codes.shape
+
+    def _scaled(
+        self, entries: Mapping[str, TensorEntry], layer: str, rows: int, columns: int
+    ) -> tuple[Encoding, tuple[int, int]]:
+        """The encoding and the shape of a matrix of 8 bits a weight, with a scale for each row or
+        for all.
+        """
+        stored = self._entry(entries, layer, "scales").dtype
+        scales = DTYPES[stored if stored in ("BF16", "F16") else "F32"]
+        if self.method == "scaled int8":
+            return Int8Rows(scales, unit=1.0, shares_scale=self.block[0] == 0), (rows, columns)
+        block = self.block[0] or max(rows, 1), self.block[1] or max(columns, 1)
+        return Float8Blocks(block, scales), (rows, columns)
 
     def _groups(
         self, entries: Mapping[str, TensorEntry], layer: str, first: int, second: int
@@ -417,6 +463,8 @@ def _compressed_tensors(where: Path, fields: _Fields) -> Quantization:
     if fields.value("transform_config"):
         raise fields.refused("none", "transform_config")
     form, weights = _scheme(fields)
+    if form in _WHOLE_CODES:
+        return _of_whole_codes(where, weights)
     weights.require_number(4, "num_bits", default=8)
     if form == "nvfp4-pack-quantized":
         weights.require_number(16, "group_size", default=16)
@@ -426,6 +474,34 @@ def _compressed_tensors(where: Path, fields: _Fields) -> Quantization:
     fields.text("quantization_status")
     symmetric = weights.flag("symmetric", default=True)
     return Quantization(where, "int4", group=_group(weights), is_symmetric=symmetric)
+
+
+def _of_whole_codes(where: Path, weights: _Fields) -> Quantization:
+    """Compressed-tensors' FP8, and integers of 8 bits."""
+    weights.require_number(8, "num_bits", default=8)
+    kind = weights.text("type", default="int")
+    if kind not in ("int", "float"):
+        raise weights.refused("int or float", "type")
+    if weights.flag("symmetric", default=True) is not True:
+        raise weights.refused("true", "symmetric")
+    strategy = weights.text("strategy", default="tensor")
+    blocks = {"tensor": (0, 0), "channel": (1, 0)}
+    if strategy == "block" and kind == "float":
+        sizes = weights.value("block_structure")
+        if not isinstance(sizes, (list, tuple)) or not _are_sizes(sizes):
+            raise weights.refused("the rows and columns of a block", "block_structure")
+        blocks["block"] = (sizes[0], sizes[1])
+    if strategy not in blocks:
+        raise weights.refused(f"one of {', '.join(blocks)}", "strategy")
+    method = "scaled int8" if kind == "int" else "scaled fp8"
+    return Quantization(where, method, block=blocks[strategy], is_symmetric=True)
+
+
+def _modelopt(where: Path, fields: _Fields) -> Quantization:
+    """ModelOpt's FP8, which has a scale for each tensor."""
+    if fields.text("quant_algo").upper() != "FP8":
+        raise fields.refused("FP8", "quant_algo")
+    return Quantization(where, "scaled fp8", block=(0, 0))
 
 
 def _group(weights: _Fields) -> int | None:
@@ -459,8 +535,9 @@ def _scheme(fields: _Fields) -> tuple[str, _Fields]:
         weights = scheme.inner("weights")
     of_group = fields if scheme.value("format") is None else scheme
     form = of_group.text("format", default="dense")
-    if form not in ("pack-quantized", "nvfp4-pack-quantized"):
-        raise of_group.refused("pack-quantized or nvfp4-pack-quantized", "format")
+    known = ("pack-quantized", "nvfp4-pack-quantized", *_WHOLE_CODES)
+    if form not in known:
+        raise of_group.refused(f"one of {', '.join(known)}", "format")
     return form, weights
 
 

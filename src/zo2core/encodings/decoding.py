@@ -45,8 +45,6 @@ from zo2core.kernels.low_bit import LARGEST_FP8
 from zo2core.types import EncodedPart, ParameterSpec, encoded_bytes
 
 _ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
-# value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it
-INT8_UNIT = 7.874015718698502e-3
 # Values of the 4-bit codes: QLoRA's NormalFloat, quantiles of N(0, 1) scaled to [-1, 1] (arXiv
 # 2305.14314, E).
 NF4_TABLE = (
@@ -165,13 +163,13 @@ def _compiled(
             )
 
         return rows, run_blocks
-    scales = parts["scales"].float()
+    scales = _row_scales(encoding, parts, rows)
 
     def run_rows(first: int, last: int) -> None:
         out = matrix[first:last]
         codes = stored["codes"][first * columns :].data_ptr()
         if isinstance(encoding, Int8Rows):
-            scaled = scales[first:].data_ptr(), INT8_UNIT, *out.shape
+            scaled = scales[first:].data_ptr(), encoding.unit, *out.shape
             compiled.zo2core_decode_int8(memory[0], out.data_ptr(), codes, *scaled)
         else:
             blocks = first, *out.shape, *encoding.block
@@ -203,15 +201,23 @@ def _decode(encoding: MatrixEncoding | MXFP4Stack, parts: _Parts, matrix: Tensor
             weights = GGUF_DECODERS[encoding.name](blocks).view(-1, columns)
             matrix[order[first : first + step]] = weights.to(matrix.dtype)
         return
-    scales = parts["scales"].float()
+    scales = _row_scales(encoding, parts, rows)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         if isinstance(encoding, Int8Rows):
-            matrix[first:last] = codes[first:last] * scales[first:last, None] * INT8_UNIT
+            matrix[first:last] = codes[first:last] * scales[first:last, None] * encoding.unit
         else:
             matrix[first:last] = codes[first:last].float() * _scales_of_rows(
                 scales, encoding.block, first, last, columns
             )
+
+
+def _row_scales(encoding: Int8Rows | Float8Blocks, parts: _Parts, rows: int) -> Tensor:
+    """The scales of a matrix of 8 bits a weight, in float32; those of ``Int8Rows`` for each row."""
+    scales = parts["scales"].float()
+    if isinstance(encoding, Int8Rows) and encoding.shares_scale:
+        return scales.expand(rows).contiguous()
+    return scales
 
 
 def _decode_mxfp4(codes: Tensor, scales: Tensor, matrix: Tensor) -> None:

@@ -16,21 +16,32 @@ from zo2core.kernels.low_bit import FP8
 from zo2core.types import EncodedPart
 
 MXFP4_BLOCK = 32  # weights that share a scale
+# value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it
+INT8_UNIT = 7.874015718698502e-3
 
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """A signed byte per weight, a float32 per row: ``code * scale / 127`` (arXiv 2208.07339,
-    without outliers).
+    """A signed byte per weight, and a scale per row: ``code * scale / 127`` (arXiv 2208.07339,
+    without outliers), or ``code * scale``, as compressed-tensors has it.
+
+    Args:
+        scale_dtype: Dtype of the scales: float32, bfloat16 or float16.
+        unit: What the product is multiplied with: 1 / 127 in float32, or 1.
+        shares_scale: Whether all rows have the same scale, which is stored once.
     """
 
+    scale_dtype: torch.dtype = torch.float32
+    unit: float = INT8_UNIT
+    shares_scale: bool = False
     name: str = field(default="int8", init=False)
 
     def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
         """Parts of a matrix of shape (rows, columns)."""
         rows, columns = shape
+        scales = 1 if self.shares_scale else rows
         return EncodedPart("codes", torch.int8, (rows, columns)), EncodedPart(
-            "scales", torch.float32, (rows,)
+            "scales", self.scale_dtype, (scales,)
         )
 
 
@@ -41,8 +52,8 @@ class Float8Blocks:
 
     Args:
         block: Rows and columns of a block; blocks at the edges may have fewer.
-        scale_dtype: Dtype of the scales: float32, bfloat16, or float8_e8m0fnu, which are powers of
-            2.
+        scale_dtype: Dtype of the scales: float32, bfloat16, float16, or float8_e8m0fnu, which are
+            powers of 2.
     """
 
     block: tuple[int, int] = (128, 128)
