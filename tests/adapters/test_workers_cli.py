@@ -25,6 +25,7 @@ from command_lines import (
     Ended,
     environment,
     make_place,
+    refusal,
     run_here,
     torchrun_command,
     write_rows,
@@ -39,6 +40,7 @@ from zo2adapters.commands.train import Train
 from zo2adapters.trainers.metrics import LiveMetrics
 from zo2adapters.trainers.options import Storage, TrackerName, TrainOptions
 from zo2adapters.trainers.process import (
+    WorkerOptions,
     device_kinds,
     require_same_command,
     require_same_steps,
@@ -250,6 +252,48 @@ def test_other_files_of_some_workers_are_told_to_all_with_both_values_and_ranks(
         told = rf"workers 1, 2: found {found}; expected --\w+ {tmp_path}/0/.* of digest \w{{12}}, "
         assert re.match(told + "as worker 0 has it", str(error)), error
     assert not any(options.output.exists() for options in own)
+
+
+# what accelerate launch --cpu --num_processes sets of these: MASTER_ADDR above 1
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}
+SEVERAL = {**LAUNCHED, "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"WORLD_SIZE": "1"}, None),
+        (LAUNCHED, None),
+        ({"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "host"}, None),
+        ({**SEVERAL, "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}, None),
+        (SEVERAL, "accelerate launch: found one process where several were asked for"),
+        ({"WORLD_SIZE": "3", "RANK": "1"}, "WORLD_SIZE: found 3 processes without the variables"),
+    ],
+    ids=["one", "one of accelerate", "others", "torchrun", "several of accelerate", "several"],
+)
+def test_a_process_that_was_meant_to_be_one_of_several_is_refused(
+    environment: dict[str, str], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if named is None:
+        WorkerOptions().require_workers()
+    else:
+        with pytest.raises(OptionError, match=f"^{named}.*torchrun .* -m zo2adapters"):
+            WorkerOptions().require_workers()
+
+
+def test_no_command_of_several_workers_runs_as_one_of_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = small_run(tmp_path)
+    for name, value in SEVERAL.items():
+        monkeypatch.setenv(name, value)
+    files = ("--model", options.model, "--data", options.data)
+    tuned = ("--output", tmp_path / "tuned", "--forwards", 100, "--learning-rates", 1e-3, 1e-2)
+    for command in (asked(options), ["evaluate", *files], ["tune", *files, *tuned]):
+        assert "accelerate launch: found one process where" in refusal(*command)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
 
 
 @pytest.mark.long_profile

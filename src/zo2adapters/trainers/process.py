@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.trainers.option_table import flag, leaves, plain
-from zo2core.errors import WorkerError, without_effect
+from zo2core.errors import OptionError, WorkerError, without_effect
 from zo2core.io.process_memory import set_malloc
 from zo2core.ranges import require_whole
 
@@ -42,7 +42,8 @@ class WorkerOptions:
     """
 
     def require_workers(self) -> None:
-        """Refuse to split steps of a process that works alone."""
+        """Refuse to split steps of a process that works alone, and processes of other launchers."""
+        _require_torchrun_for_several()
         if self.split != "auto" and torchrun_rank() is None:
             raise without_effect(
                 "split", self.split, "workers of torchrun --nproc-per-node N -m zo2adapters ..."
@@ -59,6 +60,39 @@ class WorkerOptions:
             return
         with Workers.from_torchrun(split=self.split) as workers:
             yield workers
+
+
+def _require_torchrun_for_several() -> None:
+    """Refuse a process that was meant to be one of several, and cannot find the others.
+
+    Each would take all steps by itself. Processes that SLURM's srun or mpirun started are left
+    alone: they may be runs that have nothing to do with each other.
+
+    Note: what accelerate's launcher sets. On GPUs it starts torchrun's workers. On a CPU it starts
+    one process whatever ``--num_processes`` says; above 1 it sets MASTER_ADDR, and never WORLD_SIZE
+    (``prepare_simple_launcher_cmd_env``).
+    """
+    if torchrun_rank() is not None:
+        return
+    size = os.environ.get("WORLD_SIZE", "1")
+    launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
+    if size.isdecimal() and int(size) > 1:
+        where = "WORLD_SIZE"
+        found = f"{size} processes without the variables of torchrun"
+        otherwise = "unset WORLD_SIZE for a process that works alone"
+    elif launched:
+        where = "accelerate launch"
+        found = "one process where several were asked for"
+        size = "N"
+        otherwise = "leave accelerate out for a process that works alone"
+    else:
+        return
+    raise OptionError(
+        where,
+        found,
+        "workers that torchrun started",
+        f"run torchrun --standalone --nproc-per-node {size} -m zo2adapters ..., or {otherwise}",
+    )
 
 
 def torchrun_rank() -> int | None:
