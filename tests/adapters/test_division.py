@@ -21,7 +21,6 @@ from zo2adapters.trainers.options import Batching, Storage, TrainOptions
 from zo2adapters.trainers.run_inputs import Division, RunInputs
 from zo2core import Journal, LowRankPerturbation, Workers
 from zo2core.errors import MemoryBudgetError, ZO2Warning
-from zo2core.estimators.factors import factor_bytes
 
 ROWS = 64
 VOCABULARY = 8192  # of a head that takes most of a step's memory
@@ -219,7 +218,7 @@ def test_a_run_has_memory_for_the_factors_of_all_its_steps_from_the_start(folder
         planned.append(parts["factors of directions"])
     layouts = inputs.model.layouts
     perturbation = LowRankPerturbation(rank=2, period=1)
-    assert planned == [factor_bytes(perturbation, layouts, steps) for steps in (10, 50)]
+    assert planned == [perturbation.factor_bytes(layouts, steps) for steps in (10, 50)]
     assert planned[1] > planned[0]
 
 

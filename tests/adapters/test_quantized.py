@@ -56,7 +56,6 @@ from zo2core.encodings.forms import (
     NF4Blocks,
 )
 from zo2core.errors import CheckpointError, OptionError, OutputError, UnsupportedModelError
-from zo2core.estimators.factors import factor_bytes
 from zo2core.kernels import dispatch
 from zo2core.types import Lane, shown_bytes
 
@@ -287,7 +286,7 @@ def test_factors_take_what_plans_count(tmp_path: Path) -> None:
             held = [drawn for _, drawn in store._right.values()]
             for sums in store._sums.values():
                 held += [sums.now, *(sums.past or ())]
-            planned = factor_bytes(settings, open_checkpoint(path).layouts, taken)
+            planned = settings.factor_bytes(open_checkpoint(path).layouts, taken)
             assert planned == sum(tensor.nbytes for tensor in held)
             opened.step(batch)
 

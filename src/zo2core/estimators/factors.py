@@ -552,20 +552,6 @@ class FactorStore:
         return self._replays[start, end]
 
 
-def factor_bytes(
-    perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0
-) -> int:
-    """Bytes of a run's factors in memory, of ended periods and of the present one."""
-    if isinstance(perturbation, DensePerturbation):
-        return 0
-    periods = updates // perturbation.period + 1
-    specs = trained(layouts)
-    matrices = [spec for spec in specs if len(spec.shape) == 2]
-    columns = sum(4 * spec.shape[0] + spec.dtype.itemsize * spec.shape[1] for spec in matrices)
-    vectors = sum(4 * spec.numel for spec in specs if len(spec.shape) == 1)
-    return columns * perturbation.rank * periods + vectors
-
-
 def kept_bytes_a_step(
     perturbation: Perturbation, layouts: Sequence[BlockLayout], most: float | None = None
 ) -> float:

@@ -31,6 +31,7 @@ from zo2core.protocols import (
 from zo2core.ranges import require_whole
 from zo2core.types import (
     Batch,
+    BlockLayout,
     trained,
 )
 
@@ -145,6 +146,15 @@ class LowRankPerturbation:
         rng = random.Random(f"{run_seed}/period/{step // self.period}")  # noqa: S311 - not a secret
         return _FIRST_PERIOD_SEED + rng.randrange(_FIRST_PERIOD_SEED)
 
+    def factor_bytes(self, layouts: Sequence[BlockLayout], updates: int = 0) -> int:
+        """Bytes of a run's factors in memory, of ended periods and of the present one."""
+        periods = updates // self.period + 1
+        specs = trained(layouts)
+        matrices = [spec for spec in specs if len(spec.shape) == 2]
+        columns = sum(4 * spec.shape[0] + spec.dtype.itemsize * spec.shape[1] for spec in matrices)
+        vectors = sum(4 * spec.numel for spec in specs if len(spec.shape) == 1)
+        return columns * self.rank * periods + vectors
+
 
 Perturbation: TypeAlias = DensePerturbation | LowRankPerturbation
 
@@ -189,7 +199,7 @@ def require_perturbation(
             _require_not_quantised(model)
         return
     if not isinstance(model, StackedModel):
-        raise _refusal(
+        raise OptionError(
             "perturbation",
             f"a {type(model).__name__}",
             "a model that stacks streams",
@@ -197,7 +207,7 @@ def require_perturbation(
         )
     if not isinstance(noise, CounterNoise):
         remedy = "pass `PhiloxNoise(Distribution.GAUSSIAN)`"
-        raise _refusal("noise", noise.name, "counter-based noise beside the activations", remedy)
+        raise OptionError("noise", noise.name, "counter-based noise beside the activations", remedy)
     _require_factorable(model)
     if estimator is not None:
         _require_weights_stay(estimator)
@@ -207,7 +217,7 @@ def require_perturbation(
 def _require_not_quantised(model: BlockModel) -> None:
     for spec in trained(model.layouts):
         if spec.encoding is not None:
-            raise _refusal(
+            raise OptionError(
                 "perturbation",
                 f"none, for the weights of {spec.name}, which are stored in {spec.encoding.name}",
                 "directions of low rank or an adapter, because quantised weights are only read",
@@ -220,7 +230,7 @@ def _require_factorable(model: BlockModel) -> None:
     # A parameter may be rounded in a segment that borrows it, and not in the one that owns it.
     for spec in (spec for layout in model.layouts for spec in layout.used if not spec.frozen):
         if spec.is_rounded or spec.is_low_bit:
-            raise _refusal(
+            raise OptionError(
                 "precision",
                 f"{spec.name}, stored in {spec.dtype} and rounded to another dtype in forwards or "
                 "transfers",
@@ -242,21 +252,17 @@ def _require_weights_stay(estimator: ZOEstimator) -> None:
     """
     if estimator.perturb_in_place:
         expected = "False beside the activations, where weights stay"
-        raise _refusal("perturb_in_place", "True", expected, "pass `perturb_in_place=False`")
+        raise OptionError("perturb_in_place", "True", expected, "pass `perturb_in_place=False`")
     weight_decay = estimator.options.get("weight_decay")
     if weight_decay:
         expected = "0 beside the activations, where weights are only read"
-        raise _refusal("weight_decay", str(weight_decay), expected, "pass `weight_decay=0`")
+        raise OptionError("weight_decay", str(weight_decay), expected, "pass `weight_decay=0`")
     if estimator.distribution is not None:
         name = estimator.options.get("name")
-        raise _refusal(
+        raise OptionError(
             "estimator",
             f"{name}, which needs {estimator.distribution.value} directions",
             "an estimator for directions of any distribution, since products of factors have "
             "another one",
             "choose another estimator, or `DensePerturbation()`",
         )
-
-
-def _refusal(option: str, found: str, expected: str, remedy: str) -> OptionError:
-    return OptionError(option, found, expected, remedy)

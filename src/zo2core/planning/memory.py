@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 import psutil
 
 from zo2core.errors import MemoryBudgetError, OptionError, without_effect
-from zo2core.estimators.factors import factor_bytes
 from zo2core.estimators.noise import PhiloxNoise, drawn_bytes, noise_bytes
 from zo2core.estimators.perturbation import DensePerturbation, Perturbation
 from zo2core.io.direct_file import STAGING, whole_pages
@@ -376,8 +375,10 @@ class RunRequest:
     @property
     def factor_bytes(self) -> int:
         """Bytes of the factors of low-rank perturbations."""
+        if isinstance(self.perturbation, DensePerturbation):
+            return 0
         updates = max(self.updates, self.memory.steps)
-        return factor_bytes(self.perturbation, self.layouts, updates)
+        return self.perturbation.factor_bytes(self.layouts, updates)
 
     def with_least_activations(self, *, in_place: bool) -> Self:
         """The request of a run of a shared base, with as little memory for activations as it can do
