@@ -509,7 +509,7 @@ def _trained_weights(
 def _perturber_maker(
     parts: _RunParts, buffer: WorkBuffer, trained: TrainedWeights | None
 ) -> Callable[[Trajectory], Perturber]:
-    """What brings weights to a version and perturbs them in one sweep."""
+    """A function that makes the perturber of a sweep, given the updates and evaluations of it."""
     if trained is not None:
         return trained.for_sweep
     directions = parts.directions
@@ -525,7 +525,7 @@ def _perturber_maker(
 
 
 def _visits(parts: _RunParts, segments: Segments) -> Visits:
-    """What all sweeps share that run the present or perturbed weights."""
+    """The objects that all sweeps share which run the present or perturbed weights."""
     return Visits(
         layouts=parts.model.layouts,
         activations=segments.activations,

@@ -154,7 +154,7 @@ class Segments:
 
 @dataclass
 class _Progress:
-    """What changes from sweep to sweep."""
+    """State of a run that changes from sweep to sweep."""
 
     # called after each visit, with the visits so far and of all
     watch: Callable[[int, int], object] | None = None

@@ -343,7 +343,7 @@ class SharedBase:
 
 
 class _RunSweep:
-    """What one run does in a shared sweep."""
+    """The part of one run in a shared sweep."""
 
     def __init__(self, run: SharedRun, visit: VisitSegment, order: Sequence[int]) -> None:
         self.run = run

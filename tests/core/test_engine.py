@@ -409,6 +409,17 @@ def test_an_export_that_fails_lets_go_of_the_engine(engine: Engine, tmp_path: Pa
     assert_equal(weights(engine), before)
 
 
+def test_a_sweep_frees_the_generators_of_directions_that_it_did_not_draw(base: Path) -> None:
+    model = open_checkpoint(base)
+    noise = SequentialNoise(model.layouts)
+    with Engine(model, ZerothOrder(MEZO, noise=noise)) as engine:
+        for seed in (5, 6, 7):
+            engine.step(BATCH, seed=seed)
+        assert set(noise._streams) == {6, 7}, "the update before is replayed in a step's sweep"
+        list(engine.parameters_now())
+        assert set(noise._streams) == {7}
+
+
 @pytest.mark.parametrize("kept", [0, 2])
 def test_a_source_that_was_passed_gets_all_blocks_to_write(
     base: Path, tmp_path: Path, kept: int

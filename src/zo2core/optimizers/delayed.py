@@ -46,7 +46,7 @@ class Delayed(BlockUpdate):
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Those of the optimizer, and that it is delayed."""
+        """The options of the optimizer, and that it is delayed."""
         return {**self._update.options, "delayed": True}
 
     @property

@@ -61,7 +61,7 @@ class ResizableMemory(Protocol):
     """
 
     def nbytes(self) -> int:
-        """Its present size."""
+        """Present size in bytes."""
 
     def data_ptr(self) -> int:
         """Address of its first byte."""

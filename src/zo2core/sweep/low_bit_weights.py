@@ -17,7 +17,7 @@ from zo2core.types import ParameterSpec
 
 
 class LowBitWeight(NamedTuple):
-    """One of these weights."""
+    """A trained weight that is transferred in fewer bits."""
 
     spec: ParameterSpec
     owner: int  # segment whose store has it
@@ -27,12 +27,12 @@ class LowBitWeight(NamedTuple):
 
 
 class LowBitWeights:
-    """Those of one segment that are trained.
+    """The trained weights of one segment that are transferred in fewer bits.
 
     Args:
         segment: The segment.
-        weights: Its own ones, and those that it borrows.
-        memory: In which one of them is rounded, uint8, ``low_bit_bytes`` long.
+        weights: Weights that the segment owns or borrows.
+        memory: Memory in which a weight is rounded, uint8, ``low_bit_bytes`` long.
     """
 
     def __init__(self, segment: int, weights: Sequence[LowBitWeight], memory: torch.Tensor) -> None:
