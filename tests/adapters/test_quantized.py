@@ -544,13 +544,15 @@ def short(value: torch.Tensor) -> torch.Tensor:
     return value[..., :-1].contiguous()
 
 
+def coded(kind: str, folder: Path) -> Path:
+    """A saved checkpoint of codes of this kind."""
+    return save_coded(kind, folder)[1]
+
+
 EXPERTS, DOWN = "model.layers.0.mlp.experts", "model.layers.0.mlp.down_proj"
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{method: partial(make, method=method) for method in METHODS},
-    **{
-        kind: lambda folder, kind=kind: save_coded(kind, folder)[1]
-        for kind in (*FOUR_BITS, *EIGHT_BITS)
-    },  # type: ignore[misc]
+    **{kind: partial(coded, kind) for kind in (*FOUR_BITS, *EIGHT_BITS)},
     "mxfp4": lambda folder: save_gpt_oss(folder)[1],
     "tensors of experts": lambda folder: coded_mixture("nf4", folder, "qwen3_moe")[1],
     "stacks of experts": lambda folder: coded_mixture("nf4", folder, "gpt_oss")[1],
