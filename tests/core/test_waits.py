@@ -32,8 +32,8 @@ from zo2core.io.direct_file import PAGE
 from zo2core.protocols import Store, Transfer, Wait
 from zo2core.schedulers.profiling import Timeline, now
 from zo2core.sweep.activations import (
-    AHEAD,
     IN_TRANSIT,
+    USES_AHEAD,
     ActivationFile,
     ActivationOffload,
     KeptActivations,
@@ -723,9 +723,9 @@ def test_inputs_in_host_memory_are_not_mixed_up(room: int, host_room: int, tmp_p
     )
     assert written <= offloaded
     sent = offloaded / 2  # in each of the two sweeps
-    assert written == 0 or sent > host_room - AHEAD * NBYTES
-    assert written > 0 or sent <= host_room + (AHEAD + 1) * NBYTES
-    assert sum(computed.allocated) <= host_room + (2 * AHEAD + 3) * NBYTES
+    assert written == 0 or sent > host_room - USES_AHEAD * NBYTES
+    assert written > 0 or sent <= host_room + (USES_AHEAD + 1) * NBYTES
+    assert sum(computed.allocated) <= host_room + (2 * USES_AHEAD + 3) * NBYTES
 
 
 @pytest.mark.parametrize("host_room", [0, ALL_ON_HOST])
