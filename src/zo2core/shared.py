@@ -2,9 +2,9 @@
 of them.
 
 A run of a base that it only reads (an adapter by any method, or low-rank perturbations of the
-activations) is opened with ``shared=base``. Its steps, evaluations and exports then use the
-segments of the shared base, and its results are, bit for bit, those of the run alone. Only the
-reads, the decoding of quantised blocks and the work buffer are shared.
+activations) is opened with ``EngineOptions(source=base)``. Its steps, evaluations and exports then
+use the segments of the shared base, and its results are, bit for bit, those of the run alone. Only
+the reads, the decoding of quantised blocks and the work buffer are shared.
 """
 
 from __future__ import annotations
