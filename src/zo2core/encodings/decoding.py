@@ -84,12 +84,12 @@ def decode(
     whole = out.view(-1, spec.shape[-1])
     first = 0
     begin = 0
-    of_all = (
+    matrices = (
         spec.encoding.matrices
         if isinstance(spec.encoding, MatrixStack)
         else ((spec.encoding, len(whole)),)
     )
-    for encoding, rows in of_all:
+    for encoding, rows in matrices:
         matrix = whole[first : first + rows]
         shape = spec.shape if isinstance(encoding, MXFP4Stack) else tuple(matrix.shape)
         parts = _Parts(encoding.parts(shape), stored[begin:])

@@ -282,7 +282,7 @@ class FusedSteps:
             record = Commit(state.version, loss, step.norm().item(), step.lr)
             state.commit(record, overflowed=step.overflowed)
         except BaseException:
-            if step.changed:
+            if step.changed_segments:
                 self._run.use.close()  # segments are of two steps
             raise
         result = self._run.step_result(record, started)

@@ -67,7 +67,7 @@ class FusedStep:
         self.total: torch.Tensor | None = None
         self.overflowed = False  # whether a gradient of the scaled loss is not finite
         self.lr = 0.0
-        self.changed = 0  # segments that are changed, or were being changed when it failed
+        self.changed_segments = 0  # segments that are changed, or were being changed when it failed
 
     def prepare(self, gradients: dict[str, torch.Tensor]) -> None:
         """Convert a segment's gradients, add their norms unless they were measured, and clip them
@@ -87,7 +87,7 @@ class FusedStep:
         store: Store,
     ) -> None:
         """Change a segment's weights."""
-        self.changed += 1
+        self.changed_segments += 1
         states = self._states.of(segment, store)
         self._update.apply(UpdateInputs(segment, weights, gradients, states, self._step, self.lr))
 
@@ -148,8 +148,10 @@ class FusedStep:
         if overflowed:
             found += f", and a gradient of {overflowed[0]} that is not finite"
         state = "no step was taken"
-        if self.changed:
-            state = f"{self.changed} segments had been changed: resume from the last snapshot"
+        if self.changed_segments:
+            state = (
+                f"{self.changed_segments} segments had been changed: resume from the last snapshot"
+            )
         return step_not_finite(self._step, found, "a finite loss and finite gradients", state)
 
 
