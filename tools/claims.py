@@ -115,6 +115,12 @@ def rows(page: Path) -> Iterator[Row]:
             yield Row(line, section)
 
 
+def without_code(text: str) -> str:
+    """A text without its code, which changes when an option is named anew and no number does."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "``", text)
+
+
 def printed_at(claim: Mapping[str, Any], number: Mapping[str, Any]) -> str:
     """The part of a claim's text that prints a value: a cell, or what ``part`` says."""
     if "part" in number:
@@ -255,6 +261,21 @@ def origin(name: str) -> dict[str, str]:
     return {"machine": ", ".join(said), "commit": commit, "date": date}
 
 
+def written(claims: Mapping[str, Mapping[str, Any]]) -> str:
+    """The claims as JSON, a line each, as a reader of a diff wants them."""
+    parts = []
+    for kind, items in claims.items():
+        entries = [f"{json.dumps(name)}: {_lines(value)}" for name, value in items.items()]
+        parts.append(f"{json.dumps(kind)}: {{\n" + ",\n".join(entries) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False)
+    return "[\n" + ",\n".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n]"
+
+
 def main() -> None:
     """Print what is covered, or add what is found."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -271,7 +292,7 @@ def main() -> None:
         for claim in new:
             for number in claim["numbers"]:
                 claims["results"].setdefault(number["result"], origin(number["result"]))
-        CLAIMS.write_text(json.dumps(claims, indent=1, ensure_ascii=False) + "\n")
+        CLAIMS.write_text(written(claims))
     for name, texts in claims["claims"].items():
         known = {claim["text"] for claim in texts}
         told = [row for row in rows(ROOT / name) if NUMBER.search(row.text)]
