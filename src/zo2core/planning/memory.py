@@ -726,9 +726,10 @@ def plan_device_memory(
         )
         return DevicePlan(parts, budget, resident_count, activations)
 
-    for kept in range(len(blocks), -1, -1):
-        if (plan := plan_with(kept, most)).nbytes <= budget:
-            return plan
+    for resident_count in range(len(blocks), -1, -1):
+        planned = plan_with(resident_count, most)
+        if planned.nbytes <= budget:
+            return planned
     smallest = plan_with(0, least)
     if smallest.nbytes <= budget:
         return plan_with(0, least + budget - smallest.nbytes)
