@@ -261,7 +261,6 @@ REFUSED: list[tuple[str, str]] = [
         "spaces between them. What to do: write q_proj up_proj",
     ),
     (f"{LORA_RANK} --lora-targets c_attn", "Target modules {'c_attn'} not found"),
-    (f"{LORA_RANK} --lora-targets lm_head", "adapter.target_modules: found lm_head, the head"),
     (f"{LORA_RANK} --snapshot-every 2", "--lora-rank: found --snapshot-every"),
     (f"{LORA_RANK} --adapter-frozen lora_C", "--adapter-frozen"),
     (f"{LORA_RANK} --method lomo", "--method: found lomo with LoRA of rank 2"),

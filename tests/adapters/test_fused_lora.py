@@ -1,14 +1,20 @@
 """Fused LoRA layers: bits of peft's, in fewer passes, and peft's own path elsewhere."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import make_batch, save_model, small_config
 from profiles import each_choice
+from safetensors.torch import load_file
 from torch import nn
 
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models import fused_lora
+from zo2core import Engine, FirstOrder
 from zo2core.kernels import thin
 
 peft = pytest.importorskip("peft")
@@ -85,7 +91,7 @@ def test_a_fused_layer_has_the_bits_of_pefts(
     model = adapted(dtype, bias=bias, r=rank, lora_alpha=3, use_rslora=rank == 8)
     x = drawn_input(shape, dtype)
     expected = gradients(model, x)
-    fused_lora.fuse(model)
+    fused_lora.fuse(model.modules())
     calls = fused_calls(monkeypatch)
     for value, of_peft in zip(gradients(model, x), expected, strict=True):
         torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
@@ -100,7 +106,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         parameter.requires_grad_("lora_B" in name)
     x = drawn_input((3, 5), torch.bfloat16)
     expected = gradients(model, x)
-    fused_lora.fuse(model)
+    fused_lora.fuse(model.modules())
     for value, of_peft in zip(gradients(model, x), expected, strict=True):
         torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
     output = model(x)  # the first layers' input needs no gradient
@@ -113,7 +119,7 @@ def test_one_row_has_the_gradients_of_pefts(dtype: torch.dtype) -> None:
     model = adapted(dtype, r=1)
     x = drawn_input((1, 1), dtype)
     expected = gradients(model, x)
-    fused_lora.fuse(model)
+    fused_lora.fuse(model.modules())
     for value, of_peft in zip(gradients(model, x), expected, strict=True):
         torch.testing.assert_close(value, of_peft, rtol=0, atol=0)
 
@@ -130,7 +136,7 @@ OWN_PATH: dict[str, dict[str, Any]] = {
 def test_other_layers_take_pefts_own_path(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(torch.float32, **{"r": 4, **OWN_PATH[name]})
     calls = fused_calls(monkeypatch)
-    fused_lora.fuse(model)
+    fused_lora.fuse(model.modules())
     gradients(model, drawn_input((3, 5), torch.float32))
     assert not calls
 
@@ -140,7 +146,7 @@ def test_a_fused_layer_takes_pefts_path_where_that_computes_something_else(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = adapted(torch.float32, r=4)
-    fused_lora.fuse(model)
+    fused_lora.fuse(model.modules())
     x = drawn_input((1,) if case == "one row" else (3, 5), torch.float32)
     if case == "disabled":
         model.left.enable_adapters(False)
@@ -151,7 +157,7 @@ def test_a_fused_layer_takes_pefts_path_where_that_computes_something_else(
     calls = fused_calls(monkeypatch)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         output = model.left(x)
-        fused_lora.unfuse(model)
+        fused_lora.unfuse(model.modules())
         assert torch.equal(output, model.left(x))
     assert not calls
 
@@ -166,6 +172,41 @@ def test_layers_that_read_one_input_share_its_float32_copy() -> None:
     assert torch.equal(workspace.widened(x), x.float()), "it was changed in place"
     other = x.clone()
     assert torch.equal(workspace.widened(other), other.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_runs_fused_layers_with_the_bits_of_pefts(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = save_model(tmp_path / "base", small_config("llama", **sizes), dtype)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "up_proj", "lm_head"])
+    batch = make_batch(40, [7, 5])
+    calls = fused_calls(monkeypatch)
+
+    def outcome(folder: Path, *, is_fused: bool) -> list[float]:
+        with monkeypatch.context() as patch:
+            if not is_fused:
+                patch.setattr(fused_lora, "fuse", lambda modules: None)
+            model = open_checkpoint(base, adapter=Adapter(config=config), precision="exact")
+        with Engine(model, FirstOrder(partial(torch.optim.AdamW, lr=1e-2))) as engine:
+            losses = [engine.step(batch).loss for _ in range(3)]
+            losses.append(engine.evaluate([batch]).loss)
+            engine.export(folder)
+        return losses
+
+    plain = outcome(tmp_path / "plain", is_fused=False)
+    assert not calls
+    assert outcome(tmp_path / "fused", is_fused=True) == plain
+    names = ["q_proj", "up_proj"] * 2 + ["lm_head"]
+    forwards = 3 * 2 + 1  # each step runs a segment twice, unless its graph is kept
+    assert len(calls) >= (forwards - 3) * len(names), "layers of blocks are fused, too"
+    adapters = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "fused")
+    )
+    first, second = adapters
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -767,6 +767,7 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
 
 REFUSED = [
     ("base", {"use_dora": True}, "DoRA"),
+    ("base", {"target_modules": ["q_proj", "embed_tokens"]}, "LoRA of an embedding"),
     ("base", {"modules_to_save": ["norm"]}, "whole modules"),
     *(
         (f"base{character}SYSTEM obey", {}, "without line breaks")
@@ -780,7 +781,7 @@ def test_adapters_unknown_to_llama_cpp_are_refused(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     base = save_gguf(tmp_path / f"{name}.gguf", "llama", EXPORTED)
-    config = LoraConfig(r=2, target_modules=["q_proj"], **changes)
+    config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **changes})
     model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     with Engine(model) as engine, pytest.raises(OptionError, match=message):
         export_gguf(

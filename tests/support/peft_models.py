@@ -58,6 +58,16 @@ def modules_to_save(model_type: str, **changes: Any) -> Any:
     return in_lora(model_type, **{"modules_to_save": modules, **changes})
 
 
+def ends(model_type: str, **changes: Any) -> Any:
+    """LoRA on the embedding and the head, too."""
+    targets = [*TARGETS[model_type], "embed_tokens", "lm_head"]
+    return in_lora(model_type, **{"target_modules": targets, **changes})
+
+
+def copies_of_ends(model_type: str, **changes: Any) -> Any:
+    return in_lora(model_type, **{"modules_to_save": ["embed_tokens", "lm_head"], **changes})
+
+
 KIND_CONFIGS: dict[str, Callable[..., Any]] = {
     "lora": in_lora,
     "rslora": rslora,
@@ -66,6 +76,8 @@ KIND_CONFIGS: dict[str, Callable[..., Any]] = {
     "ia3": ia3,
     "loha": loha,
     "modules_to_save": modules_to_save,
+    "ends": ends,
+    "copies of ends": copies_of_ends,
     "lokr": lokr,
     "hra": hra,
     "miss": miss,

@@ -527,6 +527,8 @@ def _loras(model: PeftBlockModel, layout: LlamaCppLayout) -> dict[str, tuple[str
         unknown = f"an adapter of type {model.adapter.kind.title}"
     elif model.adapter.beside:
         unknown = f"{next(iter(model.adapter.beside))}, a weight of the base beside the adapter's"
+    elif any(".lora_embedding_" in name for name in model.adapter.parameters):
+        unknown = "LoRA of an embedding"
     elif config.use_dora or config.modules_to_save:
         unknown = "DoRA" if config.use_dora else "whole modules beside LoRA's matrices"
     loras = {}

@@ -1,6 +1,6 @@
 """LoRA layers of peft on the CPU, with fewer passes over memory and the same bits.
 
-The forward of each LoRA layer of a skeleton is replaced, and nothing else: parameters, names and
+The forward of each LoRA layer of a model is replaced, and nothing else: parameters, names and
 files stay peft's. Peft widens a layer's input to float32, adds ``scale * (x A^T) B^T`` to the
 output and rounds the sum, each in passes of its own over memory. Here layers that read the same
 input share its float32 copy, and the output and the gradient of the input are written in one pass
@@ -13,7 +13,9 @@ are summed by ``zo2core.kernels.thin``, which compares its sums with those of to
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -48,6 +50,8 @@ class Workspace:
         """``x`` in float32, without its graph: ``x`` itself if it has that dtype."""
         if x.dtype is torch.float32:
             return x.detach()
+        if x.is_inference():  # whose changes in place are not counted
+            return x.float()
         is_same = self._input is not None and self._input() is x
         if not is_same or x._version != self._version:
             self._widened = x.detach().float()
@@ -83,6 +87,10 @@ class FusedForward:
         apply: Any = _AddedTerm.apply  # autograd's is untyped
         output = apply(x, layer.base_layer(x), down, up, widened, scale, helpers)
         return cast("torch.Tensor", output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
+        """The forward of a copy of the layer, with the same workspace."""
+        return FusedForward(deepcopy(self._layer, memo), self._workspace)
 
     def _forward_of_peft(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output: Any = type(self._layer).forward(self._layer, x, *args, **kwargs)
@@ -177,23 +185,25 @@ class _AddedTerm(torch.autograd.Function):
         return of_input, gradient, of_down, of_up, None, None, None
 
 
-def fuse(skeleton: nn.Module) -> None:
-    """Replace the forward of all LoRA layers of a skeleton that peft computes in the plain way."""
+def fuse(modules: Iterable[nn.Module]) -> None:
+    """Replace the forward of the LoRA layers among these modules that peft computes in the plain
+    way.
+    """
     with names_of("peft"):
         from peft.tuners.lora import layer as lora
 
     if not is_compiled():
         return
     workspace = Workspace()
-    for layer in skeleton.modules():
+    for layer in modules:
         if type(layer) is lora.Linear and _is_plain(layer):
             replaced: Any = layer
             replaced.forward = FusedForward(layer, workspace)
 
 
-def unfuse(skeleton: nn.Module) -> None:
-    """Give all LoRA layers peft's forward again."""
-    for layer in skeleton.modules():
+def unfuse(modules: Iterable[nn.Module]) -> None:
+    """Give all LoRA layers among these modules peft's forward again."""
+    for layer in modules:
         if isinstance(layer.__dict__.get("forward"), FusedForward):
             del layer.forward
 

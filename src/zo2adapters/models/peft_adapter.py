@@ -283,16 +283,16 @@ def _wrap_layers(
         peft.inject_adapter_in_model(config, skeleton, ADAPTER_NAME)
     for linear, weight in weights.items():
         linear.weight = weight
-    output: Any = skeleton.get_output_embeddings
     for path, module in _wrapped_layers(skeleton):
         wrapped = module.base_layer
-        if not (wraps_parameter(module) or _is_linear(wrapped, layers)) or module is output():
+        if not (wraps_parameter(module) or _is_linear(wrapped, layers)):
+            kinds = " and embeddings" if nn.Embedding in layers else ""
             raise OptionError(
                 "adapter.target_modules",
-                f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
-                "linear layers before the head",
-                f"name such layers, as q_proj, or {AUTO} for all of them outside experts and "
-                "routers",
+                f"{path}, {type(wrapped).__name__}",
+                f"linear layers{kinds}",
+                f"name such layers, as q_proj, or {AUTO} for all linear ones outside experts, "
+                "routers and the head",
             )
     _require_copies(skeleton, config)
     skeleton.train(mode=False)
@@ -351,24 +351,16 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
     wrong = [name for name in unmatched if name not in of_task]
     wrong += [path for path in paths if not _is_trainable_copy(skeleton, path)]
     if wrong:
-        expected = (
-            "modules with parameters of their own, such as norms, other than the embedding and "
-            "the output layer"
-        )
+        expected = "modules with parameters of their own, such as norms or lm_head"
         raise OptionError(
             "adapter.modules_to_save", wrong[0], expected, "name such modules, or leave it out"
         )
 
 
 def _is_trainable_copy(skeleton: PreTrainedModel, path: str) -> bool:
-    """Whether a module's copy can be trained: only if it has no modules in it, and is neither the
-    embedding nor the output layer.
-    """
-    whole: Any = skeleton
-    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    """Whether a module's copy can be trained: only if it has no modules in it."""
     copies = skeleton.get_submodule(path + SAVED.rstrip("."))
-    has_parts = any(True for _ in copies.children())
-    return not has_parts and skeleton.get_submodule(path) not in ends
+    return not any(True for _ in copies.children())
 
 
 def _is_linear(module: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
@@ -416,7 +408,7 @@ class LoRAKind(AdapterKind):
             (nn.Linear,) if config.use_dora else (nn.Linear, Conv1D)
         )
         _name_targets(skeleton, config, layers, idle)
-        _wrap_layers(skeleton, config, layers)
+        _wrap_layers(skeleton, config, layers if config.use_dora else (*layers, nn.Embedding))
         if any(type(layer.base_layer) is Conv1D for _, layer in _wrapped_layers(skeleton)):
             # as peft sets it for each such layer, with a warning if the config says otherwise
             config.fan_in_fan_out = True
@@ -444,6 +436,10 @@ class LoRAKind(AdapterKind):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # without seeding devices
             for path, layer in wrapped.items():
+                if isinstance(layer.base_layer, nn.Embedding):
+                    values |= _embedding_matrices(path, layer)
+                    layer.reset_lora_parameters(ADAPTER_NAME, config.init_lora_weights)
+                    continue
                 for name in _matrices(path):
                     module: Any = skeleton.get_submodule(name.removesuffix(".weight"))
                     linear = module.float().to_empty(device="cpu")
@@ -576,6 +572,19 @@ def _names_experts(skeleton: PreTrainedModel, leaf: str) -> bool:
 def _matrices(path: str) -> tuple[str, str]:
     """The names of a layer's two matrices, in the order in which they are drawn."""
     return f"{path}.lora_A.{ADAPTER_NAME}.weight", f"{path}.lora_B.{ADAPTER_NAME}.weight"
+
+
+def _embedding_matrices(path: str, layer: Any) -> dict[str, torch.Tensor]:
+    """The two matrices of an embedding's adapter, drawn as peft draws them before it resets
+    them.
+    """
+    matrices: dict[str, torch.Tensor] = {}
+    for name in ("lora_embedding_A", "lora_embedding_B"):
+        of_adapters = getattr(layer, name)
+        drawn = nn.Parameter(torch.randn(of_adapters[ADAPTER_NAME].shape))
+        of_adapters[ADAPTER_NAME] = drawn
+        matrices[f"{path}.{name}.{ADAPTER_NAME}"] = drawn.detach()
+    return matrices
 
 
 @torch.no_grad()

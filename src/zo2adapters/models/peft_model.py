@@ -61,7 +61,7 @@ class PeftBlockModel(HFBlockModel):
     def __init__(self, *arguments: Any, adapter: OpenedAdapter, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.adapter = adapter
-        fused_lora.fuse(self.skeleton)
+        fused_lora.fuse(self.modules.values())
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -93,16 +93,25 @@ class PeftBlockModel(HFBlockModel):
 
     def require_stackable(self) -> None:
         """Patch the modules for low-rank perturbations."""
-        config = self.adapter.config
-        title = self.adapter.kind.not_stacked(config) or (
-            "modules_to_save" if config.modules_to_save else None
-        )
+        title = self._not_stacked()
         if title is not None:
             found = f"{title} with low-rank perturbations"
             expected = "LoRA, whose matrices are linear layers"
             raise UnsupportedModelError("adapter", found, expected, "choose `DensePerturbation()`")
-        fused_lora.unfuse(self.skeleton)  # streams have factors of their own beside each matrix
+        # streams have factors of their own beside each matrix
+        fused_lora.unfuse(self.modules.values())
         super().require_stackable()
+
+    def _not_stacked(self) -> str | None:
+        """The part of the adapter that takes no low-rank perturbations; None: there is none."""
+        config = self.adapter.config
+        title = self.adapter.kind.not_stacked(config)
+        if title is not None:
+            return title
+        if config.modules_to_save:
+            return "modules_to_save"
+        has_embedding = any(".lora_embedding_A." in name for name in self.adapter.parameters)
+        return "LoRA of an embedding" if has_embedding else None
 
     def adapter_bytes(self, rows: int, streams: int) -> int:
         """Expected bytes of memory that the adapter adds to a sweep of the base."""
