@@ -79,13 +79,16 @@ class _Activation:
     It exists as long as the graph needs it.
     """
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
-        self.kind = (dtype, shape)
-        self.tensor: torch.Tensor | None = None
+    def __init__(self, saved: torch.Tensor, *, keep: bool) -> None:
+        self.kind = (saved.dtype, saved.shape)
+        # detached, so that the graph does not refer to itself
+        self.tensor = saved.detach() if keep else None
+        self._version = saved._version
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # detached, so that the graph does not refer to itself
-        self._version = tensor._version
+    def fill(self, saved: torch.Tensor) -> None:
+        """Take the tensor that a second forward saves."""
+        self.tensor = saved.detach()
+        self._version = saved._version
 
     def read(self) -> torch.Tensor:
         assert self.tensor is not None, "the forward of a graph runs again before its backward"
@@ -160,13 +163,12 @@ class BlockGraph:
         def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
             if (weight := locate(tensor)) is not None:
                 return weight
-            activation = _Activation(tensor.dtype, tensor.shape)
+            activation = _Activation(tensor, keep=keep)
             if keep:
                 storage = tensor.untyped_storage()
                 self._storages[storage.data_ptr()] = KeptSize(
                     storage.nbytes(), on_host=storage.device.type == "cpu"
                 )
-                activation.fill(tensor)
             self._activations.append(weakref.ref(activation))
             return activation.read
 
